@@ -1,0 +1,8 @@
+"""The one exception whose text is meant for the user."""
+
+
+class FlyError(ValueError):
+    """Bad input. The message is one line: the field, the value, the fix.
+
+    The command line prints it without a traceback and exits with status 2.
+    """

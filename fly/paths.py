@@ -1,0 +1,22 @@
+"""Where fly's own files lie: shipped configurations and tasks, and the user's cache."""
+
+import os
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def data_dir(name: str) -> Path:
+    """The shipped folder `name` ("fly_config" or "lm_eval_tasks").
+
+    In a wheel it lies inside the package, in a checkout (editable install) beside it.
+    """
+    packaged = _PACKAGE / "_data" / name
+    return packaged if packaged.is_dir() else _PACKAGE.parent / name
+
+
+def fly_home() -> Path:
+    """FLY_HOME, or `fly` in the user's cache folder (XDG_CACHE_HOME, else ~/.cache)."""
+    if home := os.environ.get("FLY_HOME"):
+        return Path(home).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fly"
