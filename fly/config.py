@@ -1,0 +1,290 @@
+"""FlyConfig: one flat JSON per draft-target pair, validated, with the reference's key names.
+
+A file names what to decode and how; `model_args` on the command line override its keys. Every
+refusal is one line with the field, the value and the fix.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fly.errors import FlyError
+from fly.paths import data_dir
+
+logger = logging.getLogger(__name__)
+
+DrafterName = Literal["model", "ngram", "cascade"]
+EntropyKind = Literal["top3", "full", "normalized"]
+
+
+class FlyConfig(BaseModel):
+    """Every key of a pair's JSON. Keys of the reference code keep their names and meaning."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    target_model_path: str = Field(
+        description="Target model: hub id, local folder, .gguf file, or pair:NAME/target for an "
+        "embedded pair. The scores are this model's.",
+    )
+    draft_model_path: str | None = Field(
+        None,
+        description="Draft model, in the same forms. `pretrained=` in model_args overrides it. "
+        "Not needed by drafter=ngram or use_sd=false.",
+    )
+    use_sd: bool = Field(
+        True, description="false decodes with the target alone, through the same engine."
+    )
+    enable_fly: bool = Field(
+        True, description="false is exact verification: lossless speculative decoding."
+    )
+    spd_k: int = Field(
+        15, ge=0, le=256, description="K: most draft tokens per round. 0 is the target alone."
+    )
+    win_len: int = Field(
+        6,
+        ge=0,
+        description="W: how many draft tokens after a deferred mismatch must all match the "
+        "target. 0 is no window. (The reference code checks W-1.)",
+    )
+    entropy_thre: float | None = Field(
+        0.3,
+        ge=0,
+        description="theta: a mismatch may be deferred only where the target's entropy is at "
+        "least this; in the unit of entropy_kind. null switches the gate off.",
+    )
+    entropy_kind: EntropyKind = Field(
+        "top3",
+        description="top3: over the 3 largest probabilities, nats, not renormalised (what 0.3 was "
+        "tuned for). full: whole vocabulary, nats. normalized: full divided by ln V, 0 to 1.",
+    )
+    abla_no_window: bool = Field(
+        False, description="Ablation of the reference: accept every mismatch that passes the gate."
+    )
+    drafter: DrafterName | None = Field(
+        None,
+        description="model: the draft model. ngram: prompt lookup alone, no second model. cascade: "
+        "n-gram proposes, draft model verifies, target verifies. null: cascade if use_ngram, "
+        "else model.",
+    )
+    use_ngram: bool = Field(
+        False, description="Accelerate the draft model by n-gram lookup (the cascade)."
+    )
+    max_ngram_size: int = Field(
+        4, ge=1, le=32, description="Longest suffix that is looked up, in tokens."
+    )
+    min_ngram_size: int = Field(
+        1,
+        ge=1,
+        le=32,
+        description="Shortest suffix that is looked up, in tokens.",
+    )
+    num_ngram_pred_tokens: int = Field(
+        6, ge=1, le=256, description="Most tokens that one n-gram lookup proposes."
+    )
+    temperature: float = Field(
+        0.0,
+        ge=0,
+        description="0 is greedy. A task's gen_kwargs win over it. Sampling is not built yet.",
+    )
+    total_gen_tok: int | None = Field(
+        None,
+        ge=1,
+        description="Cap on generated tokens per request, beside the task's max_gen_toks.",
+    )
+    enable_statistics: bool = Field(
+        True, description="Print the speed table and write per-request records."
+    )
+    verbose: bool = Field(False, description="Log one line per round.")
+    dual_tok: bool = Field(
+        False,
+        description="The reference's two-tokenizer mode. Only false: fly needs one vocabulary.",
+    )
+    draft_device: str | None = Field(
+        None, description="Device of the draft model, e.g. cuda:1 or cpu. null: the target's."
+    )
+    draft_dtype: str | None = Field(
+        None, description="dtype of the draft model, e.g. bfloat16. null: the target's."
+    )
+
+    @property
+    def drafter_name(self) -> DrafterName | None:
+        """The drafter in force; None when the target decodes alone."""
+        if not self.use_sd or self.spd_k == 0:
+            return None
+        return self.drafter or ("cascade" if self.use_ngram else "model")
+
+    @property
+    def needs_draft_model(self) -> bool:
+        return self.drafter_name in ("model", "cascade")
+
+    @property
+    def window(self) -> int:
+        """W as verification uses it."""
+        return 0 if self.abla_no_window else self.win_len
+
+    @property
+    def mode(self) -> str:
+        """`target-only`, `strict` or `fly`: what the printed tables call this run."""
+        if self.drafter_name is None:
+            return "target-only"
+        return "fly" if self.enable_fly else "strict"
+
+    def hash(self) -> str:
+        """First 12 hex digits of the SHA-256 of the resolved configuration."""
+        text = json.dumps(self.model_dump(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def check_consistency(config: FlyConfig, where: str) -> None:
+    """Cross-field checks that a single field's type cannot express. Raises FlyError."""
+    if config.dual_tok:
+        raise FlyError(
+            f"dual_tok=true ({where}): fly needs one vocabulary for draft and target: "
+            "set it to false and choose a draft of the target's family"
+        )
+    if config.drafter == "model" and config.use_ngram:
+        raise FlyError(
+            f"drafter='model' contradicts use_ngram=true ({where}): "
+            "set drafter to 'cascade', or use_ngram to false"
+        )
+    if config.min_ngram_size > config.max_ngram_size:
+        raise FlyError(
+            f"min_ngram_size={config.min_ngram_size} is above "
+            f"max_ngram_size={config.max_ngram_size} ({where}): raise max_ngram_size"
+        )
+    if config.entropy_kind == "normalized" and (config.entropy_thre or 0) > 1:
+        raise FlyError(
+            f"entropy_thre={config.entropy_thre} with entropy_kind='normalized' ({where}): "
+            "a normalized entropy lies between 0 and 1, so nothing could ever be deferred"
+        )
+    relaxed = config.mode == "fly" and not config.abla_no_window
+    if relaxed and config.win_len >= config.spd_k:
+        raise FlyError(
+            f"win_len={config.win_len} needs spd_k >= {config.win_len + 1}, got {config.spd_k}: "
+            f"lower win_len or raise spd_k ({where}); for exact verification set enable_fly=false"
+        )
+
+
+def build(values: Mapping[str, Any], where: str) -> FlyConfig:
+    """Validate `values`; `where` names the file or source in error messages."""
+    values = {key: value for key, value in values.items() if key != "$schema"}
+    if unknown := [key for key in values if key not in FlyConfig.model_fields]:
+        raise FlyError(_unknown_key(unknown[0], where))
+    try:
+        config = FlyConfig(**values)
+    except ValidationError as error:
+        raise FlyError(_first_problem(error, where)) from None
+    check_consistency(config, where)
+    return config
+
+
+def _unknown_key(key: str, where: str) -> str:
+    nearest = difflib.get_close_matches(key, FlyConfig.model_fields, n=1, cutoff=0.4)
+    hint = f"did you mean {nearest[0]!r}?" if nearest else "`fly config schema` lists the keys"
+    return f"unknown key {key!r} ({where}): {hint}"
+
+
+def _first_problem(error: ValidationError, where: str) -> str:
+    problem = error.errors()[0]
+    field = str(problem["loc"][0]) if problem["loc"] else "configuration"
+    if problem["type"] == "missing":
+        return f'{field} is missing ({where}): add it, e.g. "{field}": "<hub id or folder>"'
+    message = problem["msg"][0].lower() + problem["msg"][1:]
+    return f"{field}={problem['input']!r} ({where}): {message}"
+
+
+def find_config_file(path: str) -> Path:
+    """`path` itself, else a shipped configuration of that name (works from a wheel too)."""
+    given = Path(path).expanduser()
+    shipped = data_dir("fly_config") / given.name
+    for candidate in (given, shipped, shipped.with_name(shipped.name + ".json")):
+        if candidate.is_file():
+            return candidate
+    names = ", ".join(sorted(p.name for p in data_dir("fly_config").glob("*.json") if _is_pair(p)))
+    raise FlyError(f"config_path={path}: no such file; shipped configurations are {names}")
+
+
+def _is_pair(path: Path) -> bool:
+    return path.name != "schema.json"
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """The JSON object in a configuration file, not yet validated."""
+    file = find_config_file(path)
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise FlyError(
+            f"{path}: not valid JSON at line {error.lineno}, column {error.colno}: {error.msg}"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise FlyError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(values, dict):
+        raise FlyError(f"{path}: must hold one JSON object, got {type(values).__name__}")
+    return values
+
+
+def load(path: str, overrides: Mapping[str, Any] | None = None, *, log: bool = True) -> FlyConfig:
+    """Read and validate a pair's JSON; `overrides` replace its keys, each logged old -> new."""
+    values = read_file(path)
+    base = build(values, path) if not overrides else None
+    if base is not None:
+        return base
+    assert overrides is not None
+    merged = {**values, **{key: coerce(key, value) for key, value in overrides.items()}}
+    config = build(merged, f"{path} with model_args")
+    if log:
+        for key in overrides:
+            old = values.get(key, FlyConfig.model_fields[key].get_default())
+            new = getattr(config, key)
+            if old != new:
+                logger.info("model_args override %s: %s -> %s", key, old, new)
+    return config
+
+
+def coerce(key: str, value: Any) -> Any:
+    """A command-line value in the type that its key takes.
+
+    lm-eval parses `key=3` to an int and `key=None` to a string; a float key given `1` is an int.
+    """
+    if key not in FlyConfig.model_fields:
+        return value
+    if isinstance(value, str) and value.lower() in ("none", "null"):
+        return None
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    floats = ("entropy_thre", "temperature")
+    if key in floats and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if key in ("entropy_thre", "temperature", "spd_k", "win_len") and isinstance(value, str):
+        try:
+            return json.loads(value)
+        except json.JSONDecodeError:
+            return value
+    return value
+
+
+def split_model_args(model_args: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(fly's own keys, what goes to lm-eval's HFLM). `pretrained` names the draft model."""
+    own = {key: value for key, value in model_args.items() if key in FlyConfig.model_fields}
+    rest = {key: value for key, value in model_args.items() if key not in FlyConfig.model_fields}
+    if (draft := rest.pop("pretrained", None)) is not None:
+        own["draft_model_path"] = draft
+    return own, rest
+
+
+def schema() -> dict[str, Any]:
+    """JSON schema of a pair's file, for editors (`$schema`) and `fly config schema`."""
+    result = FlyConfig.model_json_schema()
+    result["title"] = "fly: one draft-target pair"
+    result["properties"]["$schema"] = {"type": "string"}
+    result["properties"] = dict(sorted(result["properties"].items()))
+    return result

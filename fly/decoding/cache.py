@@ -1,0 +1,99 @@
+"""A preallocated, ragged K/V cache: one slot per row, rollback by moving a length.
+
+Shapes: S slots, H key/value heads, C capacity (tokens), D head size, B rows of one pass, Q new
+tokens per row of that pass. A pass writes Q positions per row at that row's own offset and reads
+under a mask made from the lengths; what lies past a row's length is never read, so rollback
+forgets tokens without touching data.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+_BLOCK = 256  # capacity grows in whole blocks of tokens
+
+
+class SlotCache(Cache):
+    """K/V of every layer, [S, H, C, D] each, behind transformers' cache interface.
+
+    Works for models whose every layer attends to the whole past; `loading.refuse_unsupported`
+    keeps the others out. Layers are allocated at their first write, on the layer's own device.
+    """
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(layers=[])
+        self.slots = slots
+        self.capacity = 0
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._rows = slice(0, 0)
+        self._positions_BQ = torch.empty(0, 0, dtype=torch.long)
+        self._read_length = 0
+
+    def reserve(self, tokens: int) -> None:
+        """Grow the capacity to at least `tokens` per slot; what is stored stays."""
+        if tokens <= self.capacity:
+            return
+        grown = max(tokens, self.capacity + self.capacity // 2)
+        self.capacity = -(-grown // _BLOCK) * _BLOCK
+        self._keys = [self._grow(old) for old in self._keys]
+        self._values = [self._grow(old) for old in self._values]
+
+    def _grow(self, old: Tensor) -> Tensor:
+        new = old.new_zeros(*old.shape[:2], self.capacity, old.shape[3])
+        new[:, :, : old.shape[2]] = old
+        return new
+
+    def begin(self, first_slot: int, positions_BQ: Tensor) -> None:
+        """Say where the next forward pass writes: rows are consecutive slots from `first_slot`."""
+        self._rows = slice(first_slot, first_slot + positions_BQ.shape[0])
+        self._positions_BQ = positions_BQ
+        self._read_length = int(positions_BQ.max()) + 1
+
+    def copy_slot(self, source: int, destination: int, length: int) -> None:
+        """Copy the first `length` tokens of one slot over another."""
+        for stored in (*self._keys, *self._values):
+            stored[destination, :, :length] = stored[source, :, :length]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write K/V of [B, H, Q, D]; return what the B rows may read, [B, H, read length, D]."""
+        while len(self._keys) <= layer_idx:
+            self._keys.append(self._allocate(key_states))
+            self._values.append(self._allocate(value_states))
+        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        self._write(keys, key_states)
+        self._write(values, value_states)
+        end = self._read_length
+        return keys[self._rows, :, :end], values[self._rows, :, :end]
+
+    def _allocate(self, like: Tensor) -> Tensor:
+        return like.new_zeros(self.slots, like.shape[1], self.capacity, like.shape[3])
+
+    def _write(self, stored: Tensor, new_BHQD: Tensor) -> None:
+        positions_BQ = self._positions_BQ
+        if positions_BQ.shape[0] == 1:  # one row: a plain slice copy
+            start = self._read_length - positions_BQ.shape[1]
+            stored[self._rows, :, start : self._read_length] = new_BHQD
+            return
+        rows_B1 = torch.arange(self._rows.start, self._rows.stop, device=stored.device)[:, None]
+        stored[rows_B1, :, positions_BQ.to(stored.device)] = new_BHQD.transpose(1, 2)
+
+    # What transformers' models ask a cache for while they build masks and positions; fly passes
+    # both explicitly, so these only have to be well-formed.
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._read_length - self._positions_BQ.shape[1]
+
+    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        return self._read_length, 0
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        return self.capacity
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return self.capacity

@@ -1,0 +1,116 @@
+"""Counts per round, per request and per run. Counts are kept; rates are divided once, at the end.
+
+Definitions (docs/definitions.md): a round is one target verification pass; tau is emitted tokens
+per round; emitted = native_accepted + deferred_accepted + corrections + bonus, always.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+PHASES = ("prefill", "draft", "verify", "other", "compile")
+
+
+@dataclass
+class Counts:
+    """What one row's rounds added up to. Nothing past a rejection, EOS, stop or budget counts."""
+
+    rounds: int = 0
+    drafted: int = 0
+    native_accepted: int = 0
+    deferred_accepted: int = 0
+    deferred_rolled_back: int = 0
+    corrections: int = 0
+    bonus: int = 0
+    emitted: int = 0
+
+    def add(self, other: Counts) -> None:
+        for item in fields(Counts):
+            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+
+    def as_dict(self) -> dict[str, int]:
+        return {item.name: getattr(self, item.name) for item in fields(Counts)}
+
+
+def zero_seconds() -> dict[str, float]:
+    return dict.fromkeys(PHASES, 0.0)
+
+
+@dataclass
+class RequestRecord:
+    """One finished request. `seconds` is its share of each pass it took part in."""
+
+    request: Any
+    tokens: list[int]
+    finish_reason: str
+    prompt_tokens: int
+    prompt_tokens_reused: int
+    counts: Counts
+    seconds: dict[str, float]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            **self.counts.as_dict(),
+            **rates(self.counts, self.seconds),
+            "finish_reason": self.finish_reason,
+            "prompt_tokens": self.prompt_tokens,
+            "prompt_tokens_reused": self.prompt_tokens_reused,
+            "seconds": {phase: round(value, 6) for phase, value in self.seconds.items()},
+        }
+
+
+@dataclass
+class RunStats:
+    """Sums over the requests of a run."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    prompt_tokens_reused: int = 0
+    peak_memory_bytes: int = 0
+    counts: Counts = field(default_factory=Counts)
+    seconds: dict[str, float] = field(default_factory=zero_seconds)
+
+    def add_request(self, record: RequestRecord) -> None:
+        self.requests += 1
+        self.prompt_tokens += record.prompt_tokens
+        self.prompt_tokens_reused += record.prompt_tokens_reused
+        self.counts.add(record.counts)
+        for phase, value in record.seconds.items():
+            self.seconds[phase] += value
+
+    def merge(self, other: RunStats) -> None:
+        """Add another process's share (its seconds ran beside ours, and add up as work)."""
+        self.requests += other.requests
+        self.prompt_tokens += other.prompt_tokens
+        self.prompt_tokens_reused += other.prompt_tokens_reused
+        self.peak_memory_bytes = max(self.peak_memory_bytes, other.peak_memory_bytes)
+        self.counts.add(other.counts)
+        for phase, value in other.seconds.items():
+            self.seconds[phase] += value
+
+    def as_dict(self) -> dict[str, Any]:
+        """The `stats` of the results file: plain Python values under the documented names."""
+        return {
+            "requests": self.requests,
+            **self.counts.as_dict(),
+            **rates(self.counts, self.seconds),
+            "prompt_tokens": self.prompt_tokens,
+            "prompt_tokens_reused": self.prompt_tokens_reused,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "seconds": {phase: round(value, 3) for phase, value in self.seconds.items()},
+        }
+
+
+def rates(counts: Counts, seconds: dict[str, float]) -> dict[str, float | None]:
+    """tau, decode_tok_s (without prefill) and end_to_end_tok_s; None where nothing was decoded."""
+    decode = seconds["draft"] + seconds["verify"] + seconds["other"]
+    return {
+        "tau": _ratio(counts.emitted, counts.rounds),
+        "decode_tok_s": _ratio(counts.emitted, decode),
+        "end_to_end_tok_s": _ratio(counts.emitted, decode + seconds["prefill"]),
+    }
+
+
+def _ratio(numerator: float, denominator: float) -> float | None:
+    return round(numerator / denominator, 4) if denominator > 0 else None
