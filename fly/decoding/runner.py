@@ -50,6 +50,7 @@ class ModelRunner:
         """Set how many tokens of the row are valid, at once and in both directions."""
         self.lengths[slot] = length
 
+    @torch.inference_mode()
     def move(self, source: int, destination: int) -> None:
         """Move a row to another slot."""
         self.cache.copy_slot(source, destination, self.lengths[source])

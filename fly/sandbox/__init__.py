@@ -1,0 +1,15 @@
+"""Runs model-written programs outside fly's process, isolated as far as the machine allows."""
+
+from fly.sandbox.isolation import Isolation, describe, isolation_level
+from fly.sandbox.runner import Limits, Outcome, run_program, run_programs, used_isolation
+
+__all__ = [
+    "Isolation",
+    "Limits",
+    "Outcome",
+    "describe",
+    "isolation_level",
+    "run_program",
+    "run_programs",
+    "used_isolation",
+]

@@ -1,0 +1,200 @@
+"""The command `fly`: every lm-eval flag and subcommand unchanged, plus fly's own subcommands."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lm_eval._cli import HarnessCLI
+from lm_eval.utils import sanitize_model_name, setup_logging, simple_parse_args_string
+
+import fly
+from fly import config as fly_config
+from fly import loading, pairs, session
+from fly.errors import FlyError
+from fly.paths import data_dir
+
+_HF_NAMES = ("hf", "hf-auto", "huggingface")
+
+
+class FlyCLI(HarnessCLI):
+    """lm-eval's parser with fly's subcommands; `execute` edits the namespace and goes on there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parser.prog = "fly"
+        self._parser.add_argument("--version", action="version", version=f"fly {fly.__version__}")
+        _add_config_command(self._subparsers)
+        pairs.add_pair_command(self._subparsers)
+
+    def execute(self, args: argparse.Namespace) -> None:
+        if hasattr(args, "include_path"):
+            args.include_path = _include_paths(args)
+        if args.command == "run":
+            self._run(args)
+        else:
+            super().execute(args)
+
+    def _run(self, args: argparse.Namespace) -> None:
+        yaml_values = _yaml_values(args)
+        output_dir = _prepare_fly(args, yaml_values)
+        current = session.start(output_dir)
+        if _is_fly(args.model or yaml_values.get("model")):
+            import fly.lm  # noqa: F401  registers the model before lm_eval.models is imported
+        super().execute(args)
+        if current.lm is not None and current.lm.rank == 0:
+            from fly.evaluation import report
+
+            if current.lm.fly_config.enable_statistics:
+                report.print_summary(report.results_entry(current.lm))
+        if output_dir is not None:
+            print(f"results: {output_dir}")
+
+
+def _is_fly(name: str | None) -> bool:
+    return name == "fly"
+
+
+def _yaml_values(args: argparse.Namespace) -> dict[str, Any]:
+    """What --config sets; lm-eval reads the file again and reports its errors."""
+    if not getattr(args, "config", None):
+        return {}
+    from lm_eval.config.evaluate_config import EvaluatorConfig
+
+    try:
+        return EvaluatorConfig.load_yaml_config(args.config)
+    except (OSError, ValueError, TypeError) as error:
+        raise FlyError(f"--config {args.config}: {error}") from None
+
+
+def _as_dict(value: Any) -> dict[str, Any]:
+    return simple_parse_args_string(value) if isinstance(value, str) else dict(value or {})
+
+
+def _include_paths(args: argparse.Namespace) -> list[str]:
+    """fly's tasks first, the user's after them: later paths override earlier ones."""
+    user = args.include_path or _yaml_values(args).get("include_path")
+    paths = [str(data_dir("lm_eval_tasks"))]
+    if user:
+        paths += user if isinstance(user, list) else [user]
+    return paths
+
+
+def _prepare_fly(args: argparse.Namespace, yaml_values: dict[str, Any]) -> Path | None:
+    """Route to fly's backend and check everything that can be checked before models load.
+
+    Returns the folder lm-eval will write to, or None without --output_path.
+    """
+    model_args = args.model_args or _as_dict(yaml_values.get("model_args"))
+    model = args.model or yaml_values.get("model") or "hf"
+    if model in _HF_NAMES and "config_path" in model_args:
+        model = args.model = "fly"
+    if _is_fly(model):
+        args.model_args = model_args = _checked_model_args(model_args)
+        use_cache = args.use_cache or yaml_values.get("use_cache")
+        if use_cache:  # lm-eval's keys ignore the model and its configuration
+            args.use_cache = f"{use_cache}_{_run_hash(model_args)}"
+    output_path = args.output_path or yaml_values.get("output_path")
+    if not output_path:
+        return None
+    folder = _output_folder(Path(output_path), model_args)
+    session.check_writable(folder, "output_path")
+    return folder
+
+
+def _checked_model_args(model_args: dict[str, Any]) -> dict[str, Any]:
+    """Validate the configuration and the models' paths; name the run for lm-eval's folders."""
+    config = _resolve_config(model_args)
+    loading.resolve_source(config.target_model_path, "target_model_path")
+    if config.needs_draft_model and config.draft_model_path:
+        loading.resolve_source(config.draft_model_path, "pretrained")
+    if "pretrained" not in model_args:
+        if config.needs_draft_model and config.draft_model_path:
+            return {"pretrained": config.draft_model_path, **model_args}
+        return {"model": config.target_model_path, **model_args}
+    return model_args
+
+
+def _resolve_config(model_args: dict[str, Any]) -> fly_config.FlyConfig:
+    own, _ = fly_config.split_model_args(model_args)
+    if "config_path" in model_args:
+        return fly_config.load(str(model_args["config_path"]), own, log=False)
+    return fly_config.build(
+        {key: fly_config.coerce(key, value) for key, value in own.items()}, "model_args"
+    )
+
+
+def _run_hash(model_args: dict[str, Any]) -> str:
+    """Configuration plus everything else that is passed to the model."""
+    import hashlib
+
+    _, rest = fly_config.split_model_args(model_args)
+    rest.pop("config_path", None)
+    text = json.dumps([_resolve_config(model_args).hash(), rest], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _output_folder(path: Path, model_args: dict[str, Any]) -> Path:
+    """Where lm-eval's EvaluationTracker will write samples."""
+    if path.suffix == ".json":
+        return path.parent
+    for key in ("peft", "delta", "pretrained", "model", "path", "engine"):
+        if key in model_args:
+            return path / sanitize_model_name(str(model_args[key]))
+    return path
+
+
+def _add_config_command(subparsers: Any) -> None:
+    parser = subparsers.add_parser("config", help="Check, show or describe a pair's JSON")
+    commands = parser.add_subparsers(dest="config_command", metavar="check|show|schema")
+    parser.set_defaults(func=lambda args: parser.print_help())
+    check = commands.add_parser("check", help="validate a file")
+    check.add_argument("file")
+    check.set_defaults(func=_config_check)
+    show = commands.add_parser("show", help="print the resolved configuration")
+    show.add_argument("file")
+    show.add_argument("overrides", nargs="*", metavar="key=value")
+    show.set_defaults(func=_config_show)
+    schema = commands.add_parser("schema", help="print the JSON schema")
+    schema.set_defaults(func=lambda args: print(json.dumps(fly_config.schema(), indent=2)))
+
+
+def _config_check(args: argparse.Namespace) -> None:
+    config = fly_config.load(args.file)
+    print(f"{args.file}: valid ({config.mode}, drafter {config.drafter_name}, {config.hash()})")
+
+
+def _config_show(args: argparse.Namespace) -> None:
+    for item in args.overrides:
+        if "=" not in item:
+            raise FlyError(f"override {item!r}: write it as key=value")
+    overrides = simple_parse_args_string(",".join(args.overrides))
+    own, unknown = fly_config.split_model_args(overrides)
+    config = fly_config.load(args.file, {**own, **unknown})
+    print(json.dumps(config.model_dump(), indent=2))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point. Bad input ends with one line and status 2, Ctrl-C with status 130."""
+    if argv is not None:
+        sys.argv = ["fly", *argv]
+    setup_logging()
+    try:
+        cli = FlyCLI()
+        cli.execute(cli.parse_args())
+    except FlyError as error:
+        if os.environ.get("FLY_DEBUG"):
+            raise
+        print(f"fly: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""What a run reports: the entry in lm-eval's results file, and the table printed after its own."""
+
+from __future__ import annotations
+
+import platform
+import resource
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import fly
+from fly import sandbox
+
+if TYPE_CHECKING:
+    from fly.lm import FlyLM
+
+_PACKAGES = ("torch", "transformers", "lm-eval", "accelerate", "tokenizers", "numpy")
+
+
+def versions() -> dict[str, str]:
+    found = {"fly": fly.__version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def device_facts(device: torch.device) -> dict[str, Any]:
+    """Name and size of what the target runs on, for comparing runs."""
+    facts: dict[str, Any] = {"type": str(device), "threads": torch.get_num_threads()}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts["name"] = properties.name
+        facts["memory_bytes"] = properties.total_memory
+    else:
+        facts["name"] = platform.processor() or platform.machine()
+    return facts
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """CUDA: most memory allocated at once on the device. Else: the process's peak resident set."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def results_entry(lm: FlyLM) -> dict[str, Any]:
+    """`config.fly` of the results file. Plain Python values: lm-eval drops what json cannot."""
+    draft = lm.draft_model
+    return {
+        "mode": lm.fly_config.mode,
+        "drafter": lm.fly_config.drafter_name,
+        "config": lm.fly_config.model_dump(),
+        "config_hash": lm.fly_config.hash(),
+        "versions": versions(),
+        "device": device_facts(lm.device),
+        "dtype": str(lm.model.dtype),
+        "draft_dtype": None if draft is None else str(draft.dtype),
+        "draft_num_parameters": None if draft is None else draft.num_parameters(),
+        "eos_token_ids": sorted(lm.eos_ids),
+        "sandbox": sandbox.used_isolation(),
+        "stats": lm.stats.as_dict(),
+    }
+
+
+def print_summary(entry: dict[str, Any]) -> None:
+    """The speed table, below lm-eval's own table."""
+    stats = entry["stats"]
+    if not stats["requests"]:
+        return
+    seconds = stats["seconds"]
+    total = sum(value for phase, value in seconds.items() if phase != "compile") or 1.0
+    config = entry["config"]
+    title = f"fly: {entry['mode']}"
+    if entry["drafter"]:
+        title += f", drafter {entry['drafter']}, K={config['spd_k']}"
+    if entry["mode"] == "fly":
+        title += f", W={config['win_len']}, theta={config['entropy_thre']}"
+    table = Table(title=title, title_justify="left", show_header=False)
+    for name, value in _rows(stats, seconds, total):
+        table.add_row(name, value)
+    Console(width=100 if not sys.stdout.isatty() else None).print(table)
+
+
+def _rows(stats: dict[str, Any], seconds: dict[str, float], total: float) -> list[tuple[str, str]]:
+    split = ", ".join(
+        f"{phase} {100 * seconds[phase] / total:.0f} %"
+        for phase in ("prefill", "draft", "verify", "other")
+    )
+    return [
+        ("requests", f"{stats['requests']} ({stats['prompt_tokens']} prompt tokens)"),
+        ("emitted tokens / rounds = tau", _tau(stats)),
+        ("decode tok/s", f"{stats['decode_tok_s'] or 0:.2f}"),
+        ("end-to-end tok/s", f"{stats['end_to_end_tok_s'] or 0:.2f}"),
+        ("drafted", str(stats["drafted"])),
+        ("native accepted", str(stats["native_accepted"])),
+        ("deferred accepted / rolled back", _pair(stats)),
+        ("corrections / bonus", f"{stats['corrections']} / {stats['bonus']}"),
+        ("time", split),
+        ("peak memory", f"{stats['peak_memory_bytes'] / 2**30:.1f} GiB"),
+    ]
+
+
+def _tau(stats: dict[str, Any]) -> str:
+    return f"{stats['emitted']} / {stats['rounds']} = {stats['tau'] or 0:.2f}"
+
+
+def _pair(stats: dict[str, Any]) -> str:
+    return f"{stats['deferred_accepted']} / {stats['deferred_rolled_back']}"

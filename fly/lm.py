@@ -1,0 +1,256 @@
+"""FlyLM: the target is the model lm-eval sees; the draft is loaded beside it.
+
+loglikelihood, max_length, chat template, tokenizer and reported sizes are HFLM's own, of the
+target. Only generate_until is replaced: it feeds the engine's queue.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+from typing import TYPE_CHECKING, Any
+
+import transformers
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from lm_eval.utils import hash_string
+
+from fly import config as fly_config
+from fly import loading, session
+from fly.decoding.engine import Engine, Observer
+from fly.decoding.records import RequestRecord, RunStats
+from fly.decoding.runner import ModelRunner
+from fly.decoding.verification import Relaxation
+from fly.drafters.base import Drafter, NoDrafter
+from fly.drafters.model import CascadeDrafter, ModelDrafter
+from fly.drafters.ngram import NgramDrafter
+from fly.errors import FlyError
+from fly.evaluation import progress, report
+from fly.requests import build_request, response_text
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+logger = logging.getLogger(__name__)
+
+
+@register_model("fly")
+class FlyLM(HFLM):
+    """lm-eval's model backend that decodes by loosely verified speculative decoding.
+
+    pretrained: the **draft** model (the reference's convention). config_path: the pair's JSON,
+    which names the target; every key of it may also be given here. All other arguments are
+    HFLM's and apply to the target. `model` only names the run in lm-eval's output path.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | None = None,
+        config_path: str | None = None,
+        model: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        given = {**kwargs, **({"pretrained": pretrained} if pretrained is not None else {})}
+        own, hf_args = fly_config.split_model_args(given)
+        self.fly_config = (
+            fly_config.load(config_path, own)
+            if config_path is not None
+            else fly_config.build(
+                {key: fly_config.coerce(key, value) for key, value in own.items()}, "model_args"
+            )
+        )
+        _refuse_unknown(hf_args)
+        config = self.fly_config
+        target = loading.resolve_source(config.target_model_path, "target_model_path")
+        draft = self._draft_source()
+        if target.gguf_file is not None:
+            hf_args["gguf_file"] = target.gguf_file
+        self._load("target_model_path", config.target_model_path, pretrained=target.path, **hf_args)
+        loading.refuse_unsupported(self.model, "target_model_path", self.max_length)
+        loading.check_cache_agrees(self.model, "target_model_path")
+        self.draft_model = self._load_draft(draft, hf_args) if draft is not None else None
+        if hasattr(self, "accelerator"):
+            self._rank = self.accelerator.process_index  # HFLM takes the local index
+        self.eos_ids = loading.eos_token_ids(self.model, self.tokenizer)
+        self.stats = RunStats()
+        session.current().lm = self
+        self._warn_of_penalties()
+
+    def _draft_source(self) -> loading.ModelSource | None:
+        if not self.fly_config.needs_draft_model:
+            return None
+        if self.fly_config.draft_model_path is None:
+            raise FlyError(
+                "pretrained is missing: name the draft model (pretrained=<hub id or folder>), "
+                "or choose drafter=ngram or use_sd=false, which need none"
+            )
+        return loading.resolve_source(self.fly_config.draft_model_path, "pretrained")
+
+    def _load(self, field: str, name: str, **kwargs: Any) -> None:
+        try:
+            super().__init__(**kwargs)
+        except (OSError, ValueError, TypeError) as error:
+            if isinstance(error, FlyError):
+                raise
+            raise FlyError(f"{field}={name}: cannot be loaded: {_first_line(error)}") from error
+
+    def _load_draft(
+        self, source: loading.ModelSource, hf_args: dict[str, Any]
+    ) -> transformers.PreTrainedModel:
+        """Load the draft with HFLM's own loader, then give the target its place back."""
+        target_model, name = self._model, f"pretrained={self.fly_config.draft_model_path}"
+        trust = hf_args.get("trust_remote_code", False)
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                source.path,
+                trust_remote_code=trust,
+                **({"gguf_file": source.gguf_file} if source.gguf_file else {}),
+            )
+            loading.check_same_vocabulary(self.tokenizer, tokenizer)
+            self._create_model(
+                source.path,
+                dtype=self.fly_config.draft_dtype or str(target_model.dtype).split(".")[-1],
+                trust_remote_code=trust,
+                gguf_file=source.gguf_file,
+            )
+            draft = self._model
+        except (OSError, ValueError, TypeError) as error:
+            if isinstance(error, FlyError):
+                raise
+            raise FlyError(f"{name}: cannot be loaded: {_first_line(error)}") from error
+        finally:
+            self._model = target_model
+        draft.eval().to(self.fly_config.draft_device or self.device)
+        loading.refuse_unsupported(draft, "pretrained", self._context_of(draft))
+        loading.check_cache_agrees(draft, "pretrained")
+        return draft
+
+    def _create_model(self, pretrained: str, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("gguf_file") and hasattr(transformers, "GgufConfig"):
+            kwargs["quantization_config"] = transformers.GgufConfig(dequantize=True)
+        super()._create_model(pretrained, *args, **kwargs)
+
+    def _context_of(self, model: transformers.PreTrainedModel) -> int:
+        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        return int(limit or self.max_length)
+
+    def _warn_of_penalties(self) -> None:
+        penalty = getattr(self.model.generation_config, "repetition_penalty", None)
+        if penalty not in (None, 1, 1.0):
+            logger.warning(
+                "the target's generation_config sets repetition_penalty=%s, which lm-eval's hf "
+                "applies and fly does not yet: compare with fly's own target-only run",
+                penalty,
+            )
+
+    # ---------------------------------------------------------------- generation
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """One text per request, in order. All requests are checked before the first is decoded."""
+        wanted = [build_request(instance, self) for instance in requests]
+        order = {id(request): index for index, request in enumerate(wanted)}
+        texts: list[str] = [""] * len(wanted)
+        log = session.RequestLog(session.current(), self.rank)
+        bar = progress.Progress(
+            len(wanted), enabled=not disable_tqdm and self.rank == 0, log=self.fly_config.verbose
+        )
+        local = RunStats()
+        try:
+            for record in self._engine(len(wanted), bar.on_round).run(wanted):
+                index = order[id(record.request)]
+                texts[index] = response_text(record.tokens, record.request, self)
+                self._keep(requests[index], texts[index], record, log)
+                local.add_request(record)
+                bar.on_request()
+        except BaseException:
+            self._report_interruption(log, len(wanted))
+            raise
+        finally:
+            bar.close()
+        local.peak_memory_bytes = report.peak_memory_bytes(self.device)
+        for share in self.gather_object(local):
+            if share is not None:
+                self.stats.merge(share)
+        return texts
+
+    def _engine(self, requests: int, observer: Observer) -> Engine:
+        config = self.fly_config
+        slots = max(1, min(self._rows_in_flight(), requests))
+        relaxation = None
+        if config.enable_fly:
+            relaxation = Relaxation(config.window, config.entropy_thre, config.entropy_kind)
+        return Engine(
+            ModelRunner(self.model, slots, self.max_length),
+            self._drafter(slots),
+            spd_k=config.spd_k if config.drafter_name else 0,
+            relaxation=relaxation,
+            eos_ids=self.eos_ids,
+            decode=lambda ids: self.tokenizer.decode(ids, skip_special_tokens=False),
+            observer=observer,
+        )
+
+    def _rows_in_flight(self) -> int:
+        if isinstance(self.batch_size, int):
+            return self.batch_size
+        logger.warning("batch_size=%s: generation runs 1 row in flight for now", self.batch_size)
+        return 1
+
+    def _drafter(self, slots: int) -> Drafter:
+        config = self.fly_config
+        sizes = (config.min_ngram_size, config.max_ngram_size, config.num_ngram_pred_tokens)
+        if config.drafter_name is None:
+            return NoDrafter()
+        if config.drafter_name == "ngram":
+            return NgramDrafter(slots, *sizes, self.eos_ids)
+        assert self.draft_model is not None
+        runner = ModelRunner(self.draft_model, slots, self._context_of(self.draft_model))
+        if config.drafter_name == "cascade":
+            return CascadeDrafter(runner, self.eos_ids, *sizes)
+        return ModelDrafter(runner, self.eos_ids)
+
+    def _keep(
+        self, instance: Instance, text: str, record: RequestRecord, log: session.RequestLog
+    ) -> None:
+        """A finished response goes to lm-eval's cache and to the per-request file at once."""
+        self.cache_hook.add_partial("generate_until", instance.args, text)
+        if self.fly_config.enable_statistics:
+            log.write(
+                {
+                    "task": instance.task_name,
+                    "doc_id": instance.doc_id,
+                    "prompt_hash": hash_string(instance.args[0]),
+                    **record.as_dict(),
+                    "text": text,
+                }
+            )
+
+    def _report_interruption(self, log: session.RequestLog, total: int) -> None:
+        if log.count:
+            log.flush()
+            logger.warning(
+                "interrupted: %d of %d responses are kept in %s; with --use_cache the same "
+                "command would go on from where it stopped",
+                log.count,
+                total,
+                log.path,
+            )
+
+    # ---------------------------------------------------------------- reporting
+
+    def get_model_info(self) -> dict[str, Any]:
+        """HFLM's facts, of the target, plus `fly`: configuration, versions, device, statistics."""
+        return {**super().get_model_info(), "fly": report.results_entry(self)}
+
+
+def _refuse_unknown(hf_args: dict[str, Any]) -> None:
+    """Arguments HFLM does not know go on to from_pretrained; a misspelt key of fly's must not."""
+    known = inspect.signature(HFLM.__init__).parameters
+    for key in hf_args:
+        near = difflib.get_close_matches(key, fly_config.FlyConfig.model_fields, n=1, cutoff=0.75)
+        if key not in known and near:
+            raise FlyError(f"unknown model_args key {key!r}: did you mean {near[0]!r}?")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -1,0 +1,131 @@
+"""Where models come from, and the checks that make a draft and a target a pair."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fly import pairs
+from fly.errors import FlyError
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """What `from_pretrained` is given: a hub id or folder, and the GGUF file in it, if any."""
+
+    path: str
+    gguf_file: str | None = None
+
+
+def resolve_source(text: str, field: str) -> ModelSource:
+    """A model named in the configuration. `field` is the key that errors speak of.
+
+    Accepts a hub id, a local folder, a .gguf file, or pair:NAME/draft and pair:NAME/target.
+    Raises FlyError for local paths that are not there or hold no model.
+    """
+    text = pairs.resolve_model_path(text)
+    path = Path(text).expanduser()
+    if text.endswith(".gguf"):
+        if not path.is_file():
+            raise FlyError(f"{field}={text}: no such file: give the path of a GGUF file")
+        return ModelSource(str(path.parent), path.name)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise FlyError(f"{field}={text}: the folder has no config.json: give a model's folder")
+        return ModelSource(str(path))
+    looks_local = text.startswith(("/", ".", "~")) or text.count("/") > 1
+    if looks_local:
+        raise FlyError(f"{field}={text}: no such folder: give a hub id or a model's folder")
+    return ModelSource(text)
+
+
+def check_same_vocabulary(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
+    """Draft tokens are the target's tokens only if both map every id to the same string."""
+    target_vocab, draft_vocab = target.get_vocab(), draft.get_vocab()
+    if target_vocab == draft_vocab:
+        return
+    by_id_target = {index: token for token, index in target_vocab.items()}
+    by_id_draft = {index: token for token, index in draft_vocab.items()}
+    for index in range(max(*by_id_target, *by_id_draft) + 1):
+        ours, theirs = by_id_target.get(index), by_id_draft.get(index)
+        if ours != theirs:
+            raise FlyError(
+                f"draft and target have different vocabularies ({len(draft_vocab)} and "
+                f"{len(target_vocab)} tokens): token {index} is {theirs!r} in the draft and "
+                f"{ours!r} in the target: choose a draft of the target's family"
+            )
+    raise FlyError(
+        "draft and target have different vocabularies: choose a draft of the target's family"
+    )
+
+
+def refuse_unsupported(model: PreTrainedModel, field: str, max_length: int) -> None:
+    """Refuse what the ragged cache would decode wrongly: never silently wrong.
+
+    Layers that do not attend to the whole past (sliding window, linear attention, recurrent
+    state) do not roll back by length; kernels without free-form masks cannot serve ragged rows.
+    """
+    config = model.config.get_text_config()
+    name = f"{field} ({model.config.model_type})"
+    if model.config.is_encoder_decoder:
+        raise FlyError(f"{name}: encoder-decoder models are not supported: use lm-eval's hf")
+    if getattr(model, "_is_stateful", False):
+        raise FlyError(f"{name}: recurrent models cannot roll back rejected tokens")
+    layer_types = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    if layer_types is not None:
+        other = next((kind for kind in layer_types if kind != "full_attention"), None)
+    else:
+        uses_window = window is not None and getattr(config, "use_sliding_window", True)
+        other = "sliding_attention" if uses_window else None
+    if other == "sliding_attention" and window is not None and window >= max_length:
+        other = None  # the window never bites within the context
+    if other is not None:
+        raise FlyError(
+            f"{name}: {other} layers are not supported yet (only full attention): "
+            "set max_length to at most the sliding window, or choose another model"
+        )
+    attention = config._attn_implementation
+    if attention not in ("sdpa", "eager"):
+        raise FlyError(
+            f"attn_implementation={attention} for {name}: fly needs per-row masks: "
+            "use attn_implementation=sdpa or eager"
+        )
+
+
+@torch.inference_mode()
+def check_cache_agrees(model: PreTrainedModel, field: str) -> None:
+    """Decode a few tokens through the ragged cache and compare with one plain pass.
+
+    Catches architectures that ignore the mask or the positions fly passes (ALiBi, for one).
+    """
+    from fly.decoding.runner import ModelRunner
+
+    tokens = [index % 50 + 3 for index in range(0, 70, 7)]
+    runner = ModelRunner(model, slots=1, max_length=len(tokens))
+    device = next(model.get_input_embeddings().parameters()).device
+    expected: Any = model(torch.tensor([tokens], device=device)).logits[0, 6:].float()
+    runner.prefill(0, tokens[:4])
+    runner.extend([[*tokens[4:6], 1, 1]])  # the two fillers are rolled back
+    runner.keep(0, 6)
+    actual = runner.extend([tokens[6:]])[0].float()
+    tolerance = 0.1 * expected.abs().max().item() + 1e-4
+    difference = (actual - expected).abs().max().item()
+    if not difference <= tolerance:  # also refuses NaN
+        raise FlyError(
+            f"{field} ({model.config.model_type}): decoding through fly's cache differs from the "
+            f"model's plain pass (by {difference:.3g}): this architecture is not supported yet"
+        )
+
+
+def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """EOS ids of generation_config *and* tokenizer: models name some in the one only."""
+    generation = getattr(model, "generation_config", None)
+    ids = getattr(generation, "eos_token_id", None)
+    found = set(ids if isinstance(ids, (list, tuple)) else [ids])
+    found.add(tokenizer.eos_token_id)
+    return frozenset(int(index) for index in found if index is not None)

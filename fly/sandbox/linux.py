@@ -1,0 +1,194 @@
+"""The Linux means of isolation, called through ctypes. Each returns whether it took hold.
+
+Loaded by bootstrap.py inside the throw-away interpreter: standard library only, no fly imports.
+"""
+
+import ctypes
+import os
+import struct
+import sys
+
+# Same numbers on every architecture of the kernel's unified table (all that CPython supports).
+_MOUNT_SETATTR, _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 442, 444, 445, 446
+
+_CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
+_CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS = 1, 4, 8
+_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 36, 38, 47
+CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 1, 2
+
+_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_PRIVATE = 2, 4, 8, 0x4000, 1 << 18
+_MOUNT_ATTR_RDONLY, _AT_RECURSIVE, _AT_FDCWD = 1, 0x8000, -100
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+
+
+def _syscall(number: int, *args: object) -> int:
+    wide = [ctypes.c_long(a) if isinstance(a, int) else a for a in args]
+    return _libc.syscall(ctypes.c_long(number), *wide)
+
+
+def _prctl(option: int, *args: int) -> bool:
+    wide = [ctypes.c_ulong(a) for a in (*args, 0, 0, 0, 0)[:4]]
+    return _libc.prctl(ctypes.c_int(option), *wide) == 0
+
+
+def harden_supervisor() -> None:
+    """Hide this process from ptrace and /proc/<pid>/, and adopt orphaned descendants."""
+    _prctl(_PR_SET_DUMPABLE, 0)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:  # if memory runs out, the kernel takes the program and not fly
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+    except OSError:
+        pass
+
+
+def die_with_parent() -> None:
+    _prctl(_PR_SET_PDEATHSIG, 9)
+
+
+def enter_namespaces() -> bool:
+    """Own PID (for children), network, IPC, host name and mount tables: all of them or none.
+
+    Root takes them directly and so can still change its user id; others, and a root without
+    CAP_SYS_ADMIN, need a user namespace around them.
+    """
+    flags = _CLONE_NEWPID | _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS | _CLONE_NEWNS
+    if os.geteuid() == 0 and _libc.unshare(flags) == 0:
+        return True
+    uid, gid = os.geteuid(), os.getegid()
+    _prctl(_PR_SET_DUMPABLE, 1)  # /proc/self is root's otherwise, and the maps cannot be written
+    try:
+        if _libc.unshare(flags | _CLONE_NEWUSER) != 0:
+            return False
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{uid} {uid} 1"),
+            ("gid_map", f"{gid} {gid} 1"),
+        ):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+        return True
+    finally:
+        _prctl(_PR_SET_DUMPABLE, 0)
+
+
+def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> bool:
+    arguments = (source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags))
+    return _libc.mount(*arguments, data.encode()) == 0
+
+
+def read_only_root(workdir: str, size: int) -> list[str]:
+    """In a fresh mount namespace: everything read-only but `workdir`, a tmpfs of `size` bytes.
+
+    Returns what took hold. Needs Linux 5.12 (mount_setattr); /proc is replaced where allowed.
+    """
+    done = []
+    if not _mount("", "/", "", _MS_REC | _MS_PRIVATE):
+        return done
+    attributes = struct.pack("=QQQQ", _MOUNT_ATTR_RDONLY, 0, 0, 0)
+    args = (_AT_FDCWD, b"/", _AT_RECURSIVE, attributes, len(attributes))
+    read_only = _syscall(_MOUNT_SETATTR, *args) == 0
+    options = f"size={size},nr_inodes=4096,mode=0777"
+    if _mount("tmpfs", workdir, "tmpfs", _MS_NOSUID | _MS_NODEV, options):
+        done.append("size-limited folder")
+        if read_only:
+            done.append("read-only root")
+    if _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC):
+        done.append("own /proc")
+    return done
+
+
+def landlock(workdir: str) -> list[str]:
+    """Refuse writes outside `workdir` (and /dev/null), TCP, and signals to outsiders.
+
+    Returns what took hold, which depends on the kernel: writes 5.13, TCP 6.7, signals 6.12.
+    """
+    abi = _syscall(_LANDLOCK_CREATE, None, 0, 1)
+    if abi < 1:
+        return []
+    writes = 1 << 1 | sum(1 << bit for bit in range(4, 13))  # WRITE_FILE, REMOVE_*, MAKE_*
+    writes |= (1 << 13) * (abi >= 2) | (1 << 14) * (abi >= 3)  # REFER, TRUNCATE
+    tcp, scopes = 0b11 * (abi >= 4), 0b11 * (abi >= 6)  # bind, connect; abstract sockets, signals
+    size = 24 if abi >= 6 else 16 if abi >= 4 else 8
+    attributes = struct.pack("=QQQ", writes, tcp, scopes)[:size]
+    ruleset = _syscall(_LANDLOCK_CREATE, attributes, size, 0)
+    if ruleset < 0:
+        return []
+    try:
+        for path, allowed in ((workdir, writes), ("/dev/null", 1 << 1)):
+            folder = os.open(path, getattr(os, "O_PATH", 0) | os.O_CLOEXEC)
+            rule = struct.pack("=Qi", allowed, folder)
+            _syscall(_LANDLOCK_ADD, ruleset, 1, rule, 0)
+            os.close(folder)
+        if _syscall(_LANDLOCK_RESTRICT, ruleset, 0) != 0:
+            return []
+    finally:
+        os.close(ruleset)
+    done = ["Landlock writes"]
+    return done + ["Landlock TCP"] * bool(tcp) + ["Landlock signals"] * bool(scopes)
+
+
+def no_new_privileges() -> None:
+    """Set-uid programs gain nothing; Landlock needs this too."""
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+
+
+def _capabilities(keep: int) -> bool:
+    """Reduce the capability sets to the bit mask `keep`."""
+    header = struct.pack("=Ii", 0x20080522, 0)
+    low = struct.pack("=III", keep, keep, keep)  # effective, permitted, inheritable
+    return _libc.capset(header, low + struct.pack("=III", 0, 0, 0)) == 0
+
+
+def _permitted() -> int:
+    with open("/proc/self/status") as file:
+        return next((int(line[7:], 16) for line in file if line.startswith("CapPrm:")), 0)
+
+
+def _needs_root_to_read() -> bool:
+    """Whether the interpreter lies where other users cannot look, such as below /root."""
+    for start in {sys.executable, sys.prefix, sys.base_prefix, os.__file__}:
+        path = os.path.realpath(start)
+        while path != "/":
+            if os.stat(path).st_mode & 0o005 != 0o005:
+                return True
+            path = os.path.dirname(path)
+    return False
+
+
+def drop_privileges(uid: int, may_override: bool) -> bool:
+    """Give up root for a user id of its own (else `nobody`) and every capability.
+
+    RLIMIT_NPROC does not bind root, and root may signal and inspect anyone. If the interpreter
+    is readable by root alone, the right to read everything is kept; CAP_DAC_OVERRIDE (write as
+    well) stands in for it only if `may_override`, because something else refuses the writes.
+    """
+    if os.geteuid() != 0:
+        _capabilities(0)  # those that a user namespace of one's own gives
+        return False
+    keep = 0
+    if _needs_root_to_read():
+        permitted = _permitted()
+        choices = [CAP_DAC_READ_SEARCH, *([CAP_DAC_OVERRIDE] if may_override else [])]
+        keep = next((1 << bit for bit in choices if permitted >> bit & 1), 0)
+        if not keep:
+            return False
+    _prctl(_PR_SET_KEEPCAPS, 1)
+    for candidate in (uid, 65534):
+        try:
+            os.chown(".", candidate, candidate)
+            os.setgroups([])
+            os.setresgid(candidate, candidate, candidate)
+            os.setresuid(candidate, candidate, candidate)
+            break
+        except OSError:
+            continue
+    _capabilities(keep)
+    for bit in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):  # so that child programs can start
+        if keep >> bit & 1:
+            _prctl(_PR_CAP_AMBIENT, 2, bit)
+    return os.geteuid() != 0

@@ -1,0 +1,47 @@
+"""Runs programs in parallel on the cores there are, and says once how they are isolated."""
+
+import logging
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from fly.sandbox.isolation import isolation_level
+from fly.sandbox.process import Limits, Outcome, execute
+
+__all__ = ["Limits", "Outcome", "run_program", "run_programs", "used_isolation"]
+
+_logger = logging.getLogger("fly.sandbox")
+_used: str | None = None
+
+
+def run_program(source: str, limits: Limits | None = None) -> Outcome:
+    """Run one program; it passes if it runs to its end and leaves no thread behind."""
+    return run_programs([source], limits)[0]
+
+
+def run_programs(
+    sources: Sequence[str], limits: Limits | None = None, workers: int | None = None
+) -> list[Outcome]:
+    """Run the programs, `workers` at a time (None: one per core). Outcomes in the given order."""
+    global _used
+    if not sources:
+        return []
+    level = isolation_level()
+    if _used is None:
+        _used = str(level)
+        # A warning, so that it is shown whatever the log level of the run is.
+        _logger.warning("running model-written code isolated by %s", _used)
+    limits = limits or Limits()
+    with ThreadPoolExecutor(workers or _cores()) as pool:
+        return list(pool.map(lambda source: execute(source, limits, level.launch), sources))
+
+
+def used_isolation() -> str | None:
+    """The isolation under which this process ran programs; None if it ran none."""
+    return _used
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

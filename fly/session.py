@@ -1,0 +1,91 @@
+"""What one command-line run shares between the CLI and the model it makes lm-eval create.
+
+lm-eval builds the model itself, from JSON-able arguments; this is the way back.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from fly.errors import FlyError
+from fly.paths import fly_home
+
+if TYPE_CHECKING:
+    from fly.lm import FlyLM
+
+
+@dataclass
+class Session:
+    """`output_dir`: where lm-eval will write samples; None without --output_path."""
+
+    output_dir: Path | None = None
+    lm: FlyLM | None = None
+    started: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H-%M-%S"))
+
+
+_current = Session()
+
+
+def current() -> Session:
+    return _current
+
+
+def start(output_dir: Path | None = None) -> Session:
+    global _current
+    _current = Session(output_dir)
+    return _current
+
+
+def check_writable(folder: Path, field_name: str) -> None:
+    """Fail before hours of decoding, not after: lm-eval only warns when it cannot save."""
+    probe = folder / f".fly-{time.time_ns()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise FlyError(
+            f"{field_name}={folder}: cannot be written ({error.strerror}): "
+            "choose a folder that you may write to"
+        ) from None
+
+
+class RequestLog:
+    """Per-request records as JSONL, one line the moment a request ends.
+
+    With an output folder the file grows there during the run. Without one, records are kept in
+    memory and written to FLY_HOME only if the run is cut short, so that nothing computed is lost.
+    """
+
+    def __init__(self, session: Session, rank: int) -> None:
+        suffix = f"_rank{rank}" if rank else ""
+        self._name = f"fly_requests_{session.started}{suffix}.jsonl"
+        self._folder = session.output_dir
+        self._file: IO[str] | None = None
+        self._unsaved: list[str] = []
+        self.count = 0
+
+    @property
+    def path(self) -> Path:
+        return (self._folder or fly_home() / "interrupted") / self._name
+
+    def write(self, record: dict[str, Any]) -> None:
+        self.count += 1
+        self._unsaved.append(json.dumps(record, ensure_ascii=False))
+        if self._folder is not None:
+            self.flush()
+
+    def flush(self) -> None:
+        """Append what is in memory to the file."""
+        if not self._unsaved:
+            return
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
+        self._file.write("\n".join(self._unsaved) + "\n")
+        self._file.flush()
+        self._unsaved.clear()
