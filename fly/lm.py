@@ -60,8 +60,10 @@ class FlyLM(HFLM):
                 {key: fly_config.coerce(key, value) for key, value in own.items()}, "model_args"
             )
         )
-        _refuse_unknown(hf_args)
         config = self.fly_config
+        _refuse_unknown(hf_args)
+        for field, dtype in (("dtype", hf_args.get("dtype")), ("draft_dtype", config.draft_dtype)):
+            loading.check_dtype(field, dtype)
         target = loading.resolve_source(config.target_model_path, "target_model_path")
         draft = self._draft_source()
         if target.gguf_file is not None:
@@ -99,7 +101,8 @@ class FlyLM(HFLM):
         self, source: loading.ModelSource, hf_args: dict[str, Any]
     ) -> transformers.PreTrainedModel:
         """Load the draft with HFLM's own loader, then give the target its place back."""
-        target_model, name = self._model, f"pretrained={self.fly_config.draft_model_path}"
+        target_model: Any = self._model  # type: ignore[has-type]
+        name = f"pretrained={self.fly_config.draft_model_path}"
         trust = hf_args.get("trust_remote_code", False)
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -114,7 +117,7 @@ class FlyLM(HFLM):
                 trust_remote_code=trust,
                 gguf_file=source.gguf_file,
             )
-            draft = self._model
+            draft: Any = self._model  # type: ignore[has-type]
         except (OSError, ValueError, TypeError) as error:
             if isinstance(error, FlyError):
                 raise

@@ -43,6 +43,14 @@ def resolve_source(text: str, field: str) -> ModelSource:
     return ModelSource(text)
 
 
+def check_dtype(field: str, dtype: object) -> None:
+    """Refuse a name that is no torch dtype before anything loads."""
+    if not isinstance(dtype, str) or dtype == "auto":
+        return
+    if not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise FlyError(f"{field}={dtype}: no such dtype: use e.g. bfloat16, float16, float32")
+
+
 def check_same_vocabulary(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
     """Draft tokens are the target's tokens only if both map every id to the same string."""
     target_vocab, draft_vocab = target.get_vocab(), draft.get_vocab()
@@ -103,16 +111,17 @@ def check_cache_agrees(model: PreTrainedModel, field: str) -> None:
 
     Catches architectures that ignore the mask or the positions fly passes (ALiBi, for one).
     """
-    from fly.decoding.runner import ModelRunner
-
     tokens = [index % 50 + 3 for index in range(0, 70, 7)]
-    runner = ModelRunner(model, slots=1, max_length=len(tokens))
     device = next(model.get_input_embeddings().parameters()).device
     expected: Any = model(torch.tensor([tokens], device=device)).logits[0, 6:].float()
-    runner.prefill(0, tokens[:4])
-    runner.extend([[*tokens[4:6], 1, 1]])  # the two fillers are rolled back
-    runner.keep(0, 6)
-    actual = runner.extend([tokens[6:]])[0].float()
+    try:
+        actual = _through_cache(model, tokens)
+    except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise FlyError(
+            f"{field} ({model.config.model_type}): cannot be decoded through fly's cache "
+            f"({reason}): this architecture is not supported yet"
+        ) from error
     tolerance = 0.1 * expected.abs().max().item() + 1e-4
     difference = (actual - expected).abs().max().item()
     if not difference <= tolerance:  # also refuses NaN
@@ -120,6 +129,17 @@ def check_cache_agrees(model: PreTrainedModel, field: str) -> None:
             f"{field} ({model.config.model_type}): decoding through fly's cache differs from the "
             f"model's plain pass (by {difference:.3g}): this architecture is not supported yet"
         )
+
+
+def _through_cache(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    """Logits after tokens[6:], fed in pieces with a rollback in between. [n - 6, V]."""
+    from fly.decoding.runner import ModelRunner
+
+    runner = ModelRunner(model, slots=1, max_length=len(tokens))
+    runner.prefill(0, tokens[:4])
+    runner.extend([[*tokens[4:6], 1, 1]])  # the two fillers are rolled back
+    runner.keep(0, 6)
+    return runner.extend([tokens[6:]])[0].float()
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

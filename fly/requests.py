@@ -74,10 +74,10 @@ def encode_prompt(context: str, lm: FlyLM, room: int) -> list[int]:
 def _refuse_unsupported(
     kwargs: dict[str, Any], lm: FlyLM, given: dict[str, Any], where: str
 ) -> None:
-    temperature = kwargs.get("temperature", 0.0)
+    temperature = kwargs.get("temperature", 0.0)  # 0 if the task says do_sample: false
     if "temperature" not in given and "do_sample" not in given:
         temperature = lm.fly_config.temperature
-    if temperature and temperature > 0 and kwargs.get("do_sample") is not False:
+    if temperature > 0:
         raise FlyError(
             f"temperature={temperature} ({where}): sampling is not built yet: "
             "decode greedily with --gen_kwargs do_sample=False,temperature=0"

@@ -86,11 +86,9 @@ class Engine:
             verdicts = self._verify(rows, draft)
         with self._timed("other", rows):
             for slot, (row, verdict) in enumerate(zip(rows, verdicts)):
-                stable = len(row.tokens) + verdict.accepted
                 counts = row.commit(verdict)
-                stable = min(stable, len(row.tokens))
                 self._target.keep(slot, len(row.tokens) - 1)
-                self._drafter.commit(slot, row, stable)
+                self._drafter.commit(slot, row)
                 self._observer(RoundRecord(row.request, counts))
 
     def _verify(self, rows: list[Sequence], draft: Draft) -> list[RowVerdict]:

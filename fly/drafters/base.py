@@ -40,9 +40,9 @@ class Drafter(Protocol):
     def propose(self, rows: list[Sequence], limits: list[int]) -> Draft:
         """At most `limits[b]` tokens for row b, ending at EOS. Rows' tokens are all committed."""
 
-    def commit(self, slot: int, row: Sequence, stable_length: int) -> None:
-        """The round is decided: the row's first `stable_length` tokens are as the drafter saw
-        them; what it cached past them is void."""
+    def commit(self, slot: int, row: Sequence) -> None:
+        """The round is decided: all tokens of the row but the last (the target's own) are as the
+        drafter saw them; what it cached past them is void."""
 
     def move(self, source: int, destination: int) -> None:
         """The row of slot `source` continues in slot `destination`."""
@@ -57,7 +57,7 @@ class NoDrafter:
     def propose(self, rows: list[Sequence], limits: list[int]) -> Draft:
         return Draft([[] for _ in rows])
 
-    def commit(self, slot: int, row: Sequence, stable_length: int) -> None:
+    def commit(self, slot: int, row: Sequence) -> None:
         pass
 
     def move(self, source: int, destination: int) -> None:

@@ -62,8 +62,8 @@ class ModelDrafter:
         """Tokens that the draft model only has to verify; none in the plain drafter."""
         return []
 
-    def commit(self, slot: int, row: Sequence, stable_length: int) -> None:
-        self.runner.keep(slot, min(self.runner.lengths[slot], stable_length))
+    def commit(self, slot: int, row: Sequence) -> None:
+        self.runner.keep(slot, min(self.runner.lengths[slot], len(row.tokens) - 1))
 
     def move(self, source: int, destination: int) -> None:
         self.runner.move(source, destination)

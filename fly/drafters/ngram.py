@@ -70,7 +70,7 @@ class NgramDrafter:
         index.sync(row.tokens)
         return until_eos(index.lookup((), min(limit, self._count)), self._eos_ids)
 
-    def commit(self, slot: int, row: Sequence, stable_length: int) -> None:
+    def commit(self, slot: int, row: Sequence) -> None:
         pass
 
     def move(self, source: int, destination: int) -> None:

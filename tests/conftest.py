@@ -1,0 +1,45 @@
+"""Shared fixtures: tiny random models, built here, and the embedded pair if fetched."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may wait for a hub
+
+import pytest
+import torch
+
+from fly import pairs
+from tests import tiny
+
+
+def pytest_collection_modifyitems(config, items):
+    no_gpu = pytest.mark.skip(reason="no accelerator")
+    no_pair = pytest.mark.skip(reason="run `fly pair fetch qwen2.5-coder` first")
+    has_pair = pairs.locate("qwen2.5-coder") is not None
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(no_gpu)
+        if "real" in item.keywords and not has_pair:
+            item.add_marker(no_pair)
+
+
+@pytest.fixture(scope="session")
+def target():
+    return tiny.model(seed=0)
+
+
+@pytest.fixture(scope="session")
+def draft(target):
+    """A noisy copy of the target: its drafts are partly rejected."""
+    return tiny.noisy_copy(target, 0.01)
+
+
+@pytest.fixture(scope="session")
+def saved_pair(tmp_path_factory):
+    """Folders of a tiny target and draft with a byte-level tokenizer, as from_pretrained reads."""
+    root = tmp_path_factory.mktemp("pair")
+    target = tiny.model(seed=1, vocab=tiny.TOKENIZER_VOCAB)
+    tokenizer = tiny.byte_tokenizer()
+    for name, model in (("target", target), ("draft", tiny.noisy_copy(target, 0.01))):
+        model.save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+    return root

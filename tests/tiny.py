@@ -1,0 +1,112 @@
+"""Tiny random models and a byte-level tokenizer, made in a moment."""
+
+import copy
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from fly.decoding.engine import Engine
+from fly.decoding.runner import ModelRunner
+from fly.decoding.sequence import Request
+from fly.drafters.base import NoDrafter
+from fly.drafters.model import CascadeDrafter, ModelDrafter
+from fly.drafters.ngram import NgramDrafter
+
+EOS = 2
+TOKENIZER_VOCAB = 259  # 256 bytes, <s>, </s>, <pad>
+
+
+def model(seed: int, vocab: int = 64, layers: int = 2, **kwargs):
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=vocab,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=kwargs.pop("max_position_embeddings", 512),
+        eos_token_id=257 if vocab == TOKENIZER_VOCAB else EOS,
+        bos_token_id=256 if vocab == TOKENIZER_VOCAB else 1,
+        tie_word_embeddings=False,
+        initializer_range=0.25,  # at the usual 0.02 the context hardly changes the output
+        **kwargs,
+    )
+    return Qwen2ForCausalLM(config).eval()
+
+
+def noisy_copy(original, noise: float, seed: int = 7):
+    torch.manual_seed(seed)
+    result = copy.deepcopy(original)
+    with torch.no_grad():
+        for parameter in result.parameters():
+            parameter.add_(torch.randn_like(parameter) * noise)
+    return result
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {char: index for index, char in enumerate(alphabet)}
+    vocab |= {"<s>": 256, "</s>": 257, "<pad>": 258}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        chat_template="{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}",
+        model_max_length=512,
+    )
+
+
+def prompts(count: int = 5, vocab: int = 64, seed: int = 3) -> list[list[int]]:
+    """Prompts of unequal length, the first of one token."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [1, 7, 20, 33, 5, 12, 2, 9][:count]
+    return [torch.randint(3, vocab, (n,), generator=generator).tolist() for n in lengths]
+
+
+def generate(model, prompt: list[int], budget: int, eos=EOS) -> list[int]:
+    """transformers' own greedy generation: the reference that losslessness means."""
+    ids = torch.tensor([prompt], device=model.device)
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=budget,
+        do_sample=False,
+        eos_token_id=eos,
+        pad_token_id=0,
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+def drafter(name: str, slots: int, draft_model, eos=frozenset({EOS}), max_length=512):
+    if name == "none":
+        return NoDrafter()
+    if name == "ngram":
+        return NgramDrafter(slots, 1, 4, 6, eos)
+    runner = ModelRunner(draft_model, slots, max_length)
+    if name == "cascade":
+        return CascadeDrafter(runner, eos, 1, 4, 6)
+    return ModelDrafter(runner, eos)
+
+
+def engine(target, drafter_, k, relaxation=None, slots=1, eos=frozenset({EOS}), decode=str, **kw):
+    runner = ModelRunner(target, slots, 512)
+    return Engine(
+        runner, drafter_, spd_k=k, relaxation=relaxation, eos_ids=eos, decode=decode, **kw
+    )
+
+
+def decode_all(engine_, prompts_, budget=60, stops=()):
+    """Records in the order of the prompts."""
+    requests = [Request(tuple(p), budget, tuple(stops), tag=i) for i, p in enumerate(prompts_)]
+    records = {record.request.tag: record for record in engine_.run(requests)}
+    return [records[index] for index in range(len(prompts_))]
+
+
+def total(records, name: str) -> int:
+    return sum(getattr(record.counts, name) for record in records)

@@ -1,0 +1,108 @@
+"""The ragged cache: after every round its logits equal a fresh prefill, for each architecture."""
+
+import pytest
+import torch
+import transformers
+
+from fly import loading
+from fly.decoding.runner import ModelRunner
+from fly.errors import FlyError
+from tests import tiny
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.25,
+}
+ARCHITECTURES = ("Llama", "Qwen2", "Qwen3", "Mistral", "Phi3", "SmolLM3", "Olmo2", "Gemma")
+
+
+def random_model(name, **extra):
+    config_class = getattr(transformers, f"{name}Config", None)
+    if config_class is None:
+        pytest.skip(f"this transformers has no {name}")
+    torch.manual_seed(0)
+    sizes = {**SIZES, "head_dim": 8} if name in ("Gemma", "Qwen3") else SIZES
+    if name in ("Mistral", "Phi3"):
+        extra = {"sliding_window": None, **extra}
+    return getattr(transformers, f"{name}ForCausalLM")(config_class(**sizes, **extra)).eval()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_ragged_rounds_equal_fresh_prefill(name):
+    """Rows of unequal length, rejected tokens, a moved row, growth past the first block."""
+    model = random_model(name)
+    loading.refuse_unsupported(model, "target", 512)
+    loading.check_cache_agrees(model, "target")
+    runner = ModelRunner(model, slots=3, max_length=512)
+    rows = [tiny.prompts(3)[index] for index in (1, 2, 0)]
+    rows[1] = rows[1] * 13  # longer than one block of capacity
+    for slot, tokens in enumerate(rows):
+        runner.prefill(slot, tokens[:-1], chunk=16)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(6):
+        widths = torch.randint(0, 4, (3,), generator=generator).tolist()
+        feeds = [
+            [tokens[-1], *torch.randint(3, 64, (w,), generator=generator).tolist()]
+            for tokens, w in zip(rows, widths)
+        ]
+        logits = runner.extend(feeds)
+        for slot, (tokens, feed) in enumerate(zip(rows, feeds)):
+            fresh = model(torch.tensor([tokens[:-1] + feed])).logits[0, -len(feed) :]
+            torch.testing.assert_close(logits[slot, : len(feed)], fresh, atol=2e-5, rtol=2e-4)
+            kept = 1 + len(feed) // 2  # roll the rest back
+            tokens += [*feed[1:kept], int(fresh[kept - 1].argmax())]
+            runner.keep(slot, len(tokens) - 1)
+    runner.move(2, 0)
+    fresh = model(torch.tensor([rows[2]])).logits[0, -1:]
+    torch.testing.assert_close(runner.extend([rows[2][-1:]])[0], fresh, atol=2e-5, rtol=2e-4)
+
+
+def test_eager_attention_agrees_too():
+    model = random_model("Llama", attn_implementation="eager")
+    loading.check_cache_agrees(model, "target")
+
+
+@pytest.mark.parametrize(
+    ("name", "extra", "message"),
+    [
+        ("Mistral", {"sliding_window": 8}, "sliding_attention layers are not supported"),
+        ("Gemma2", {"sliding_window": 8, "head_dim": 8}, "sliding_attention"),
+    ],
+)
+def test_windows_are_refused_not_decoded_wrongly(name, extra, message):
+    model = random_model(name, **extra)
+    with pytest.raises(FlyError, match=message):
+        loading.refuse_unsupported(model, "target_model_path", 512)
+
+
+def test_a_window_longer_than_the_context_is_accepted():
+    loading.refuse_unsupported(random_model("Mistral", sliding_window=600), "target", 512)
+
+
+def test_alibi_is_caught_by_the_self_check():
+    """Bloom takes positions from the mask; decoding it through the ragged cache would be wrong."""
+    config = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
+    torch.manual_seed(0)
+    model = transformers.BloomForCausalLM(config).eval()
+    with pytest.raises(FlyError, match=r"differs|not supported"):
+        loading.check_cache_agrees(model, "target_model_path")
+
+
+def test_prefill_builds_no_logits_of_the_prompt(target):
+    """Full-vocabulary logits of a long prompt would dwarf the model."""
+    seen = []
+    hook = target.lm_head.register_forward_hook(lambda _m, _i, out: seen.append(out.shape[1]))
+    try:
+        ModelRunner(target, 1, 512).prefill(0, list(range(3, 60)))
+    finally:
+        hook.remove()
+    assert seen == [1]

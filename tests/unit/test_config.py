@@ -1,0 +1,98 @@
+"""Every refusal is one line that names the field, the value and the fix."""
+
+import json
+
+import pytest
+
+from fly import config
+from fly.errors import FlyError
+from fly.paths import data_dir
+
+
+def write(tmp_path, text):
+    path = tmp_path / "pair.json"
+    path.write_text(text if isinstance(text, str) else json.dumps(text))
+    return str(path)
+
+
+GOOD = {"target_model_path": "t", "draft_model_path": "d"}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ("{", "not valid JSON at line 1"),
+        ("[1]", "must hold one JSON object, got list"),
+        ({}, "target_model_path is missing"),
+        ({**GOOD, "spdk": 3}, "unknown key 'spdk'.*did you mean 'spd_k'"),
+        ({**GOOD, "spd_k": "8"}, "spd_k='8'.*valid integer"),
+        ({**GOOD, "spd_k": -1}, "spd_k=-1.*greater than or equal to 0"),
+        ({**GOOD, "spd_k": 6, "win_len": 8}, r"win_len=8 needs spd_k >= 9, got 6.*lower win_len"),
+        ({**GOOD, "entropy_thre": -0.1}, "entropy_thre=-0.1"),
+        (
+            {**GOOD, "entropy_kind": "normalized", "entropy_thre": 1.5},
+            "normalized entropy lies between 0 and 1",
+        ),
+        ({**GOOD, "min_ngram_size": 5}, "min_ngram_size=5 is above max_ngram_size=4"),
+        ({**GOOD, "dual_tok": True}, "dual_tok=true.*one vocabulary"),
+        ({**GOOD, "drafter": "model", "use_ngram": True}, "drafter='model' contradicts"),
+    ],
+)
+def test_bad_files_get_one_clear_line(tmp_path, values, message):
+    with pytest.raises(FlyError, match=message) as caught:
+        config.load(write(tmp_path, values))
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_file_lists_the_shipped_ones():
+    with pytest.raises(FlyError, match=r"no such file.*qwen2\.5-coder\.json"):
+        config.load("nowhere.json")
+
+
+def test_overrides_replace_keys_and_are_logged(tmp_path, caplog):
+    path = write(tmp_path, {**GOOD, "spd_k": 15})
+    with caplog.at_level("INFO"):
+        result = config.load(path, {"spd_k": 9, "entropy_thre": 1, "win_len": 3})
+    assert (result.spd_k, result.entropy_thre, result.win_len) == (9, 1.0, 3)
+    assert "spd_k: 15 -> 9" in caplog.text
+
+
+def test_command_line_values_take_the_keys_type(tmp_path):
+    path = write(tmp_path, GOOD)
+    result = config.load(path, {"entropy_thre": "None", "enable_fly": "False", "temperature": 0})
+    assert result.entropy_thre is None
+    assert result.enable_fly is False
+    assert result.temperature == 0.0
+
+
+def test_pretrained_names_the_draft():
+    own, rest = config.split_model_args({"pretrained": "x", "spd_k": 3, "dtype": "float32"})
+    assert own == {"draft_model_path": "x", "spd_k": 3}
+    assert rest == {"dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    "path", sorted(p for p in data_dir("fly_config").glob("*.json") if p.name != "schema.json")
+)
+def test_shipped_configurations_are_valid(path):
+    result = config.load(str(path))
+    assert result.mode == "fly"
+    assert json.loads(path.read_text())["$schema"] == "./schema.json"
+
+
+def test_shipped_schema_is_current():
+    """Catches a new key without `fly config schema > fly_config/schema.json`."""
+    assert json.loads((data_dir("fly_config") / "schema.json").read_text()) == config.schema()
+
+
+def test_modes_and_drafters():
+    def build(**keys):
+        return config.build({**GOOD, **keys}, "test")
+
+    assert build().drafter_name == "model"
+    assert build(use_ngram=True).drafter_name == "cascade"
+    assert build(drafter="ngram").needs_draft_model is False
+    assert build(use_sd=False).mode == build(spd_k=0, win_len=0, enable_fly=False).mode
+    assert build(enable_fly=False, spd_k=1).mode == "strict"
+    assert build(abla_no_window=True, spd_k=2).window == 0
+    assert build().hash() != build(spd_k=9).hash()
