@@ -1,0 +1,179 @@
+"""Plain lm-eval hf, fly target-only, strict and FLy on one task: scores and speed in one run.
+
+    python benchmarks/modes.py --config qwen2.5-coder.json --tasks humaneval_instruct --limit 20
+
+All modes share one process and one copy of the models; problems are run in chunks, every mode on
+each chunk with the order rotated, so that a machine's drift hits all alike. Prints a table and, as
+the last line, one JSON object; raw records go to --output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from lm_eval import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from fly import config as fly_config
+from fly.decoding.records import RunStats
+from fly.evaluation import report
+from fly.lm import FlyLM
+from fly.paths import data_dir
+
+MODES: dict[str, dict[str, Any]] = {
+    "hf": {},
+    "target_only": {"use_sd": False},
+    "strict": {"enable_fly": False},
+    "fly": {},
+}
+
+
+class CountingHF(HFLM):
+    """lm-eval's own backend; counts what it generates and how long that takes."""
+
+    tokens = 0
+    seconds = 0.0
+
+    def _model_generate(self, context: Any, *args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        output = super()._model_generate(context, *args, **kwargs)
+        self.seconds += time.perf_counter() - start
+        self.tokens += output.shape[1] - context.shape[1]
+        return output
+
+
+class Bench:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.base = fly_config.load(args.config)
+        extra = {"dtype": args.dtype} if args.dtype else {}
+        self.fly = FlyLM(config_path=args.config, device=args.device, batch_size=1, **extra)
+        self.hf = CountingHF(pretrained=self.fly.model, tokenizer=self.fly.tokenizer, batch_size=1)
+        self.tasks = TaskManager(include_path=str(data_dir("lm_eval_tasks")))
+        self.samples: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        self.stats: dict[str, RunStats] = {name: RunStats() for name in MODES}
+        self.hf_totals = [0, 0.0]
+
+    def run(self, mode: str, indices: list[int]) -> None:
+        model: HFLM = self.hf if mode == "hf" else self.fly
+        self.hf.tokens, self.hf.seconds = 0, 0.0
+        self.fly.stats = RunStats()
+        values = {**self.base.model_dump(), **MODES[mode]}
+        self.fly.fly_config = fly_config.build(values, mode)
+        result = simple_evaluate(
+            model=model,
+            tasks=[self.args.tasks],
+            samples={self.args.tasks: indices},
+            task_manager=self.tasks,
+            apply_chat_template=self.args.chat,
+            fewshot_as_multiturn=self.args.chat,
+            gen_kwargs=self.args.gen_kwargs,
+            confirm_run_unsafe_code=True,
+            bootstrap_iters=0,
+        )
+        self.samples[mode] += result["samples"][self.args.tasks]
+        self.stats[mode].merge(self.fly.stats)
+        if mode == "hf":
+            self.hf_totals[0] += self.hf.tokens
+            self.hf_totals[1] += self.hf.seconds
+
+    def speed(self, mode: str) -> float:
+        """End-to-end tokens per second: prefill and decoding, without loading and scoring."""
+        if mode == "hf":
+            return self.hf_totals[0] / self.hf_totals[1]
+        return self.stats[mode].as_dict()["end_to_end_tok_s"]
+
+    def summary(self) -> dict[str, Any]:
+        metric = self.args.metric
+        reference = {s["doc_id"]: s["resps"] for s in self.samples["target_only"]}
+        modes = {}
+        for mode, samples in self.samples.items():
+            stats = None if mode == "hf" else self.stats[mode].as_dict()
+            modes[mode] = {
+                "score": sum(s[metric] for s in samples) / len(samples),
+                "tok_s": self.speed(mode),
+                "texts_equal_to_target_only": sum(
+                    s["resps"] == reference[s["doc_id"]] for s in samples
+                ),
+                "stats": stats,
+            }
+        ratios = {
+            f"{mode}/{base}@1": modes[mode]["tok_s"] / modes[base]["tok_s"]
+            for base in ("hf", "target_only")
+            for mode in MODES
+            if mode != base
+        }
+        return {
+            "task": self.args.tasks,
+            "problems": len(reference),
+            "config": self.base.model_dump(),
+            "versions": report.versions(),
+            "device": report.device_facts(self.fly.device),
+            "commit": _commit(),
+            "modes": modes,
+            "ratios": {name: round(value, 3) for name, value in ratios.items()},
+        }
+
+
+def _commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def print_table(summary: dict[str, Any]) -> None:
+    print(f"{'mode':12} {'score':>6} {'x hf':>6} {'tau':>6} {'draft':>6} {'verify':>6}  same text")
+    for mode, row in summary["modes"].items():
+        stats = row["stats"]
+        tau, draft, verify = "-", "-", "-"
+        if stats:
+            total = sum(stats["seconds"].values()) or 1
+            tau = f"{stats['tau']:.2f}"
+            draft, verify = (f"{stats['seconds'][p] / total:.0%}" for p in ("draft", "verify"))
+        times = summary["ratios"].get(f"{mode}/hf@1", 1.0)
+        same = f"{row['texts_equal_to_target_only']}/{summary['problems']}"
+        print(f"{mode:12} {row['score']:6.3f} {times:6.2f} {tau:>6} {draft:>6} {verify:>6}  {same}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", default="qwen2.5-coder.json")
+    parser.add_argument("--tasks", default="humaneval_instruct")
+    parser.add_argument("--metric", default="pass@1")
+    parser.add_argument("--limit", type=int, default=20)
+    parser.add_argument("--chunk", type=int, default=5, help="problems per mode and turn")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default=None)
+    parser.add_argument("--gen_kwargs", default=None)
+    parser.add_argument("--no-chat", dest="chat", action="store_false")
+    parser.add_argument("--output", type=Path, default=None, help="folder for the raw records")
+    args = parser.parse_args()
+    bench = Bench(args)
+    names = list(MODES)
+    for turn, start in enumerate(range(0, args.limit, args.chunk)):
+        indices = list(range(start, min(start + args.chunk, args.limit)))
+        shift = turn % len(names)
+        for mode in names[shift:] + names[:shift]:
+            bench.run(mode, indices)
+            print(f"problems {indices[0]}..{indices[-1]}, {mode}: done", flush=True)
+    summary = bench.summary()
+    if args.output:
+        args.output.mkdir(parents=True, exist_ok=True)
+        with open(args.output / "samples.jsonl", "w", encoding="utf-8") as file:
+            for mode, samples in bench.samples.items():
+                for sample in samples:
+                    kept = {key: sample[key] for key in ("doc_id", "resps", args.metric)}
+                    file.write(json.dumps({"mode": mode, **kept}, ensure_ascii=False) + "\n")
+        (args.output / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    print_table(summary)
+    print(json.dumps({"ratios": summary["ratios"]}))
+
+
+if __name__ == "__main__":
+    main()

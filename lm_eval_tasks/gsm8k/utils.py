@@ -1,0 +1,14 @@
+"""GSM8K's test split."""
+
+from typing import Any
+
+import datasets
+
+from fly.evaluation import task_data
+
+
+def load(**_: Any) -> dict[str, datasets.Dataset]:
+    rows = task_data.from_data_dir_or_hub(
+        ("gsm8k_test.jsonl",), ("question", "answer"), ("openai/gsm8k", "main"), "test"
+    )
+    return {"test": rows}

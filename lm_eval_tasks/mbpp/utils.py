@@ -1,0 +1,49 @@
+"""MBPP: data, code extraction and pass@1."""
+
+import re
+from typing import Any
+
+import datasets
+
+from fly.evaluation import code_metrics, task_data
+
+_FIELDS = ("task_id", "text", "code", "test_list")
+_TEST_SPLIT = range(11, 511)  # task ids of the published test split
+
+
+def load(**_: Any) -> dict[str, datasets.Dataset]:
+    rows = task_data.from_data_dir_or_hub(
+        ("mbpp_test.jsonl", "mbpp.jsonl"),
+        _FIELDS,
+        ("google-research-datasets/mbpp", "full"),
+        "test",
+    )
+    return {"test": rows.filter(lambda row: row["task_id"] in _TEST_SPLIT)}
+
+
+def _tests(doc: dict[str, Any]) -> str:
+    return "\n".join(doc["test_list"][:3])
+
+
+def register(resps: list[list[str]], docs: list[dict[str, Any]]) -> list[list[str]]:
+    for row, doc in zip(resps, docs):
+        code_metrics.register(code_metrics.program(candidate, _tests(doc)) for candidate in row)
+    return [list(row) for row in resps]
+
+
+def first_code_block(text: str) -> str:
+    """The first fenced block; the prompt has already opened one, so the text begins inside."""
+    block = r"```(?:\w+)?\n?(.*?)\n?```"
+    found = re.search(block, "```" + text, re.DOTALL)
+    if found is None:
+        found = re.search(block, text.replace("```python", "```"), re.DOTALL)
+    return found.group(1) if found else ""
+
+
+def build_predictions(resps: list[list[str]], docs: list[dict[str, Any]]) -> list[list[str]]:
+    return register([[first_code_block(text) for text in row] for row in resps], docs)
+
+
+def pass_at_1(references: list[str], predictions: list[Any]) -> float:
+    candidates = predictions[0] if isinstance(predictions[0], list) else predictions
+    return code_metrics.pass_at_k(references[0], candidates, [1])["pass@1"]
