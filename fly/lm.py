@@ -11,6 +11,7 @@ import inspect
 import logging
 from typing import TYPE_CHECKING, Any
 
+import torch
 import transformers
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
@@ -62,6 +63,11 @@ class FlyLM(HFLM):
         )
         config = self.fly_config
         _refuse_unknown(hf_args)
+        if (
+            str(hf_args.get("device") or "cuda").startswith("cuda")
+            and not torch.cuda.is_available()
+        ):
+            hf_args["device"] = "cpu"  # lm-eval's default is a CUDA device, present or not
         for field, dtype in (("dtype", hf_args.get("dtype")), ("draft_dtype", config.draft_dtype)):
             loading.check_dtype(field, dtype)
         target = loading.resolve_source(config.target_model_path, "target_model_path")
