@@ -113,6 +113,8 @@ def _write_configs(
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         "sliding_window": None,
         "tie_word_embeddings": not any(t.name == "output.weight" for t in reader.tensors),
+        # Else 4.57.6 and 5.17 warn that the tokenizer is a broken Mistral one.
+        "transformers_version": "4.57.1",
         "use_cache": True,
         "use_sliding_window": False,
         "vocab_size": len(tokens),
@@ -143,6 +145,10 @@ def _write_tokenizer(reader: Any, tokens: list[str], folder: Path) -> None:
         for i, kind in enumerate(types)
         if kind in (_CONTROL, _USER_DEFINED)
     ]
+    vocab = {t: i for i, t in enumerate(tokens) if types[i] == _NORMAL}
+    # The tokenizers library numbers added tokens after the others, whatever their "id" says.
+    if [*vocab.values(), *(t["id"] for t in added)] != list(range(len(vocab) + len(added))):
+        raise FlyError("GGUF tokenizer: special tokens must follow the others, without gaps")
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     tokenizer = {
         "version": "1.0",
@@ -172,7 +178,7 @@ def _write_tokenizer(reader: Any, tokens: list[str], folder: Path) -> None:
             "end_of_word_suffix": "",
             "fuse_unk": False,
             "byte_fallback": False,
-            "vocab": {t: i for i, t in enumerate(tokens) if types[i] == _NORMAL},
+            "vocab": vocab,
             "merges": _strings(reader, "tokenizer.ggml.merges"),
         },
     }
@@ -207,6 +213,7 @@ def _tensor_name(name: str) -> str:
 
 
 def _write_weights(reader: Any, folder: Path) -> None:
+    import numpy as np
     import torch
     from gguf import dequantize
     from safetensors import SafetensorError, safe_open
@@ -214,7 +221,8 @@ def _write_weights(reader: Any, folder: Path) -> None:
 
     weights = {}
     for tensor in reader.tensors:
-        dense = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
+        # float32 tensors come as views of the read-only file: "W" copies those, which are small.
+        dense = torch.from_numpy(np.require(dequantize(tensor.data, tensor.tensor_type), None, "W"))
         weights[_tensor_name(tensor.name)] = dense.to(torch.bfloat16)
     path = folder / "model.safetensors"
     try:

@@ -83,7 +83,7 @@ def fetch(name: str, *, progress: bool = True) -> PairPaths:
             use_hub = download.hub_reachable(pair.draft)
             for role, files in missing.items():
                 _fetch_model(folder, role, files, use_hub, show)
-            shutil.rmtree(folder / ".download", ignore_errors=True)
+        shutil.rmtree(folder / ".download", ignore_errors=True)
     paths = locate(name)
     assert paths is not None
     return paths

