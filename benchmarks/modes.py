@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
+import sys
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -58,7 +59,7 @@ class Bench:
         self.hf = CountingHF(pretrained=self.fly.model, tokenizer=self.fly.tokenizer, batch_size=1)
         self.tasks = TaskManager(include_path=str(data_dir("lm_eval_tasks")))
         self.samples: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        self.stats: dict[str, RunStats] = {name: RunStats() for name in MODES}
+        self.stats: dict[str, RunStats] = {name: RunStats() for name in args.modes}
         self.hf_totals = [0, 0.0]
 
     def run(self, mode: str, indices: list[int]) -> None:
@@ -107,8 +108,8 @@ class Bench:
         ratios = {
             f"{mode}/{base}@1": modes[mode]["tok_s"] / modes[base]["tok_s"]
             for base in ("hf", "target_only")
-            for mode in MODES
-            if mode != base
+            for mode in modes
+            if base in modes and mode != base
         }
         return {
             "task": self.args.tasks,
@@ -136,9 +137,27 @@ def print_table(summary: dict[str, Any]) -> None:
             total = sum(stats["seconds"].values()) or 1
             tau = f"{stats['tau']:.2f}"
             draft, verify = (f"{stats['seconds'][p] / total:.0%}" for p in ("draft", "verify"))
-        times = summary["ratios"].get(f"{mode}/hf@1", 1.0)
+        times = summary["ratios"].get(f"{mode}/hf@1", 1.0 if mode == "hf" else float("nan"))
         same = f"{row['texts_equal_to_target_only']}/{summary['problems']}"
         print(f"{mode:12} {row['score']:6.3f} {times:6.2f} {tau:>6} {draft:>6} {verify:>6}  {same}")
+
+
+def check(summary: dict[str, Any]) -> None:
+    """A short regression for CI. bfloat16 ties may change a text; broken decoding changes most."""
+    modes, problems = summary["modes"], summary["problems"]
+    solved = {mode: round(row["score"] * problems) for mode, row in modes.items()}
+    same = modes["strict"]["texts_equal_to_target_only"]
+    failures = [
+        f"{mode} solves {solved[mode]} of {problems}, target-only {solved['target_only']}"
+        for mode in ("strict", "fly")
+        if solved[mode] < solved["target_only"] - 1
+    ]
+    if same < problems * 2 / 3:
+        failures.append(f"strict gives target-only's text on {same} of {problems} problems only")
+    if modes["strict"]["stats"]["tau"] < 2:
+        failures.append(f"strict's tau is {modes['strict']['stats']['tau']}, below 2")
+    if failures:
+        sys.exit("regression: " + "; ".join(failures))
 
 
 def main() -> None:
@@ -146,6 +165,10 @@ def main() -> None:
     parser.add_argument("--config", default="qwen2.5-coder.json")
     parser.add_argument("--tasks", default="humaneval_instruct")
     parser.add_argument("--metric", default="pass@1")
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
+    parser.add_argument(
+        "--check", action="store_true", help="fail if strict or FLy lost what target-only solves"
+    )
     parser.add_argument("--limit", type=int, default=20)
     parser.add_argument("--chunk", type=int, default=5, help="problems per mode and turn")
     parser.add_argument("--device", default="cuda")
@@ -155,7 +178,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=None, help="folder for the raw records")
     args = parser.parse_args()
     bench = Bench(args)
-    names = list(MODES)
+    names = args.modes
     for turn, start in enumerate(range(0, args.limit, args.chunk)):
         indices = list(range(start, min(start + args.chunk, args.limit)))
         shift = turn % len(names)
@@ -172,6 +195,8 @@ def main() -> None:
                     file.write(json.dumps({"mode": mode, **kept}, ensure_ascii=False) + "\n")
         (args.output / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     print_table(summary)
+    if args.check:
+        check(summary)
     print(json.dumps({"ratios": summary["ratios"]}))
 
 

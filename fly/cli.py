@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -179,11 +180,17 @@ def _config_show(args: argparse.Namespace) -> None:
     print(json.dumps(config.model_dump(), indent=2))
 
 
+def _not_about_our_tasks(record: logging.LogRecord) -> bool:
+    """lm-eval warns of each of its tasks that fly's replace, which is what they are for."""
+    return str(data_dir("lm_eval_tasks")) not in record.getMessage()
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. Bad input ends with one line and status 2, Ctrl-C with status 130."""
     if argv is not None:
         sys.argv = ["fly", *argv]
     setup_logging()
+    logging.getLogger("lm_eval.tasks._index").addFilter(_not_about_our_tasks)
     try:
         cli = FlyCLI()
         cli.execute(cli.parse_args())

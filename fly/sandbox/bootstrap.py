@@ -205,8 +205,9 @@ def _confine(request: dict) -> list[str]:
 
 
 def _limit(name: str, value: int) -> bool:
+    hard = value + 1 if name == "RLIMIT_CPU" else value  # SIGXCPU first: a reason we can read
     try:
-        resource.setrlimit(getattr(resource, name), (value, value))
+        resource.setrlimit(getattr(resource, name), (value, hard))
     except (ValueError, OSError, AttributeError):
         return False
     return True

@@ -32,12 +32,12 @@ def register(resps: list[list[str]], docs: list[dict[str, Any]]) -> list[list[st
 
 
 def first_code_block(text: str) -> str:
-    """The first fenced block; the prompt has already opened one, so the text begins inside."""
-    block = r"```(?:\w+)?\n?(.*?)\n?```"
-    found = re.search(block, "```" + text, re.DOTALL)
-    if found is None:
-        found = re.search(block, text.replace("```python", "```"), re.DOTALL)
-    return found.group(1) if found else ""
+    """The first fenced block that is not empty; the prompt has already opened one.
+
+    (lm-eval 0.4.13 reads the answer's first word, often `def`, as the fence's language.)
+    """
+    blocks = re.findall(r"```\w*\n(.*?)\n?```", f"```python\n{text}", re.DOTALL)
+    return next((block for block in blocks if block.strip()), "")
 
 
 def build_predictions(resps: list[list[str]], docs: list[dict[str, Any]]) -> list[list[str]]:

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# The test suite. Without arguments: everything that needs no model download (minutes).
+# `./test.sh -m real` runs the tests on the embedded pair; other arguments go to pytest as they are.
+set -euo pipefail
+cd "$(dirname "$0")"
+source .ci/setup.sh
+fly_setup dev
+if [ $# -eq 0 ]; then set -- -m "not real"; fi
+exec python -m pytest "$@"
