@@ -177,6 +177,7 @@ class FlyLM(HFLM):
             raise
         finally:
             bar.close()
+            log.close()
         local.peak_memory_bytes = report.peak_memory_bytes(self.device)
         for share in self.gather_object(local):
             if share is not None:

@@ -89,3 +89,8 @@ class RequestLog:
         self._file.write("\n".join(self._unsaved) + "\n")
         self._file.flush()
         self._unsaved.clear()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None

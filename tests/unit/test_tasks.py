@@ -30,17 +30,6 @@ PAIRS = [
 ]
 SAME = ("doc_to_text", "doc_to_target", "gen_prefix", "generation_kwargs", "num_fewshot", "repeats")
 SAME += ("test_split", "target_delimiter", "output_type", "unsafe_code")
-    "doc_to_text",
-    "doc_to_target",
-    "gen_prefix",
-    "generation_kwargs",
-    "num_fewshot",
-    "repeats",
-    "test_split",
-    "target_delimiter",
-    "output_type",
-    "unsafe_code",
-]
 
 
 class _AnyTag(yaml.SafeLoader):
