@@ -85,7 +85,7 @@ def verify_greedy(
     relaxation None is exact match: the output is the target's own greedy continuation.
     """
     k = draft_BK.shape[1]
-    choice_BK1 = logits_BKV.argmax(dim=-1)
+    choice_BK1 = logits_BKV.float().argmax(dim=-1)  # bfloat16 argmax is slow on CPUs
     valid_BK = torch.arange(k, device=draft_BK.device) < length_B[:, None]
     native_BK = (draft_BK == choice_BK1[:, :k]) & valid_BK
     deferred_BK = torch.zeros_like(native_BK)

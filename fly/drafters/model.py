@@ -48,7 +48,7 @@ class ModelDrafter:
             guess = self._guess(slot, row, draft, room) if open_ and room > 0 else []
             feeds.append(unseen + guess)
             guesses.append(guess)
-        choices = self.runner.extend(feeds).argmax(dim=-1).tolist()
+        choices = self.runner.extend(feeds).float().argmax(dim=-1).tolist()
         for slot, (feed, guess, draft) in enumerate(zip(feeds, guesses, drafts)):
             if not feed:
                 continue

@@ -86,7 +86,7 @@ def read_only_root(workdir: str, size: int) -> list[str]:
 
     Returns what took hold. Needs Linux 5.12 (mount_setattr); /proc is replaced where allowed.
     """
-    done = []
+    done: list[str] = []
     if not _mount("", "/", "", _MS_REC | _MS_PRIVATE):
         return done
     attributes = struct.pack("=QQQQ", _MOUNT_ATTR_RDONLY, 0, 0, 0)
