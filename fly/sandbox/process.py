@@ -97,7 +97,7 @@ def execute(source: str, limits: Limits, launch: Launch) -> Outcome:
         reason=verdict["reason"],
         detail=verdict["detail"],
         seconds=time.perf_counter() - start,
-        features=(*launch.features(), *(name for name in verdict["features"] if name)),
+        features=tuple(name for name in verdict["features"] if name),
     )
 
 

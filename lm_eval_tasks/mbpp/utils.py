@@ -32,12 +32,13 @@ def register(resps: list[list[str]], docs: list[dict[str, Any]]) -> list[list[st
 
 
 def first_code_block(text: str) -> str:
-    """The first fenced block that is not empty; the prompt has already opened one.
+    """The first fenced block; the prompt has already opened one, the answer may do so again.
 
     (lm-eval 0.4.13 reads the answer's first word, often `def`, as the fence's language.)
     """
-    blocks = re.findall(r"```\w*\n(.*?)\n?```", f"```python\n{text}", re.DOTALL)
-    return next((block for block in blocks if block.strip()), "")
+    opened = text if text.lstrip().startswith("```") else f"```python\n{text}"
+    block = re.search(r"```\w*\n(.*?)(?=\n?```)", opened, re.DOTALL)
+    return block.group(1) if block else ""
 
 
 def build_predictions(resps: list[list[str]], docs: list[dict[str, Any]]) -> list[list[str]]:

@@ -1,5 +1,6 @@
 """The shipped tasks: lm-eval's prompts and stops, data without a hub, programs in the sandbox."""
 
+import functools
 import importlib.util
 import json
 import math
@@ -87,11 +88,17 @@ class Answers(LM):
     loglikelihood_rolling = loglikelihood
 
 
+@functools.cache
+def task_manager() -> TaskManager:
+    """Indexing lm-eval's tasks takes seconds: once for all tests."""
+    return TaskManager(include_path=str(OURS))
+
+
 def evaluate(task, answer, **kwargs):
     result = simple_evaluate(
         model=Answers(answer),
         tasks=[task],
-        task_manager=TaskManager(include_path=str(OURS)),
+        task_manager=task_manager(),
         limit=6,
         bootstrap_iters=0,
         confirm_run_unsafe_code=True,
@@ -123,7 +130,7 @@ def test_unsafe_code_needs_confirmation():
         simple_evaluate(
             model=Answers(str),
             tasks=["humaneval"],
-            task_manager=TaskManager(include_path=str(OURS)),
+            task_manager=task_manager(),
             limit=1,
         )
 
