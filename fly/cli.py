@@ -185,6 +185,18 @@ def _not_about_our_tasks(record: logging.LogRecord) -> bool:
     return str(data_dir("lm_eval_tasks")) not in record.getMessage()
 
 
+def _is_lm_evals_refusal(error: ValueError) -> bool:
+    """Raised by lm-eval's own checks of its arguments: unknown task, unsafe code, bad flags."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    origin = Path(frame.tb_frame.f_code.co_filename) if frame is not None else Path()
+    return origin.parent.name in ("lm_eval", "config") and origin.name in (
+        "evaluator.py",
+        "evaluate_config.py",
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. Bad input ends with one line and status 2, Ctrl-C with status 130."""
     if argv is not None:
@@ -196,6 +208,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         cli.execute(cli.parse_args())
     except FlyError as error:
         if os.environ.get("FLY_DEBUG"):
+            raise
+        print(f"fly: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except ValueError as error:
+        if os.environ.get("FLY_DEBUG") or not _is_lm_evals_refusal(error):
             raise
         print(f"fly: error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -146,6 +146,15 @@ def test_max_gen_toks_zero_on_the_command_line(saved_pair, config_file, task_dir
     assert "max_gen_toks=0" in capsys.readouterr().err
 
 
+def test_lm_evals_own_refusals_are_one_line_too(saved_pair, config_file, task_dir, capsys):
+    args = ("--model", "hf", "--model_args", f"config_path={config_file}", "--tasks", "no_task")
+    assert run(*args) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "fly: error: Tasks not found: no_task"
+    code = evaluate(saved_pair, config_file, task_dir, "--log_samples")
+    assert code == 2
+    assert "Specify --output_path" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_config_commands(config_file, tmp_path, capsys):
     assert run("config", "check", config_file) == 0
     assert "valid (fly, drafter model" in capsys.readouterr().out
