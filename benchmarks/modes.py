@@ -149,10 +149,10 @@ def check(summary: dict[str, Any]) -> None:
     same = modes["strict"]["texts_equal_to_target_only"]
     failures = [
         f"{mode} solves {solved[mode]} of {problems}, target-only {solved['target_only']}"
-        for mode in ("strict", "fly")
-        if solved[mode] < solved["target_only"] - 1
+        for mode, allowed in (("strict", 1), ("fly", 2))  # FLy is lossy by design
+        if solved[mode] < solved["target_only"] - allowed
     ]
-    if same < problems * 2 / 3:
+    if same < problems / 2:
         failures.append(f"strict gives target-only's text on {same} of {problems} problems only")
     if modes["strict"]["stats"]["tau"] < 2:
         failures.append(f"strict's tau is {modes['strict']['stats']['tau']}, below 2")
