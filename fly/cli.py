@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import logging
 import os
@@ -122,18 +123,12 @@ def _checked_model_args(model_args: dict[str, Any]) -> dict[str, Any]:
 
 
 def _resolve_config(model_args: dict[str, Any]) -> fly_config.FlyConfig:
-    own, _ = fly_config.split_model_args(model_args)
-    if "config_path" in model_args:
-        return fly_config.load(str(model_args["config_path"]), own, log=False)
-    return fly_config.build(
-        {key: fly_config.coerce(key, value) for key, value in own.items()}, "model_args"
-    )
+    own, rest = fly_config.split_model_args(model_args)
+    return fly_config.resolve(rest.get("config_path"), own, log=False)
 
 
 def _run_hash(model_args: dict[str, Any]) -> str:
     """Configuration plus everything else that is passed to the model."""
-    import hashlib
-
     _, rest = fly_config.split_model_args(model_args)
     rest.pop("config_path", None)
     text = json.dumps([_resolve_config(model_args).hash(), rest], sort_keys=True, default=str)

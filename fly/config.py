@@ -235,12 +235,9 @@ def read_file(path: str) -> dict[str, Any]:
 def load(path: str, overrides: Mapping[str, Any] | None = None, *, log: bool = True) -> FlyConfig:
     """Read and validate a pair's JSON; `overrides` replace its keys, each logged old -> new."""
     values = read_file(path)
-    base = build(values, path) if not overrides else None
-    if base is not None:
-        return base
-    assert overrides is not None
-    merged = {**values, **{key: coerce(key, value) for key, value in overrides.items()}}
-    config = build(merged, f"{path} with model_args")
+    if not overrides:
+        return build(values, path)
+    config = build({**values, **_coerced(overrides)}, f"{path} with model_args")
     if log:
         for key in overrides:
             old = values.get(key, FlyConfig.model_fields[key].get_default())
@@ -248,6 +245,15 @@ def load(path: str, overrides: Mapping[str, Any] | None = None, *, log: bool = T
             if old != new:
                 logger.info("model_args override %s: %s -> %s", key, old, new)
     return config
+
+
+def resolve(path: str | None, own: Mapping[str, Any], *, log: bool = True) -> FlyConfig:
+    """The configuration that model_args mean: a file with overrides, or without one the keys."""
+    return build(_coerced(own), "model_args") if path is None else load(path, own, log=log)
+
+
+def _coerced(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: coerce(key, value) for key, value in values.items()}
 
 
 def coerce(key: str, value: Any) -> Any:

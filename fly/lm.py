@@ -54,14 +54,7 @@ class FlyLM(HFLM):
     ) -> None:
         given = {**kwargs, **({"pretrained": pretrained} if pretrained is not None else {})}
         own, hf_args = fly_config.split_model_args(given)
-        self.fly_config = (
-            fly_config.load(config_path, own)
-            if config_path is not None
-            else fly_config.build(
-                {key: fly_config.coerce(key, value) for key, value in own.items()}, "model_args"
-            )
-        )
-        config = self.fly_config
+        self.fly_config = config = fly_config.resolve(config_path, own)
         _refuse_unknown(hf_args)
         if (
             str(hf_args.get("device") or "cuda").startswith("cuda")

@@ -72,15 +72,18 @@ class RunStats:
     seconds: dict[str, float] = field(default_factory=zero_seconds)
 
     def add_request(self, record: RequestRecord) -> None:
-        self.requests += 1
-        self.prompt_tokens += record.prompt_tokens
-        self.prompt_tokens_reused += record.prompt_tokens_reused
-        self.counts.add(record.counts)
-        for phase, value in record.seconds.items():
-            self.seconds[phase] += value
+        self.merge(
+            RunStats(
+                requests=1,
+                prompt_tokens=record.prompt_tokens,
+                prompt_tokens_reused=record.prompt_tokens_reused,
+                counts=record.counts,
+                seconds=record.seconds,
+            )
+        )
 
     def merge(self, other: RunStats) -> None:
-        """Add another process's share (its seconds ran beside ours, and add up as work)."""
+        """Add another share (a process's seconds ran beside ours, and add up as work)."""
         self.requests += other.requests
         self.prompt_tokens += other.prompt_tokens
         self.prompt_tokens_reused += other.prompt_tokens_reused
