@@ -2,9 +2,10 @@
 
     python benchmarks/modes.py --config qwen2.5-coder.json --tasks humaneval_instruct --limit 20
 
-All modes share one process and one copy of the models; problems are run in chunks, every mode on
-each chunk with the order rotated, so that a machine's drift hits all alike. Prints a table and, as
-the last line, one JSON object; raw records go to --output.
+All modes share one process (hf has its own copy of the target, as fly prepares its weights);
+problems are run in chunks, every mode on each chunk with the order rotated, so that a machine's
+drift hits all alike. Prints a table and, as the last line, one JSON object; raw records go to
+--output.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from fly import config as fly_config
+from fly import loading
 from fly.decoding.records import RunStats
 from fly.evaluation import report
 from fly.lm import FlyLM
@@ -56,7 +58,8 @@ class Bench:
         self.base = fly_config.load(args.config)
         extra = {"dtype": args.dtype} if args.dtype else {}
         self.fly = FlyLM(config_path=args.config, device=args.device, batch_size=1, **extra)
-        self.hf = CountingHF(pretrained=self.fly.model, tokenizer=self.fly.tokenizer, batch_size=1)
+        target = loading.resolve_source(self.base.target_model_path, "target_model_path").path
+        self.hf = CountingHF(pretrained=target, device=str(self.fly.device), batch_size=1, **extra)
         self.tasks = TaskManager(include_path=str(data_dir("lm_eval_tasks")))
         self.samples: dict[str, list[dict[str, Any]]] = defaultdict(list)
         self.stats: dict[str, RunStats] = {name: RunStats() for name in args.modes}

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 DrafterName = Literal["model", "ngram", "cascade"]
 EntropyKind = Literal["top3", "full", "normalized"]
+Quantization = Literal["auto", "none", "int8", "fp8"]
 
 
 class FlyConfig(BaseModel):
@@ -106,6 +107,26 @@ class FlyConfig(BaseModel):
     dual_tok: bool = Field(
         False,
         description="The reference's two-tokenizer mode. Only false: fly needs one vocabulary.",
+    )
+    compile: Literal["auto", "off"] = Field(
+        "auto",
+        description="auto: weights prepacked for oneDNN on a bfloat16 CPU, CUDA graphs on a GPU, "
+        "and a logged reason where neither applies. off: the model's own eager passes.",
+    )
+    draft_quantization: Quantization = Field(
+        "auto",
+        description="Weights of the draft model: none, int8 or fp8 (weight-only). Costs acceptance "
+        "at most, never exactness. auto: int8 on a bfloat16 CPU, none elsewhere.",
+    )
+    draft_policy: Literal["fixed", "adaptive"] = Field(
+        "fixed",
+        description="fixed: spd_k tokens every round. adaptive: go on drafting while one more "
+        "token's expected gain beats its measured cost; spd_k is the maximum.",
+    )
+    prefix_reuse: bool = Field(
+        True,
+        description="Order requests by their prompts and copy the K/V of shared prefixes instead "
+        "of computing them again.",
     )
     draft_device: str | None = Field(
         None, description="Device of the draft model, e.g. cuda:1 or cpu. null: the target's."

@@ -18,14 +18,17 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import hash_string
 
 from fly import config as fly_config
-from fly import loading, session
+from fly import loading, preparation, session
+from fly.decoding import memory
 from fly.decoding.engine import Engine, Observer
 from fly.decoding.records import RequestRecord, RunStats
 from fly.decoding.runner import ModelRunner
+from fly.decoding.sequence import Request
 from fly.decoding.verification import Relaxation
 from fly.drafters.base import Drafter, NoDrafter
 from fly.drafters.model import CascadeDrafter, ModelDrafter
 from fly.drafters.ngram import NgramDrafter
+from fly.drafters.policy import AdaptivePolicy, DraftPolicy, FixedPolicy
 from fly.errors import FlyError
 from fly.evaluation import progress, report
 from fly.requests import build_request, response_text
@@ -69,12 +72,17 @@ class FlyLM(HFLM):
             hf_args["gguf_file"] = target.gguf_file
         self._load("target_model_path", config.target_model_path, pretrained=target.path, **hf_args)
         loading.refuse_unsupported(self.model, "target_model_path", self.max_length)
-        loading.check_cache_agrees(self.model, "target_model_path")
+        self._num_parameters = self.model.num_parameters()
         self.draft_model = self._load_draft(draft, hf_args) if draft is not None else None
+        self.preparation = preparation.prepare(self.model, self.draft_model, config)
+        loading.check_cache_agrees(self.model, "target_model_path")
+        if self.draft_model is not None:
+            loading.check_cache_agrees(self.draft_model, "pretrained")
         if hasattr(self, "accelerator"):
             self._rank = self.accelerator.process_index  # HFLM takes the local index
         self.eos_ids = loading.eos_token_ids(self.model, self.tokenizer)
         self.stats = RunStats()
+        self.stats.seconds["compile"] = self.preparation.seconds
         session.current().lm = self
         self._warn_of_penalties()
 
@@ -125,7 +133,6 @@ class FlyLM(HFLM):
             self._model = target_model
         draft.eval().to(self.fly_config.draft_device or self.device)
         loading.refuse_unsupported(draft, "pretrained", self._context_of(draft))
-        loading.check_cache_agrees(draft, "pretrained")
         return draft
 
     def _create_model(self, pretrained: str, *args: Any, **kwargs: Any) -> None:
@@ -159,7 +166,7 @@ class FlyLM(HFLM):
         )
         local = RunStats()
         try:
-            for record in self._engine(len(wanted), bar.on_round).run(wanted):
+            for record in self._engine(wanted, bar.on_round).run(wanted):
                 index = order[id(record.request)]
                 texts[index] = response_text(record.tokens, record.request, self)
                 self._keep(requests[index], texts[index], record, log)
@@ -177,29 +184,48 @@ class FlyLM(HFLM):
                 self.stats.merge(share)
         return texts
 
-    def _engine(self, requests: int, observer: Observer) -> Engine:
+    def _engine(self, requests: list[Request], observer: Observer) -> Engine:
         config = self.fly_config
-        slots = max(1, min(self._rows_in_flight(), requests))
+        slots = max(1, min(self._rows_in_flight(requests), len(requests)))
         relaxation = None
         if config.enable_fly:
             relaxation = Relaxation(config.window, config.entropy_thre, config.entropy_kind)
+        target = self._runner(self.model, slots, self.max_length)
         return Engine(
-            ModelRunner(self.model, slots, self.max_length),
-            self._drafter(slots),
+            target,
+            self._drafter(slots, target),
             spd_k=config.spd_k if config.drafter_name else 0,
             relaxation=relaxation,
             eos_ids=self.eos_ids,
             decode=lambda ids: self.tokenizer.decode(ids, skip_special_tokens=False),
             observer=observer,
+            reuse_prefixes=config.prefix_reuse,
         )
 
-    def _rows_in_flight(self) -> int:
+    def _runner(
+        self, model: transformers.PreTrainedModel, slots: int, max_length: int
+    ) -> ModelRunner:
+        return ModelRunner(model, slots, max_length, reuse_prefixes=self.fly_config.prefix_reuse)
+
+    def _rows_in_flight(self, requests: list[Request]) -> int:
+        """`--batch_size`; for auto, as many rows as fit into memory at their longest."""
+        if not requests:
+            return 1
         if isinstance(self.batch_size, int):
             return self.batch_size
-        logger.warning("batch_size=%s: generation runs 1 row in flight for now", self.batch_size)
-        return 1
+        config = self.fly_config
+        widths = [(self.model, config.spd_k + 1 if config.drafter_name else 1)]
+        if config.needs_draft_model:
+            widths.append((self.draft_model, config.num_ngram_pred_tokens + 2))
+        rows = memory.rows_that_fit(
+            [(self._runner(model, 1, self.max_length), width) for model, width in widths],
+            tokens_per_row=max(len(request.prompt) + request.budget for request in requests),
+            at_most=min(len(requests), self.max_batch_size),
+        )
+        logger.info("batch_size=auto: %d rows in flight", rows)
+        return rows
 
-    def _drafter(self, slots: int) -> Drafter:
+    def _drafter(self, slots: int, target: ModelRunner) -> Drafter:
         config = self.fly_config
         sizes = (config.min_ngram_size, config.max_ngram_size, config.num_ngram_pred_tokens)
         if config.drafter_name is None:
@@ -207,10 +233,13 @@ class FlyLM(HFLM):
         if config.drafter_name == "ngram":
             return NgramDrafter(slots, *sizes, self.eos_ids)
         assert self.draft_model is not None
-        runner = ModelRunner(self.draft_model, slots, self._context_of(self.draft_model))
+        runner = self._runner(self.draft_model, slots, self._context_of(self.draft_model))
+        policy: DraftPolicy = FixedPolicy()
+        if config.draft_policy == "adaptive":
+            policy = AdaptivePolicy(target.costs, runner.costs)
         if config.drafter_name == "cascade":
-            return CascadeDrafter(runner, self.eos_ids, *sizes)
-        return ModelDrafter(runner, self.eos_ids)
+            return CascadeDrafter(runner, self.eos_ids, *sizes, policy)
+        return ModelDrafter(runner, self.eos_ids, policy)
 
     def _keep(
         self, instance: Instance, text: str, record: RequestRecord, log: session.RequestLog
@@ -243,7 +272,8 @@ class FlyLM(HFLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """HFLM's facts, of the target, plus `fly`: configuration, versions, device, statistics."""
-        return {**super().get_model_info(), "fly": report.results_entry(self)}
+        own = {"model_num_parameters": self._num_parameters, "fly": report.results_entry(self)}
+        return {**super().get_model_info(), **own}
 
 
 def _refuse_unknown(hf_args: dict[str, Any]) -> None:

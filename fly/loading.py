@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fly import pairs
 from fly.errors import FlyError
@@ -83,19 +83,22 @@ def refuse_unsupported(model: PreTrainedModel, field: str, max_length: int) -> N
         raise FlyError(f"{name}: encoder-decoder models are not supported: use lm-eval's hf")
     if getattr(model, "_is_stateful", False):
         raise FlyError(f"{name}: recurrent models cannot roll back rejected tokens")
-    layer_types = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None)
-    if layer_types is not None:
-        other = next((kind for kind in layer_types if kind != "full_attention"), None)
-    else:
-        uses_window = window is not None and getattr(config, "use_sliding_window", True)
-        other = "sliding_attention" if uses_window else None
-    if other == "sliding_attention" and window is not None and window >= max_length:
-        other = None  # the window never bites within the context
-    if other is not None:
+    window = _narrowest_window(config)
+    if window is not None and window < max_length:
         raise FlyError(
-            f"{name}: {other} layers are not supported yet (only full attention): "
-            "set max_length to at most the sliding window, or choose another model"
+            f"{name}: layers with a sliding window of {window} tokens are not supported yet: "
+            f"set max_length={window} or lower, or choose another model"
+        )
+    if (other := _other_layers(config)) is not None:
+        raise FlyError(
+            f"{name}: {other} layers are not supported yet (only full attention): choose another "
+            "model, or lm-eval's hf (leave out config_path)"
+        )
+    limit = _rope_switches_at(config)
+    if limit is not None and limit < max_length:
+        raise FlyError(
+            f"{name}: its rotary frequencies change after {limit} tokens, which cached keys "
+            f"cannot follow: set max_length={limit} or lower, or choose another model"
         )
     attention = config._attn_implementation
     if attention not in ("sdpa", "eager"):
@@ -105,25 +108,70 @@ def refuse_unsupported(model: PreTrainedModel, field: str, max_length: int) -> N
         )
 
 
+def _layer_types(config: PretrainedConfig) -> set[str]:
+    """The kinds of attention layers; GPT-Neo has its own key and names."""
+    kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
+    return set(kinds or ())
+
+
+def _narrowest_window(config: PretrainedConfig) -> int | None:
+    """Tokens that some layer's sliding window sees; None if no layer has one."""
+    kinds = _layer_types(config)
+    if "local" in kinds:
+        return int(config.window_size)
+    if hasattr(config, "keep_window_size"):  # Doge attends to that many chosen keys
+        return int(config.keep_window_size)
+    window = getattr(config, "sliding_window", None)
+    by_flag = getattr(config, "use_sliding_window", True)
+    slides = "sliding_attention" in kinds if kinds else by_flag
+    return int(window) if slides and window is not None else None
+
+
+def _other_layers(config: PretrainedConfig) -> str | None:
+    """A kind of layer that neither attends to the whole past nor to a window of it."""
+    known = {"full_attention", "sliding_attention", "global", "local"}
+    unknown = _layer_types(config) - known
+    if "sliding_attention" in _layer_types(config) and not getattr(config, "sliding_window", None):
+        return "sliding_attention"
+    if not unknown and getattr(config, "attn_temperature_tuning", False):  # Llama 4
+        return "temperature-tuned"
+    return min(unknown) if unknown else None
+
+
+def _rope_switches_at(config: PretrainedConfig) -> int | None:
+    """Context length after which longrope and dynamic RoPE change every frequency."""
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    per_layer = [value for value in (parameters or {}).values() if isinstance(value, dict)]
+    limits = []
+    for rope in per_layer or [parameters or {}]:
+        if rope.get("rope_type", rope.get("type")) in ("longrope", "dynamic", "su"):
+            original = rope.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
+            limits.append(int(original or config.max_position_embeddings))
+    return min(limits, default=None)
+
+
 @torch.inference_mode()
 def check_cache_agrees(model: PreTrainedModel, field: str) -> None:
-    """Decode a few tokens through the ragged cache and compare with one plain pass.
+    """Decode two ragged rows of a few tokens through the cache; compare with plain passes.
 
-    Catches architectures that ignore the mask or the positions fly passes (ALiBi, for one).
+    Catches architectures that ignore the mask or the positions fly passes (ALiBi, or positions
+    counted by the cache).
     """
-    tokens = [index % 50 + 3 for index in range(0, 70, 7)]
+    tokens = [index % 50 + 3 for index in range(0, 91, 7)]
     device = next(model.get_input_embeddings().parameters()).device
-    expected: Any = model(torch.tensor([tokens], device=device)).logits[0, 6:].float()
+    expected: Any = model(torch.tensor([tokens], device=device)).logits[0].float()
     try:
-        actual = _through_cache(model, tokens)
-    except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+        checked = _through_cache(model, tokens)
+    except (ValueError, TypeError, RuntimeError, AttributeError, LookupError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise FlyError(
             f"{field} ({model.config.model_type}): cannot be decoded through fly's cache "
             f"({reason}): this architecture is not supported yet"
         ) from error
     tolerance = 0.1 * expected.abs().max().item() + 1e-4
-    difference = (actual - expected).abs().max().item()
+    difference = max((logits - expected[at]).abs().max().item() for at, logits in checked)
     if not difference <= tolerance:  # also refuses NaN
         raise FlyError(
             f"{field} ({model.config.model_type}): decoding through fly's cache differs from the "
@@ -131,15 +179,20 @@ def check_cache_agrees(model: PreTrainedModel, field: str) -> None:
         )
 
 
-def _through_cache(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
-    """Logits after tokens[6:], fed in pieces with a rollback in between. [n - 6, V]."""
+def _through_cache(model: PreTrainedModel, tokens: list[int]) -> list[tuple[int, torch.Tensor]]:
+    """(position, logits [V] there) of two rows, fed in pieces with a rollback in between."""
     from fly.decoding.runner import ModelRunner
 
-    runner = ModelRunner(model, slots=1, max_length=len(tokens))
+    runner = ModelRunner(model, slots=2, max_length=len(tokens), reuse_prefixes=False)
     runner.prefill(0, tokens[:4])
-    runner.extend([[*tokens[4:6], 1, 1]])  # the two fillers are rolled back
+    runner.prefill(1, tokens[:7])
+    runner.extend([[*tokens[4:6], 1, 1], tokens[7:9]])  # the two fillers are rolled back
     runner.keep(0, 6)
-    return runner.extend([tokens[6:]])[0].float()
+    runner.keep(1, 9)
+    logits_BQV = runner.extend([tokens[6:10], tokens[9:12]]).float()
+    return [(6 + at, logits_BQV[0, at]) for at in range(4)] + [
+        (9 + at, logits_BQV[1, at]) for at in range(3)
+    ]
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

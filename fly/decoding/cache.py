@@ -40,13 +40,20 @@ class SlotCache(Cache):
             return
         grown = max(tokens, self.capacity + self.capacity // 2)
         self.capacity = -(-grown // _BLOCK) * _BLOCK
-        self._keys = [self._grow(old) for old in self._keys]
-        self._values = [self._grow(old) for old in self._values]
+        for stored in (self._keys, self._values):
+            for layer, old in enumerate(stored):  # one at a time: the old one is freed at once
+                stored[layer] = self._grow(old)
 
     def _grow(self, old: Tensor) -> Tensor:
         new = old.new_zeros(*old.shape[:2], self.capacity, old.shape[3])
         new[:, :, : old.shape[2]] = old
         return new
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token of one row takes in all layers; 0 before the first pass."""
+        stored = (*self._keys, *self._values)
+        return sum(layer.shape[1] * layer.shape[3] * layer.element_size() for layer in stored)
 
     def begin(self, first_slot: int, positions_BQ: Tensor) -> None:
         """Say where the next forward pass writes: rows are consecutive slots from `first_slot`."""

@@ -5,6 +5,7 @@ A finished row's slot goes to the next waiting request at once; rows always fill
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +20,14 @@ from fly.decoding.sequence import Request, RowVerdict, Sequence
 from fly.decoding.stopping import Decode
 from fly.decoding.verification import Relaxation, verify_greedy
 from fly.drafters.base import Draft, Drafter
+from fly.errors import FlyError
+
+logger = logging.getLogger(__name__)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    kinds = (torch.OutOfMemoryError, MemoryError)
+    return isinstance(error, kinds) or "can't allocate memory" in str(error)
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,7 @@ class Engine:
         eos_ids: frozenset[int],
         decode: Decode,
         observer: Observer = lambda record: None,
+        reuse_prefixes: bool = True,
     ) -> None:
         self._target = target
         self._drafter = drafter
@@ -57,25 +67,70 @@ class Engine:
         self._eos_ids = eos_ids
         self._decode = decode
         self._observer = observer
+        self._reuse_prefixes = reuse_prefixes
 
     def run(self, requests: Iterable[Request]) -> Iterator[RequestRecord]:
-        """Decode all requests; each record is yielded as soon as its row ends."""
-        waiting = deque(requests)
-        rows: list[Sequence] = []
-        while waiting or rows:
-            while waiting and len(rows) < len(self._target.lengths):
-                self._admit(len(rows), waiting.popleft(), rows)
-            self._round(rows)
-            for slot in reversed(range(len(rows))):
-                if rows[slot].finish_reason is not None:
-                    yield self._retire(slot, rows).record()
+        """Decode all requests; each record is yielded as soon as its row ends.
 
-    def _admit(self, slot: int, request: Request, rows: list[Sequence]) -> None:
-        row = Sequence(request, self._eos_ids, self._decode)
+        Out of memory halves the rows in flight; rows that were interrupted go on from where they
+        were. Raises FlyError if one row alone does not fit.
+        """
+        ordered = list(requests)
+        if self._reuse_prefixes:  # neighbours share the longest prefixes
+            ordered.sort(key=lambda request: request.prompt)
+        waiting = deque(Sequence(request, self._eos_ids, self._decode) for request in ordered)
+        rows: list[Sequence] = []
+        while waiting or any(row.is_open for row in rows):
+            try:
+                self._fill(rows, waiting)
+                self._round(rows)
+            except (RuntimeError, MemoryError) as error:
+                if not _is_out_of_memory(error):
+                    raise
+                waiting.extendleft(row for row in reversed(rows) if row.is_open)
+                rows.clear()
+                self._halve(error)
+            for row in rows:
+                if not row.is_open:
+                    yield row.record()
+
+    def _fill(self, rows: list[Sequence], waiting: deque[Sequence]) -> None:
+        """Give the slots of finished rows, then free ones, to waiting rows; close other gaps."""
+        for slot in range(self._target.slots):
+            if not waiting or (slot < len(rows) and rows[slot].is_open):
+                continue
+            self._admit(slot, waiting[0])
+            rows[slot : slot + 1] = [waiting.popleft()]
+        for slot in reversed(range(len(rows))):
+            if rows[slot].is_open:
+                continue
+            last = rows.pop()
+            if slot < len(rows):
+                self._target.move(len(rows), slot)
+                self._drafter.move(len(rows), slot)
+                rows[slot] = last
+
+    def _admit(self, slot: int, row: Sequence) -> None:
         with self._timed("prefill", [row]):
-            self._target.prefill(slot, row.tokens[:-1])
+            reused = self._target.prefill(slot, row.tokens[:-1])
             self._drafter.admit(slot, row)
-        rows.append(row)
+        if not row.generated:
+            row.prompt_tokens_reused = reused
+
+    def _halve(self, error: Exception) -> None:
+        """Forget all K/V and go on with half of the slots."""
+        slots = self._target.slots // 2
+        if slots < 1:
+            raise FlyError(
+                "out of memory with one row in flight: lower max_length or max_gen_toks, or use a "
+                "smaller model or dtype"
+            ) from error
+        error.__traceback__ = None  # it holds the tensors of the failed pass
+        logger.warning("out of memory: going on with %d rows in flight", slots)
+        self._target.resize(slots)
+        self._drafter.resize(slots)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     def _round(self, rows: list[Sequence]) -> None:
         # The last token of the budget needs no draft, and no draft may reach past the budget.
@@ -85,15 +140,17 @@ class Engine:
         with self._timed("verify", rows):
             verdicts = self._verify(rows, draft)
         with self._timed("other", rows):
-            for slot, (row, verdict) in enumerate(zip(rows, verdicts)):
-                counts = row.commit(verdict)
+            all_counts = [row.commit(verdict) for row, verdict in zip(rows, verdicts)]
+            for slot, row in enumerate(rows):
                 self._target.keep(slot, len(row.tokens) - 1)
-                self._drafter.commit(slot, row)
+            self._drafter.commit(rows, verdicts)
+            for row, counts in zip(rows, all_counts):
                 self._observer(RoundRecord(row.request, counts))
 
     def _verify(self, rows: list[Sequence], draft: Draft) -> list[RowVerdict]:
         """One target pass over each row's last committed token and its draft."""
         feeds = [[row.tokens[-1], *chain] for row, chain in zip(rows, draft.tokens)]
+        start = time.perf_counter()
         logits_BKV = self._target.extend(feeds)
         draft_BK, length_B = draft.padded(logits_BKV.device)
         verdict = verify_greedy(draft_BK, length_B, logits_BKV, self._relaxation)
@@ -106,20 +163,12 @@ class Engine:
                 verdict.rolled_back_BK,
             )
         )
+        tokens = len(feeds) * max(map(len, feeds))
+        self._target.costs.observe(tokens, time.perf_counter() - start)
         return [
             RowVerdict(chain, accepted[b], next_tokens[b], native[b], rolled_back[b])
             for b, chain in enumerate(draft.tokens)
         ]
-
-    def _retire(self, slot: int, rows: list[Sequence]) -> Sequence:
-        """Take a finished row out; the last row moves into its slot."""
-        finished = rows[slot]
-        last = rows.pop()
-        if last is not finished:
-            self._target.move(len(rows), slot)
-            self._drafter.move(len(rows), slot)
-            rows[slot] = last
-        return finished
 
     @contextmanager
     def _timed(self, phase: str, rows: list[Sequence]) -> Iterator[None]:

@@ -44,10 +44,15 @@ class Sequence:
         self.request = request
         self.tokens = list(request.prompt)
         self.finish_reason: str | None = None
+        self.prompt_tokens_reused = 0
         self.counts = Counts()
         self.seconds = zero_seconds()
         self._eos_ids = eos_ids
         self._stops = StopMatcher(request.stops, decode)
+
+    @property
+    def is_open(self) -> bool:
+        return self.finish_reason is None
 
     @property
     def generated(self) -> list[int]:
@@ -100,7 +105,7 @@ class Sequence:
             tokens=self.generated,
             finish_reason=self.finish_reason,
             prompt_tokens=len(self.request.prompt),
-            prompt_tokens_reused=0,
+            prompt_tokens_reused=self.prompt_tokens_reused,
             counts=self.counts,
             seconds=self.seconds,
         )

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fly.decoding.sequence import Sequence
+from fly.decoding.sequence import RowVerdict, Sequence
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,15 @@ class Drafter(Protocol):
     def propose(self, rows: list[Sequence], limits: list[int]) -> Draft:
         """At most `limits[b]` tokens for row b, ending at EOS. Rows' tokens are all committed."""
 
-    def commit(self, slot: int, row: Sequence) -> None:
-        """The round is decided: all tokens of the row but the last (the target's own) are as the
+    def commit(self, rows: list[Sequence], verdicts: list[RowVerdict]) -> None:
+        """The round is decided: all tokens of a row but the last (the target's own) are as the
         drafter saw them; what it cached past them is void."""
 
     def move(self, source: int, destination: int) -> None:
         """The row of slot `source` continues in slot `destination`."""
+
+    def resize(self, slots: int) -> None:
+        """Forget every row and go on with so many slots; rows are admitted again."""
 
 
 class NoDrafter:
@@ -57,8 +60,11 @@ class NoDrafter:
     def propose(self, rows: list[Sequence], limits: list[int]) -> Draft:
         return Draft([[] for _ in rows])
 
-    def commit(self, slot: int, row: Sequence) -> None:
+    def commit(self, rows: list[Sequence], verdicts: list[RowVerdict]) -> None:
         pass
 
     def move(self, source: int, destination: int) -> None:
+        pass
+
+    def resize(self, slots: int) -> None:
         pass

@@ -7,66 +7,110 @@ choice, and adds that choice after it. The chain is therefore the same with and 
 
 from __future__ import annotations
 
-from fly.decoding.runner import ModelRunner
-from fly.decoding.sequence import Sequence
+import time
+
+from torch import Tensor
+
+from fly.decoding.runner import ModelRunner, common_prefix
+from fly.decoding.sequence import RowVerdict, Sequence
 from fly.drafters.base import Draft
 from fly.drafters.ngram import NgramIndex, until_eos
+from fly.drafters.policy import Chain, DraftPolicy, FixedPolicy, GuessPolicy
+
+_CATCH_UP = 32  # a row this far behind is fed without building logits
 
 
 class ModelDrafter:
     """Greedy chains from a draft model. Never proposes past EOS or the draft's own context."""
 
-    def __init__(self, runner: ModelRunner, eos_ids: frozenset[int]) -> None:
+    def __init__(
+        self, runner: ModelRunner, eos_ids: frozenset[int], policy: DraftPolicy | None = None
+    ) -> None:
         self.runner = runner
         self._eos_ids = eos_ids
+        self._policy = policy or FixedPolicy()
+        self._chains: list[Chain] = []
+        self._draft_seconds = 0.0
 
     def admit(self, slot: int, row: Sequence) -> None:
         # A prompt past the draft's context is not drafted for at all; the target goes on alone.
-        self.runner.lengths[slot] = 0
+        self.runner.keep(slot, 0)
         if len(row.tokens) < self.runner.max_length:
             self.runner.prefill(slot, row.tokens[:-1])
 
     def propose(self, rows: list[Sequence], limits: list[int]) -> Draft:
-        limits = [
-            min(limit, max(0, self.runner.max_length - len(row.tokens)))
+        self._chains = [
+            Chain(min(limit, max(0, self.runner.max_length - len(row.tokens))))
             for row, limit in zip(rows, limits)
         ]
-        drafts: list[list[int]] = [[] for _ in rows]
-        while any(self._is_open(draft, limit) for draft, limit in zip(drafts, limits)):
-            self._pass(rows, limits, drafts)
-        return Draft(drafts)
+        self._draft_seconds = 0.0
+        while any(chain.is_open for chain in self._chains):
+            unseen = [self._unseen(slot, row) for slot, row in enumerate(rows)]
+            if not self._policy.goes_on(self._chains, max(map(len, unseen))):
+                break
+            self._pass(rows, unseen)
+        self._policy.trim(self._chains)
+        return Draft([list(chain.tokens) for chain in self._chains])
 
-    def _is_open(self, draft: list[int], limit: int) -> bool:
-        return len(draft) < limit and not (draft and draft[-1] in self._eos_ids)
+    def _unseen(self, slot: int, row: Sequence) -> list[int]:
+        """The row's tokens, drafted ones too, that the draft model has not been fed yet."""
+        chain = self._chains[slot]
+        if not chain.is_open:
+            return []
+        if len(row.tokens) - self.runner.lengths[slot] > _CATCH_UP:
+            self.runner.prefill(slot, row.tokens[:-1])
+        return (row.tokens + chain.tokens)[self.runner.lengths[slot] :]
 
-    def _pass(self, rows: list[Sequence], limits: list[int], drafts: list[list[int]]) -> None:
-        feeds, guesses = [], []
-        for slot, (row, limit, draft) in enumerate(zip(rows, limits, drafts)):
-            open_ = self._is_open(draft, limit)
-            unseen = (row.tokens + draft)[self.runner.lengths[slot] :] if open_ else []
-            room = limit - len(draft) - 1
-            guess = self._guess(slot, row, draft, room) if open_ and room > 0 else []
-            feeds.append(unseen + guess)
-            guesses.append(guess)
-        choices = self.runner.extend(feeds).float().argmax(dim=-1).tolist()
-        for slot, (feed, guess, draft) in enumerate(zip(feeds, guesses, drafts)):
-            if not feed:
+    def _pass(self, rows: list[Sequence], unseen: list[list[int]]) -> None:
+        guesses = self._guess(rows, unseen)
+        feeds = [fed + guess for fed, guess in zip(unseen, guesses)]
+        start = time.perf_counter()
+        logits_BQV = self.runner.extend(feeds).float()
+        choices = logits_BQV.argmax(dim=-1).tolist()
+        seconds = time.perf_counter() - start
+        self.runner.costs.observe(len(feeds) * max(map(len, feeds)), seconds)
+        self._draft_seconds += seconds
+        confidence = self._confidence(logits_BQV)
+        for slot, (fed, guess) in enumerate(zip(unseen, guesses)):
+            if not fed:
                 continue
-            unseen_count = len(feed) - len(guess)
-            own = choices[slot][unseen_count - 1 : len(feed)]
-            agreed = _common_prefix(guess, own)
-            draft.extend(until_eos(own[: agreed + 1], self._eos_ids))
-            self.runner.keep(slot, self.runner.lengths[slot] + unseen_count + agreed)
+            chain = self._chains[slot]
+            own = choices[slot][len(fed) - 1 : len(fed) + len(guess)]
+            agreed = common_prefix(guess, own)
+            self._learn(slot, len(guess), agreed)
+            new = until_eos(own[: agreed + 1], self._eos_ids)
+            chain.tokens.extend(new)
+            if confidence is not None:
+                chain.confidence.extend(confidence[slot][len(fed) - 1 :][: len(new)])
+            chain.ended = new[-1] in self._eos_ids
+            self.runner.keep(slot, self.runner.lengths[slot] + len(fed) + agreed)
 
-    def _guess(self, slot: int, row: Sequence, draft: list[int], room: int) -> list[int]:
+    def _confidence(self, logits_BQV: Tensor) -> list[list[float]] | None:
+        """The draft's probability of its own choices, [B, Q], for policies that ask."""
+        if not self._policy.needs_confidence:
+            return None
+        best_BQ = logits_BQV.amax(dim=-1) - logits_BQV.logsumexp(dim=-1)
+        result: list[list[float]] = best_BQ.exp().tolist()
+        return result
+
+    def _guess(self, rows: list[Sequence], unseen: list[list[int]]) -> list[list[int]]:
         """Tokens that the draft model only has to verify; none in the plain drafter."""
-        return []
+        return [[] for _ in rows]
 
-    def commit(self, slot: int, row: Sequence) -> None:
-        self.runner.keep(slot, min(self.runner.lengths[slot], len(row.tokens) - 1))
+    def _learn(self, slot: int, guessed: int, agreed: int) -> None:
+        """The draft model's own choice agreed with the first `agreed` guessed tokens."""
+
+    def commit(self, rows: list[Sequence], verdicts: list[RowVerdict]) -> None:
+        for slot, row in enumerate(rows):
+            self.runner.keep(slot, min(self.runner.lengths[slot], len(row.tokens) - 1))
+        accepted = [verdict.accepted for verdict in verdicts]
+        self._policy.observe(self._chains, accepted, self._draft_seconds)
 
     def move(self, source: int, destination: int) -> None:
         self.runner.move(source, destination)
+
+    def resize(self, slots: int) -> None:
+        self.runner.resize(slots)
 
 
 class CascadeDrafter(ModelDrafter):
@@ -82,29 +126,40 @@ class CascadeDrafter(ModelDrafter):
         min_size: int,
         max_size: int,
         count: int,
+        policy: DraftPolicy | None = None,
     ) -> None:
-        super().__init__(runner, eos_ids)
+        super().__init__(runner, eos_ids, policy)
         self._sizes = (min_size, max_size)
         self._count = count
         self._indexes = [NgramIndex(*self._sizes) for _ in runner.lengths]
+        self._guess_policy = GuessPolicy(runner.relative_cost)
+        self._matched_sizes = [0] * runner.slots
 
     def admit(self, slot: int, row: Sequence) -> None:
         super().admit(slot, row)
         self._indexes[slot] = NgramIndex(*self._sizes)
 
-    def _guess(self, slot: int, row: Sequence, draft: list[int], room: int) -> list[int]:
-        self._indexes[slot].sync(row.tokens)
-        return self._indexes[slot].lookup(draft, min(room, self._count))
+    def _guess(self, rows: list[Sequence], unseen: list[list[int]]) -> list[list[int]]:
+        guesses: list[list[int]] = []
+        for slot, (row, chain) in enumerate(zip(rows, self._chains)):
+            room = chain.limit - len(chain.tokens) - 1
+            size, guess = 0, list[int]()
+            if chain.is_open and room > 0:
+                self._indexes[slot].sync(row.tokens)
+                size, guess = self._indexes[slot].match(chain.tokens, min(room, self._count))
+            self._matched_sizes[slot] = size
+            guesses.append(guess)
+        matches = [(size, len(guess)) for size, guess in zip(self._matched_sizes, guesses)]
+        length = self._guess_policy.choose(matches, max(map(len, unseen)))
+        return [guess[:length] for guess in guesses]
+
+    def _learn(self, slot: int, guessed: int, agreed: int) -> None:
+        self._guess_policy.observe(self._matched_sizes[slot], guessed, agreed)
 
     def move(self, source: int, destination: int) -> None:
         super().move(source, destination)
         self._indexes[destination] = self._indexes[source]
 
-
-def _common_prefix(left: list[int], right: list[int]) -> int:
-    count = 0
-    for a, b in zip(left, right):
-        if a != b:
-            break
-        count += 1
-    return count
+    def resize(self, slots: int) -> None:
+        super().resize(slots)
+        del self._indexes[slots:]

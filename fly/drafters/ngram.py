@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from fly.decoding.sequence import Sequence
+from fly.decoding.sequence import RowVerdict, Sequence
 from fly.drafters.base import Draft
 
 
@@ -34,7 +34,11 @@ class NgramIndex:
         self.extend(tokens[len(self._tokens) :])
 
     def lookup(self, pending: Seq[int], count: int) -> list[int]:
-        """Up to `count` tokens after the most recent match of the longest suffix; [] without one.
+        """The tokens of `match`."""
+        return self.match(pending, count)[1]
+
+    def match(self, pending: Seq[int], count: int) -> tuple[int, list[int]]:
+        """(size of the longest suffix found, up to `count` tokens after its most recent match).
 
         The suffix is that of the text so far plus `pending` (draft tokens, not yet in the index).
         """
@@ -44,8 +48,8 @@ class NgramIndex:
             if size > len(suffix):
                 continue
             if (start := self._last.get(tuple(suffix[-size:]))) is not None:
-                return self._tokens[start : start + count]
-        return []
+                return size, self._tokens[start : start + count]
+        return 0, []
 
 
 class NgramDrafter:
@@ -70,11 +74,14 @@ class NgramDrafter:
         index.sync(row.tokens)
         return until_eos(index.lookup((), min(limit, self._count)), self._eos_ids)
 
-    def commit(self, slot: int, row: Sequence) -> None:
+    def commit(self, rows: list[Sequence], verdicts: list[RowVerdict]) -> None:
         pass
 
     def move(self, source: int, destination: int) -> None:
         self._indexes[destination] = self._indexes[source]
+
+    def resize(self, slots: int) -> None:
+        del self._indexes[slots:]
 
 
 def until_eos(tokens: list[int], eos_ids: frozenset[int]) -> list[int]:

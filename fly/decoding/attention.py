@@ -1,0 +1,80 @@
+"""Attention of ragged passes without copying grouped key/value heads.
+
+transformers repeats the K/V heads of grouped-query models whenever a mask is given. Over a cache
+that is the largest copy of a pass and grows with rows and context. Here the query heads of a group
+become query positions of their shared K/V head: the same products, nothing repeated.
+
+Shapes: B rows, H query heads, G query heads per K/V head, Q new tokens, T readable tokens, D head
+size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+_NAME = "fly_grouped"
+_EXTRAS = ("position_bias", "softcap", "s_aux", "cache")  # not ours: transformers' sdpa decides
+
+
+def grouped_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query [B, H, Q, D], key and value [B, H/G, T, D], additive mask [B, 1, Q, T].
+
+    Returns [B, Q, H, D], as transformers' attention functions do.
+    """
+    rows, heads, width, size = query.shape
+    kv_heads = key.shape[1]
+    shared_mask = attention_mask is not None and attention_mask.shape[1] == 1
+    if not shared_mask or any(kwargs.get(name) is not None for name in _EXTRAS):
+        output: Tensor = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, **kwargs
+        )[0]
+        return output, None
+    assert attention_mask is not None
+    group = heads // kv_heads
+    if group > 1:
+        query = query.reshape(rows, kv_heads, group * width, size)
+        if width > 1:
+            attention_mask = attention_mask.repeat(1, 1, group, 1)
+        else:
+            attention_mask = attention_mask.expand(-1, -1, group, -1)
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
+    )
+    output = output.reshape(rows, heads, width, value.shape[-1])
+    return output.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(_NAME, grouped_attention)
+
+
+@contextmanager
+def grouped(model: PreTrainedModel) -> Iterator[None]:
+    """Within the block, a model on sdpa attends by `grouped_attention`; others stay as they are.
+
+    Only fly's own passes are run so: the rest of lm-eval gets transformers' kernels untouched.
+    """
+    config = model.config.get_text_config()
+    if config._attn_implementation != "sdpa":
+        yield
+        return
+    config._attn_implementation = _NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = "sdpa"

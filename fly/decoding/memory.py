@@ -1,0 +1,72 @@
+"""How many rows fit into memory: `--batch_size auto`.
+
+A row costs its K/V, exactly known per token, and its share of the widest pass's workspace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+import torch
+
+from fly.decoding.runner import ModelRunner
+
+_USABLE = 0.85  # the rest is for fragmentation, other processes, and the scores' own work
+
+
+def rows_that_fit(
+    runners: Iterable[tuple[ModelRunner, int]], tokens_per_row: int, at_most: int
+) -> int:
+    """Rows of `tokens_per_row` tokens that fit beside the loaded models; 1 to `at_most`.
+
+    runners: each model's runner (one slot, used for the measurement and left empty) and the
+    widest pass it makes per row, in tokens. Models on one device share its memory.
+    """
+    needed: dict[torch.device, int] = {}
+    for runner, width in runners:
+        bytes_per_row = row_bytes(runner, width, tokens_per_row)
+        needed[runner.device] = needed.get(runner.device, 0) + bytes_per_row
+    fits = (int(_USABLE * free_bytes(device) / need) for device, need in needed.items())
+    return max(1, min(at_most, *fits))
+
+
+def row_bytes(runner: ModelRunner, width: int, tokens_per_row: int) -> int:
+    """Bytes that one row takes: K/V of its tokens, and the workspace of a pass `width` wide.
+
+    The workspace is measured on accelerators. On CPUs, where it cannot be, it is the logits in
+    the model's dtype and twice in float32, which is most of it.
+    """
+    runner.prefill(0, [0])
+    on_cuda = runner.device.type == "cuda"
+    if on_cuda:
+        torch.cuda.synchronize(runner.device)
+        torch.cuda.reset_peak_memory_stats(runner.device)
+        before = torch.cuda.memory_allocated(runner.device)
+    logits = runner.extend([[0] * width]).float()
+    if on_cuda:
+        torch.cuda.synchronize(runner.device)
+        workspace = torch.cuda.max_memory_allocated(runner.device) - before
+    else:
+        workspace = logits.numel() * (8 + runner.model.dtype.itemsize)
+    bytes_per_token = runner.cache.bytes_per_token
+    runner.resize(runner.slots)
+    return bytes_per_token * (tokens_per_row + width) + workspace
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that may still be allocated on the device (for a CPU: within its control group)."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free + held)
+    free = psutil.virtual_memory().available
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        if limit != "max":
+            used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+            free = min(free, int(limit) - used)
+    except (OSError, ValueError):
+        pass
+    return max(0, free)

@@ -1,0 +1,181 @@
+"""Continuous batching: results do not depend on rows in flight, order, shared prefixes, memory."""
+
+import random
+
+import pytest
+import torch
+
+from fly.decoding import memory
+from fly.decoding.runner import ModelRunner
+from fly.decoding.sequence import Request
+from fly.decoding.verification import Relaxation
+from fly.drafters.model import CascadeDrafter
+from fly.drafters.policy import AdaptivePolicy
+from fly.errors import FlyError
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = tiny.model(1)
+    return target, tiny.noisy_copy(target, 0.01)
+
+
+def requests(count=11):
+    """Rows that differ in everything: prompt, shared prefix, budget, stop string."""
+    generator = random.Random(5)
+    common = [generator.randrange(3, 64) for _ in range(30)]
+    made = []
+    for index in range(count):
+        own = [generator.randrange(3, 64) for _ in range(generator.randrange(1, 20))]
+        prompt = tuple((common[: generator.choice([0, 9, 30])] + own) * (1 + index % 2))
+        stops = (f" {generator.randrange(3, 64)},",) if index % 3 == 0 else ()
+        made.append(Request(prompt, generator.randrange(1, 40), stops, tag=index))
+    return [*made, Request(made[4].prompt, 25, tag=count)]  # one prompt twice
+
+
+def decode(ids):
+    return "".join(f" {token}," for token in ids)
+
+
+def run(pair, wanted, slots, *, k=6, adaptive=False, reuse=True, relaxation=None, target=None):
+    target_model, draft = pair
+    runner = ModelRunner(draft, slots, 512, reuse_prefixes=reuse)
+    engine = tiny.engine(
+        target_model, None, k, relaxation, slots, decode=decode, reuse_prefixes=reuse
+    )
+    engine._target = target or ModelRunner(target_model, slots, 512, reuse_prefixes=reuse)
+    policy = AdaptivePolicy(engine._target.costs, runner.costs) if adaptive else None
+    engine._drafter = CascadeDrafter(runner, frozenset({tiny.EOS}), 1, 4, 6, policy)
+    records = {record.request.tag: record for record in engine.run(wanted)}
+    assert len(records) == len(wanted)
+    return records
+
+
+def tokens(records):
+    return [records[tag].tokens for tag in sorted(records)]
+
+
+@pytest.mark.parametrize("relaxation", [None, Relaxation(2, 0.3)], ids=["strict", "fly"])
+@pytest.mark.parametrize("slots", [1, 3, 8])
+def test_rows_in_flight_and_order_change_nothing(pair, slots, relaxation):
+    wanted = requests()
+    expected = tokens(run(pair, wanted, 1, relaxation=relaxation, reuse=False))
+    shuffled = random.Random(slots).sample(wanted, len(wanted))
+    assert tokens(run(pair, shuffled, slots, relaxation=relaxation)) == expected
+    assert any(len(row) > 3 for row in expected)
+
+
+def test_a_cache_that_mixes_up_rows_is_noticed(pair, monkeypatch):
+    """The mutant of the test above: a moved row whose K/V did not move with it."""
+    expected = tokens(run(pair, requests(), 1, reuse=False))
+    monkeypatch.setattr("fly.decoding.cache.SlotCache.copy_slot", lambda *args: None)
+    assert tokens(run(pair, requests(), 3)) != expected
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_adaptive_drafts_change_nothing_when_verified_exactly(pair, slots):
+    wanted = requests()
+    expected = run(pair, wanted, 1)
+    adaptive = run(pair, wanted, slots, adaptive=True, k=12)
+    assert tokens(adaptive) == tokens(expected)
+    assert tiny.total(adaptive.values(), "native_accepted") > 0
+
+
+def test_shared_prefixes_are_copied_and_repeats_prefill_nothing(pair):
+    records = run(pair, requests(), 3)
+    reused = sum(record.prompt_tokens_reused for record in records.values())
+    assert reused > 100
+    twice = [Request(tuple(range(3, 40)), 10, tag=tag) for tag in range(5)]
+    for slots in (1, 2):
+        again = run(pair, twice, slots)
+        assert [again[tag].prompt_tokens_reused for tag in range(5)] == [0, 36, 36, 36, 36]
+        without = run(pair, twice, slots, reuse=False)
+        assert tokens(again) == tokens(without)
+        assert sum(record.prompt_tokens_reused for record in without.values()) == 0
+
+
+def test_a_prefix_left_by_a_longer_row_is_not_trusted_past_its_own_tokens(pair):
+    """What a rejected draft wrote must not pass for the prompt of the next row."""
+    target, _ = pair
+    runner = ModelRunner(target, 1, 512)
+    runner.prefill(0, [5, 6, 7])
+    runner.extend([[8, 9, 10]])
+    runner.keep(0, 4)
+    runner.extend([[11]])
+    assert runner.prefill(0, [5, 6, 7, 8, 9, 10]) == 4
+    fresh = ModelRunner(target, 1, 512)
+    fresh.prefill(0, [5, 6, 7, 8, 9, 10])
+    torch.testing.assert_close(runner.extend([[12]]), fresh.extend([[12]]), atol=1e-4, rtol=1e-4)
+
+
+class OutOfMemoryAbove(ModelRunner):
+    """A runner whose passes fail while more than `rows` slots exist, every third pass."""
+
+    passes = 0
+
+    def extend(self, tokens):
+        self.passes += 1
+        if self.slots > self.rows and self.passes % 3 == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().extend(tokens)
+
+
+def out_of_memory_above(model, slots, rows):
+    runner = OutOfMemoryAbove(model, slots, 512)
+    runner.rows = rows
+    return runner
+
+
+def test_out_of_memory_halves_the_rows_and_loses_nothing(pair, caplog):
+    wanted = requests()
+    target = out_of_memory_above(pair[0], 8, rows=2)
+    assert tokens(run(pair, wanted, 8, target=target)) == tokens(run(pair, wanted, 1))
+    assert target.slots == 2
+    assert "going on with 4 rows" in caplog.text
+    assert "going on with 2 rows" in caplog.text
+
+
+def test_one_row_that_does_not_fit_ends_with_one_clear_line(pair):
+    with pytest.raises(FlyError, match="out of memory with one row"):
+        run(pair, requests(), 2, target=out_of_memory_above(pair[0], 2, rows=0))
+
+
+def test_other_errors_are_not_taken_for_memory(pair):
+    class Broken(ModelRunner):
+        def extend(self, tokens):
+            raise RuntimeError("shapes differ")
+
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        run(pair, requests(), 2, target=Broken(pair[0], 2, 512))
+
+
+def test_auto_batch_fits_rows_to_free_memory(pair, monkeypatch):
+    runner = ModelRunner(pair[0], 1, 512)
+    row = memory.row_bytes(runner, 7, 100)
+    kv = 2 * 2 * 2 * 8 * 4  # layers, K and V, K/V heads, head size, float32
+    assert row == kv * 107 + 7 * 64 * (8 + 4)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 10 * row)
+    assert memory.rows_that_fit([(runner, 7)], 100, at_most=64) == 8
+    assert memory.rows_that_fit([(runner, 7), (runner, 7)], 100, at_most=64) == 4
+    assert memory.rows_that_fit([(runner, 7)], 100, at_most=3) == 3
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 0)
+    assert memory.rows_that_fit([(runner, 7)], 100, at_most=64) == 1
+
+
+def test_memory_stays_flat_over_many_requests(pair):
+    """The cache and the indexes grow with the longest row, not with the number of requests."""
+    many = [
+        Request(tuple(random.Random(n).randrange(3, 64) for _ in range(5 + n % 30)), 8, tag=n)
+        for n in range(120)
+    ]
+    engine = tiny.engine(pair[0], tiny.drafter("cascade", 4, pair[1]), 4, slots=4)
+    capacity = []
+    for _ in engine.run(many):
+        drafter = engine._drafter
+        capacity.append(
+            (engine._target.cache.capacity, sum(len(index._last) for index in drafter._indexes))
+        )
+    assert len(capacity) == 120
+    assert capacity[-1][0] == capacity[30][0]
+    assert max(size for _, size in capacity) < 4 * 4 * 60

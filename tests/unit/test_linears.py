@@ -1,0 +1,117 @@
+"""Prepacked and int8 linears: the same products, and only where they apply."""
+
+import pytest
+import torch
+from torch import nn
+
+from fly import preparation
+from fly.config import build
+from fly.decoding import linears
+from fly.errors import FlyError
+from tests import tiny
+
+needs_bf16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no bfloat16 kernels on this CPU"
+)
+
+
+@needs_bf16
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", [linears.PackedLinear, linears.Int8Linear])
+@pytest.mark.parametrize("rows", [1, 4, 5, 33])
+def test_the_product_is_the_linear_s_own(kind, bias, rows):
+    torch.manual_seed(0)
+    linear = nn.Linear(96, 160, bias=bias).bfloat16()
+    x = torch.randn(rows, 1, 96).bfloat16()
+    with torch.inference_mode():
+        expected, actual = linear(x).float(), kind(linear)(x).float()
+    assert actual.shape == expected.shape
+    tolerance = 0.03 if kind is linears.Int8Linear else 0.01
+    assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+def test_every_plain_linear_is_replaced_and_no_other():
+    class Adapter(nn.Linear):
+        pass
+
+    model = tiny.model(1).bfloat16()
+    model.model.layers[0].mlp.up_proj = Adapter(32, 64)
+    before = sum(type(module) is nn.Linear for module in model.modules())
+    assert linears.replace(model, linears.PackedLinear) == before == 2 * 7 + 1 - 1
+    assert not any(type(module) is nn.Linear for module in model.modules())
+    assert isinstance(model.model.layers[0].mlp.up_proj, Adapter)
+
+
+@needs_bf16
+def test_a_packed_model_s_logits_are_the_plain_model_s():
+    model = tiny.model(1).bfloat16()
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
+    with torch.inference_mode():
+        plain = model(ids).logits.float()
+        linears.replace(model, linears.PackedLinear)
+        packed = model(ids).logits.float()
+    assert (plain - packed).abs().max() <= 0.02 * plain.abs().max()
+
+
+def config(**values):
+    return build({"target_model_path": "t", **values}, "test")
+
+
+def test_float32_stays_as_it_is():
+    target, draft = tiny.model(1), tiny.model(2)
+    done = preparation.prepare(target, draft, config())
+    assert (done.target, done.draft) == ("eager", "eager")
+    assert type(target.lm_head) is nn.Linear
+
+
+@needs_bf16
+def test_auto_packs_the_target_and_quantises_the_draft_only():
+    target, draft = tiny.model(1).bfloat16(), tiny.model(2).bfloat16()
+    parameters = draft.num_parameters()
+    done = preparation.prepare(target, draft, config())
+    assert (done.target, done.draft, done.draft_parameters) == ("packed", "int8", parameters)
+    assert type(target.lm_head) is linears.PackedLinear
+    assert type(draft.lm_head) is linears.Int8Linear
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [({"compile": "off"}, "eager"), ({"draft_quantization": "none"}, "packed")],
+)
+@needs_bf16
+def test_each_lever_can_be_switched_off(values, expected):
+    draft = tiny.model(2).bfloat16()
+    assert preparation.prepare(tiny.model(1).bfloat16(), draft, config(**values)).draft == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [("int8", r"draft_quantization=int8: only bfloat16 .*float32.*none or auto"), ("fp8", "fp8")],
+)
+def test_a_quantisation_that_cannot_be_had_is_refused(kind, text):
+    with pytest.raises(FlyError, match=text):
+        preparation.prepare(tiny.model(1), tiny.model(2), config(draft_quantization=kind))
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_torchao_s_weights_are_close_to_the_plain_ones(kind):
+    pytest.importorskip("torchao")
+    model = tiny.model(1).bfloat16()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.inference_mode():
+        plain = model(ids).logits.float()
+        preparation._quantize_with_torchao(model, kind)
+        quantised = model(ids).logits.float()
+    assert type(model.lm_head.weight.data) is not torch.Tensor
+    assert (plain - quantised).abs().max() <= 0.2 * plain.abs().max()
+
+
+def test_threads_fit_the_cores_this_process_may_use():
+    assert preparation.available_cores() >= 1
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(preparation.available_cores() + 3)
+        preparation.limit_threads()
+        assert torch.get_num_threads() == preparation.available_cores()
+    finally:
+        torch.set_num_threads(before)
