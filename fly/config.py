@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 DrafterName = Literal["model", "ngram", "cascade"]
 EntropyKind = Literal["top3", "full", "normalized"]
-Quantization = Literal["auto", "none", "int8", "fp8"]
+Quantization = Literal["auto", "none", "int4", "int8", "fp8"]
 
 
 class FlyConfig(BaseModel):
@@ -115,8 +115,9 @@ class FlyConfig(BaseModel):
     )
     draft_quantization: Quantization = Field(
         "auto",
-        description="Weights of the draft model: none, int8 or fp8 (weight-only). Costs acceptance "
-        "at most, never exactness. auto: int8 on a bfloat16 CPU, none elsewhere.",
+        description="Weights of the draft model; costs acceptance at most, never exactness. int4, "
+        "int8: on a bfloat16 CPU. int8, fp8: on a GPU, by torchao. auto: int4 on a bfloat16 CPU, "
+        "none elsewhere.",
     )
     draft_policy: Literal["fixed", "adaptive"] = Field(
         "fixed",
@@ -284,7 +285,8 @@ def coerce(key: str, value: Any) -> Any:
     """
     if key not in FlyConfig.model_fields:
         return value
-    if isinstance(value, str) and value.lower() in ("none", "null"):
+    is_none = isinstance(value, str) and value.lower() in ("none", "null")
+    if is_none and key != "draft_quantization":  # there, none is a value of its own
         return None
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"

@@ -74,10 +74,10 @@ class FlyLM(HFLM):
         loading.refuse_unsupported(self.model, "target_model_path", self.max_length)
         self._num_parameters = self.model.num_parameters()
         self.draft_model = self._load_draft(draft, hf_args) if draft is not None else None
+        if self.draft_model is not None:  # before quantisation, whose errors only cost speed
+            loading.check_cache_agrees(self.draft_model, "pretrained")
         self.preparation = preparation.prepare(self.model, self.draft_model, config)
         loading.check_cache_agrees(self.model, "target_model_path")
-        if self.draft_model is not None:
-            loading.check_cache_agrees(self.draft_model, "pretrained")
         if hasattr(self, "accelerator"):
             self._rank = self.accelerator.process_index  # HFLM takes the local index
         self.eos_ids = loading.eos_token_ids(self.model, self.tokenizer)
@@ -205,7 +205,14 @@ class FlyLM(HFLM):
     def _runner(
         self, model: transformers.PreTrainedModel, slots: int, max_length: int
     ) -> ModelRunner:
-        return ModelRunner(model, slots, max_length, reuse_prefixes=self.fly_config.prefix_reuse)
+        reuse = self.fly_config.prefix_reuse
+        runner = ModelRunner(model, slots, max_length, reuse_prefixes=reuse)
+        if self.fly_config.compile == "auto" and runner.device.type == "cuda":
+            if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+                logger.warning("compile=auto: eager passes: the model is spread over devices")
+            else:
+                runner.use_static_passes(capture=True)
+        return runner
 
     def _rows_in_flight(self, requests: list[Request]) -> int:
         """`--batch_size`; for auto, as many rows as fit into memory at their longest."""

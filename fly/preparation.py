@@ -67,16 +67,18 @@ def _prepare_draft(model: PreTrainedModel, config: FlyConfig) -> str:
     reason = linears.why_not_packed(model)
     on_cpu = model.device.type == "cpu"
     if kind == "auto":
-        kind = "int8" if on_cpu and reason is None and config.compile == "auto" else "none"
+        kind = "int4" if on_cpu and reason is None and config.compile == "auto" else "none"
     if kind == "none":
         return _prepare_target(model, config)
     if on_cpu:
         if kind == "fp8":
             raise FlyError("draft_quantization=fp8: needs an accelerator: use int8 or none")
         if reason is not None:
-            raise FlyError(f"draft_quantization=int8: {reason}: set it to none or auto")
-        linears.replace(model, linears.Int8Linear)
-        return "int8"
+            raise FlyError(f"draft_quantization={kind}: {reason}: set it to none or auto")
+        linears.replace(model, linears.Int4Linear if kind == "int4" else linears.Int8Linear)
+        return kind
+    if kind == "int4":
+        raise FlyError("draft_quantization=int4: built for CPUs only: use int8, fp8 or none")
     _quantize_with_torchao(model, kind)
     return kind
 

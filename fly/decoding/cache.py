@@ -33,16 +33,21 @@ class SlotCache(Cache):
         self._rows = slice(0, 0)
         self._positions_BQ = torch.empty(0, 0, dtype=torch.long)
         self._read_length = 0
+        self._is_static = False
 
-    def reserve(self, tokens: int) -> None:
-        """Grow the capacity to at least `tokens` per slot; what is stored stays."""
+    def reserve(self, tokens: int) -> bool:
+        """Grow the capacity to at least `tokens` per slot; what is stored stays.
+
+        Returns whether it had to grow: then all tensors were replaced.
+        """
         if tokens <= self.capacity:
-            return
+            return False
         grown = max(tokens, self.capacity + self.capacity // 2)
         self.capacity = -(-grown // _BLOCK) * _BLOCK
         for stored in (self._keys, self._values):
             for layer, old in enumerate(stored):  # one at a time: the old one is freed at once
                 stored[layer] = self._grow(old)
+        return True
 
     def _grow(self, old: Tensor) -> Tensor:
         new = old.new_zeros(*old.shape[:2], self.capacity, old.shape[3])
@@ -55,11 +60,16 @@ class SlotCache(Cache):
         stored = (*self._keys, *self._values)
         return sum(layer.shape[1] * layer.shape[3] * layer.element_size() for layer in stored)
 
-    def begin(self, first_slot: int, positions_BQ: Tensor) -> None:
-        """Say where the next forward pass writes: rows are consecutive slots from `first_slot`."""
+    def begin(self, first_slot: int, positions_BQ: Tensor, read_length: int | None = None) -> None:
+        """Say where the next forward pass writes: rows are consecutive slots from `first_slot`.
+
+        read_length: how far it reads, where that is fixed beforehand (graphs); nothing about the
+        pass's shapes then depends on the positions' values.
+        """
         self._rows = slice(first_slot, first_slot + positions_BQ.shape[0])
         self._positions_BQ = positions_BQ
-        self._read_length = int(positions_BQ.max()) + 1
+        self._is_static = read_length is not None
+        self._read_length = int(positions_BQ.max()) + 1 if read_length is None else read_length
 
     def copy_slot(self, source: int, destination: int, length: int) -> None:
         """Copy the first `length` tokens of one slot over another."""
@@ -84,7 +94,7 @@ class SlotCache(Cache):
 
     def _write(self, stored: Tensor, new_BHQD: Tensor) -> None:
         positions_BQ = self._positions_BQ
-        if positions_BQ.shape[0] == 1:  # one row: a plain slice copy
+        if positions_BQ.shape[0] == 1 and not self._is_static:  # one row: a plain slice copy
             start = self._read_length - positions_BQ.shape[1]
             stored[self._rows, :, start : self._read_length] = new_BHQD
             return

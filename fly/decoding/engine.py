@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from fly.decoding.graphs import StaticPasses
 from fly.decoding.records import Counts, RequestRecord
 from fly.decoding.runner import ModelRunner
 from fly.decoding.sequence import Request, RowVerdict, Sequence
@@ -28,6 +30,16 @@ logger = logging.getLogger(__name__)
 def _is_out_of_memory(error: Exception) -> bool:
     kinds = (torch.OutOfMemoryError, MemoryError)
     return isinstance(error, kinds) or "can't allocate memory" in str(error)
+
+
+def _row_verdict(values: list[int], width: int) -> RowVerdict:
+    """From one row of the tensor that `Engine._verify` brings to the host."""
+    length, accepted, next_token = values[:3]
+    starts = (3, 3 + width, 3 + 2 * width)
+    draft, native, rolled_back = (values[start : start + length] for start in starts)
+    return RowVerdict(
+        draft, accepted, next_token, [bool(n) for n in native], [bool(r) for r in rolled_back]
+    )
 
 
 @dataclass(frozen=True)
@@ -142,40 +154,46 @@ class Engine:
         with self._timed("other", rows):
             all_counts = [row.commit(verdict) for row, verdict in zip(rows, verdicts)]
             for slot, row in enumerate(rows):
-                self._target.keep(slot, len(row.tokens) - 1)
+                self._target.settle(slot, row.tokens, len(row.tokens) - 1)
             self._drafter.commit(rows, verdicts)
             for row, counts in zip(rows, all_counts):
                 self._observer(RoundRecord(row.request, counts))
 
     def _verify(self, rows: list[Sequence], draft: Draft) -> list[RowVerdict]:
-        """One target pass over each row's last committed token and its draft."""
-        feeds = [[row.tokens[-1], *chain] for row, chain in zip(rows, draft.tokens)]
+        """One target pass over each row's last committed token and its draft; one host sync."""
         start = time.perf_counter()
-        logits_BKV = self._target.extend(feeds)
+        logits_BKV = self._score(rows, draft)
         draft_BK, length_B = draft.padded(logits_BKV.device)
         verdict = verify_greedy(draft_BK, length_B, logits_BKV, self._relaxation)
-        accepted, next_tokens, native, rolled_back = (
-            tensor.tolist()
-            for tensor in (
-                verdict.accepted_B,
-                verdict.next_token_B,
-                verdict.native_BK,
-                verdict.rolled_back_BK,
-            )
+        columns = (
+            length_B[:, None],
+            verdict.accepted_B[:, None],
+            verdict.next_token_B[:, None],
+            draft_BK,
+            verdict.native_BK,
+            verdict.rolled_back_BK,
         )
-        tokens = len(feeds) * max(map(len, feeds))
-        self._target.costs.observe(tokens, time.perf_counter() - start)
-        return [
-            RowVerdict(chain, accepted[b], next_tokens[b], native[b], rolled_back[b])
-            for b, chain in enumerate(draft.tokens)
-        ]
+        on_host: list[list[int]] = torch.cat([part.long() for part in columns], dim=1).tolist()
+        self._target.costs.observe(logits_BKV.shape[:2].numel(), time.perf_counter() - start)
+        return [_row_verdict(values, draft_BK.shape[1]) for values in on_host]
+
+    def _score(self, rows: list[Sequence], draft: Draft) -> Tensor:
+        """Logits [B, K + 1, V] after the last committed token and after each drafted one."""
+        if draft.tokens is not None:
+            return self._target.extend([[r.tokens[-1], *c] for r, c in zip(rows, draft.tokens)])
+        draft_BK, _ = draft.padded(self._target.device)
+        last_B = torch.tensor([row.tokens[-1] for row in rows], device=draft_BK.device)
+        return self._target.extend_ids(torch.cat([last_B[:, None], draft_BK.clamp(min=0)], dim=1))
 
     @contextmanager
     def _timed(self, phase: str, rows: list[Sequence]) -> Iterator[None]:
-        start = time.perf_counter()
+        """Share the block's wall time among the rows; capturing graphs counts as compile time."""
+        start, captured = time.perf_counter(), StaticPasses.all_seconds
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        share = (time.perf_counter() - start) / len(rows)
+        captured = StaticPasses.all_seconds - captured
+        elapsed = time.perf_counter() - start - captured
         for row in rows:
-            row.seconds[phase] += share
+            row.seconds[phase] += elapsed / len(rows)
+            row.seconds["compile"] += captured / len(rows)

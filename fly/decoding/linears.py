@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-INT8_ROWS = 4  # ATen's int8 kernel works on blocks of 4 rows; wider passes are faster in bfloat16
+NARROW_ROWS = 4  # ATen's int4 kernel works on blocks of 4 rows; wider passes are faster in int8
+_INT4_GROUP = 32
+_TINY = torch.finfo(torch.float32).tiny
 
 
 class PackedLinear(nn.Module):
@@ -32,27 +34,87 @@ class PackedLinear(nn.Module):
         return result
 
 
-class Int8Linear(PackedLinear):
-    """Weight-only int8, symmetric per output channel, for passes of a few rows.
+class Int8Linear(nn.Module):
+    """int8 weights, symmetric per output channel, times int8 activations, scaled per row.
 
-    Wider passes go through the packed bfloat16 weight, which costs half as much memory again.
+    oneDNN's int8 kernels take unsigned activations: they are stored with 128 added. Every row has
+    its own scale, so that rows of a batch do not influence each other.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._dtype = linear.weight.dtype
+        self._bias = linear.bias
+        weight = linear.weight.detach().float()
+        self._scale = weight.abs().amax(dim=1).clamp_min(_TINY) / 127
+        int8 = (weight / self._scale[:, None]).round().to(torch.int8)
+        self._packed = torch.ops.onednn.qlinear_prepack(int8, None)
+        self._zero = torch.zeros(self.out_features, dtype=torch.long)
+
+    def forward(self, x: Tensor) -> Tensor:
+        unsigned, scale = _quantized.of(x)
+        result = torch.ops.onednn.qlinear_pointwise(
+            unsigned, 1.0, 128, self._packed, self._scale, self._zero, None,
+            1.0, 0, self._dtype, "none", [], "",
+        )  # fmt: skip
+        return self._finish(result * scale, x)
+
+    def _finish(self, result: Tensor, x: Tensor) -> Tensor:
+        if self._bias is not None:
+            result = result + self._bias
+        return result.view(*x.shape[:-1], self.out_features)
+
+
+class _Quantized:
+    """Activations as unsigned int8, [rows, in], and their scales, [rows, 1].
+
+    Layers that share an input (query, key and value; gate and up) follow each other, so the last
+    input is remembered.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def of(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self._last is None or self._last[0] is not x:
+            rows = x.reshape(-1, x.shape[-1])
+            scale = rows.abs().amax(dim=1, keepdim=True).float().clamp_min_(_TINY).div_(127)
+            unsigned = (rows / scale).round_().add_(128).to(torch.uint8)
+            self._last = (x, unsigned, scale.to(x.dtype))
+        return self._last[1:]
+
+
+_quantized = _Quantized()
+
+
+class Int4Linear(Int8Linear):
+    """int4 weights, with scale and offset per group of 32 inputs, for passes of a few rows.
+
+    Wider passes go through int8: together the two take three quarters of a bfloat16 weight.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)
-        weight = linear.weight.detach().float()
-        scale = weight.abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny) / 127
-        self._int8 = (weight / scale[:, None]).round().to(torch.int8)
-        self._scale = scale.to(linear.weight.dtype)
+        groups = linear.weight.detach().float().unflatten(1, (-1, _INT4_GROUP))
+        low, high = groups.amin(dim=-1), groups.amax(dim=-1)
+        scale = (high - low).clamp_min(_TINY) / 15
+        levels = ((groups - low[..., None]) / scale[..., None]).round().clamp(0, 15)
+        self._int4 = torch.ops.aten._convert_weight_to_int4pack_for_cpu(
+            levels.flatten(1).to(torch.int32), 1
+        )
+        # The kernel computes (level - 8) * scale + offset; groups come before channels.
+        pairs = torch.stack([scale, low + 8 * scale], dim=-1)
+        self._scale_and_offset = pairs.transpose(0, 1).contiguous().to(self._dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features)
-        if rows.shape[0] > INT8_ROWS:
+        if rows.shape[0] > NARROW_ROWS:
             return super().forward(x)
-        result = torch._weight_int8pack_mm(rows, self._int8, self._scale)
-        if self._bias is not None:
-            result = result + self._bias
-        return result.view(*x.shape[:-1], self.out_features)
+        result = torch.ops.aten._weight_int4pack_mm_for_cpu(
+            rows, self._int4, _INT4_GROUP, self._scale_and_offset
+        )
+        return self._finish(result, x)
 
 
 def why_not_packed(model: PreTrainedModel) -> str | None:

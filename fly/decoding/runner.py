@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from fly.decoding.attention import grouped
 from fly.decoding.cache import SlotCache
 from fly.decoding.costs import PassCosts
-from fly.decoding.linears import INT8_ROWS, Int8Linear
+from fly.decoding.graphs import StaticPasses
+from fly.decoding.linears import NARROW_ROWS, Int4Linear
 
 
 class ModelRunner:
@@ -33,7 +34,8 @@ class ModelRunner:
         self.costs = PassCosts()
         self._written: list[list[int]] = [[] for _ in range(slots)]  # tokens whose K/V lie there
         self._reuse_prefixes = reuse_prefixes
-        self._int8 = any(isinstance(module, Int8Linear) for module in model.modules())
+        self.static: StaticPasses | None = None
+        self._int4 = any(isinstance(module, Int4Linear) for module in model.modules())
         self.device: torch.device = next(model.get_input_embeddings().parameters()).device
 
     @property
@@ -47,8 +49,8 @@ class ModelRunner:
         docs/performance.md), some hundreds on accelerators. Unlike `costs` it does not follow the
         clock, so that decisions made by it can be repeated.
         """
-        if self._int8 and tokens <= INT8_ROWS:
-            return 0.7
+        if self._int4 and tokens <= NARROW_ROWS:
+            return 0.6
         return 1 + tokens / (24 if self.device.type == "cpu" else 256)
 
     def resize(self, slots: int) -> None:
@@ -56,13 +58,17 @@ class ModelRunner:
         self.cache = SlotCache(slots)
         self.lengths = [0] * slots
         self._written = [[] for _ in range(slots)]
+        if self.static is not None:
+            self.static.clear()
 
     @torch.inference_mode()
-    def prefill(self, slot: int, tokens: list[int], chunk: int = 2048) -> int:
+    def prefill(self, slot: int, tokens: list[int], chunk: int | None = None) -> int:
         """Fill a slot; returns how many of its tokens were copied rather than computed.
 
-        No logits of the prompt are built except one row per chunk.
+        No logits of the prompt are built except one row per chunk. Chunks keep the arithmetic of a
+        CPU in its caches, and attention from looking at keys that are all hidden.
         """
+        chunk = chunk or (256 if self.device.type == "cpu" else 2048)
         reused = self._copy_prefix(slot, tokens) if self._reuse_prefixes else 0
         self.lengths[slot] = reused
         for start in range(reused, len(tokens), chunk):
@@ -80,6 +86,15 @@ class ModelRunner:
             self._written[slot] = tokens[: shared[source]]
         return shared[source]
 
+    def reserve(self, tokens: int) -> None:
+        """Have room for `tokens` tokens per slot; what is stored stays."""
+        if self.cache.reserve(tokens) and self.static is not None:
+            self.static.clear()
+
+    def use_static_passes(self, *, capture: bool) -> None:
+        """From now on run `extend` in fixed shapes, with `capture` as CUDA graphs."""
+        self.static = StaticPasses(self, capture=capture)
+
     @torch.inference_mode()
     def extend(self, tokens: list[list[int]]) -> Tensor:
         """Feed row b (slot b) its `tokens[b]`; returns logits [B, Q, V], Q the longest feed.
@@ -87,7 +102,58 @@ class ModelRunner:
         Position i of a row answers what follows its i-th new token; past the row's own feed the
         values mean nothing. Lengths do not move: the caller says how many tokens stay, by `keep`.
         """
+        if self.static is not None:
+            logits_BQV = self.static.extend(_padded(tokens).to(self.device))
+            if logits_BQV is not None:
+                self._note_written(0, tokens)
+                return logits_BQV
         return self._forward(0, tokens, logits_to_keep=0)
+
+    @torch.inference_mode()
+    def extend_ids(self, ids_BQ: Tensor) -> Tensor:
+        """`extend` for tokens that are on the device only; `settle` names them afterwards."""
+        logits_BQV = self.static.extend(ids_BQ) if self.static is not None else None
+        if logits_BQV is None:
+            return self.extend(ids_BQ.tolist())
+        self._note_written(0, [[]] * ids_BQ.shape[0])
+        return logits_BQV
+
+    @torch.inference_mode()
+    def chain(self, feeds: list[list[int]], steps: int) -> Tensor | None:
+        """Feed every row, then draft `steps` greedy tokens, on the device: [B, steps].
+
+        None where that is not to be had: draft by `extend`. Lengths move past all that was fed;
+        `settle` names the tokens afterwards.
+        """
+        if self.static is None:
+            return None
+        counts = [len(feed) for feed in feeds]
+        counts_B = torch.tensor(counts, device=self.device)
+        drafted_BK = self.static.chain(_padded(feeds).to(self.device), counts_B, steps)
+        if drafted_BK is not None:
+            self._note_written(0, feeds)
+            for slot, count in enumerate(counts):
+                self.lengths[slot] += count + steps - 1
+        return drafted_BK
+
+    def settle(self, slot: int, tokens: list[int], length: int) -> None:
+        """`keep(slot, length)`, and say which tokens those are (after passes on the device)."""
+        written = self._written[slot]
+        written += tokens[len(written) : length]
+        self.lengths[slot] = length
+
+    def _note_written(self, first_slot: int, tokens: list[list[int]]) -> None:
+        """What lay past each row's length was overwritten, padded rows of a graph included."""
+        for slot in range(first_slot, self.slots if self.static else first_slot + len(tokens)):
+            del self._written[slot][self.lengths[slot] :]
+        for slot, row in enumerate(tokens, start=first_slot):
+            self._written[slot] += row
+
+    def static_pass(self, ids_BQ: Tensor, lengths_B: Tensor, read_length: int) -> Tensor:
+        """One pass over slots 0..B-1 whose shapes do not depend on any value. [B, Q, V]."""
+        positions_BQ = lengths_B[:, None] + torch.arange(ids_BQ.shape[1], device=self.device)
+        self.cache.begin(0, positions_BQ, read_length)
+        return self._call(ids_BQ, positions_BQ, self._mask(positions_BQ, read_length), 0)
 
     def keep(self, slot: int, length: int) -> None:
         """Set how many tokens of the row are valid, at once and in both directions."""
@@ -102,20 +168,26 @@ class ModelRunner:
         self._written[destination] = self._written[source][:length]
 
     def _forward(self, first_slot: int, tokens: list[list[int]], logits_to_keep: int) -> Tensor:
-        width = max(len(row) for row in tokens)
-        ids_BQ = torch.tensor([row + [0] * (width - len(row)) for row in tokens])
+        ids_BQ = _padded(tokens)
         lengths_B = torch.tensor(self.lengths[first_slot : first_slot + len(tokens)])
-        positions_BQ = lengths_B[:, None] + torch.arange(width)
-        self.cache.reserve(int(positions_BQ.max()) + 1)
+        positions_BQ = lengths_B[:, None] + torch.arange(ids_BQ.shape[1])
+        read_length = int(positions_BQ.max()) + 1
+        self.reserve(read_length)
         self.cache.begin(first_slot, positions_BQ)
-        for slot, row in enumerate(tokens, start=first_slot):
-            self._written[slot][self.lengths[slot] :] = row
+        self._note_written(first_slot, tokens)
+        mask = self._mask(positions_BQ, read_length)
+        on_device = (ids_BQ.to(self.device), positions_BQ.to(self.device), mask.to(self.device))
+        return self._call(*on_device, logits_to_keep)
+
+    def _call(
+        self, ids_BQ: Tensor, positions_BQ: Tensor, mask: Tensor, logits_to_keep: int
+    ) -> Tensor:
         with grouped(self.model):
             output = self.model(
-                input_ids=ids_BQ.to(self.device),
+                input_ids=ids_BQ,
                 # padding may lie past the context, where position tables have no entry
-                position_ids=positions_BQ.clamp(max=self.max_length - 1).to(self.device),
-                attention_mask=self._mask(positions_BQ).to(self.device),
+                position_ids=positions_BQ.clamp(max=self.max_length - 1),
+                attention_mask=mask,
                 past_key_values=self.cache,
                 use_cache=True,
                 logits_to_keep=logits_to_keep,
@@ -123,13 +195,19 @@ class ModelRunner:
         logits: Tensor = output.logits
         return logits
 
-    def _mask(self, positions_BQ: Tensor) -> Tensor:
-        """[B, 1, Q, read length], additive: a query sees every position up to its own."""
+    def _mask(self, positions_BQ: Tensor, read_length: int) -> Tensor:
+        """[B, 1, Q, T], additive: a query sees every position up to its own."""
         dtype = self.model.dtype
-        keys = torch.arange(int(positions_BQ.max()) + 1)
-        hidden_BQK = keys > positions_BQ[:, :, None]
-        mask_BQK = torch.zeros(hidden_BQK.shape, dtype=dtype)
-        return mask_BQK.masked_fill_(hidden_BQK, torch.finfo(dtype).min)[:, None]
+        keys_T = torch.arange(read_length, device=positions_BQ.device)
+        hidden_BQT = keys_T > positions_BQ[:, :, None]
+        mask_BQT = torch.zeros(hidden_BQT.shape, dtype=dtype, device=positions_BQ.device)
+        return mask_BQT.masked_fill_(hidden_BQT, torch.finfo(dtype).min)[:, None]
+
+
+def _padded(tokens: list[list[int]]) -> Tensor:
+    """[B, Q] on the host, zeros after each row's own tokens."""
+    width = max(len(row) for row in tokens)
+    return torch.tensor([row + [0] * (width - len(row)) for row in tokens])
 
 
 def common_prefix(left: list[int], right: list[int]) -> int:

@@ -107,9 +107,15 @@ def verify_greedy(
 
 
 def _gate(logits_BKV: Tensor, candidates_BK: Tensor, relaxation: Relaxation) -> Tensor:
-    """Candidates whose entropy reaches the threshold. Only their rows of logits are read."""
+    """Candidates whose entropy reaches the threshold.
+
+    On a CPU only their rows of logits are read; on an accelerator picking them would make the
+    host wait.
+    """
     if relaxation.threshold is None:
         return candidates_BK
+    if logits_BKV.device.type != "cpu":
+        return candidates_BK & (entropy(logits_BKV, relaxation.entropy) >= relaxation.threshold)
     passed_BK = torch.zeros_like(candidates_BK)
     entropy_M = entropy(logits_BKV[candidates_BK], relaxation.entropy)
     passed_BK[candidates_BK] = entropy_M >= relaxation.threshold

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -11,17 +10,32 @@ from torch import Tensor
 from fly.decoding.sequence import RowVerdict, Sequence
 
 
-@dataclass(frozen=True)
 class Draft:
-    """Proposed continuations, one chain per row; a row may have none.
+    """Proposed continuations, one chain per row; a row may have none. Greedy: no probabilities.
 
-    `tokens[b]` follow the committed tokens of row b. Greedy drafts carry no probabilities.
+    Chains follow the committed tokens of their rows. They are given as lists or, where they were
+    drafted on an accelerator, as tensors that the host need not wait for.
     """
 
-    tokens: list[list[int]]
+    def __init__(self, tokens: list[list[int]]) -> None:
+        self.tokens: list[list[int]] | None = tokens
+        self._padded: tuple[Tensor, Tensor] | None = None
+
+    @classmethod
+    def on_device(cls, draft_BK: Tensor, length_B: Tensor) -> Draft:
+        """draft_BK: ids, whose first length_B[b] are row b's chain."""
+        draft = cls([])
+        draft.tokens = None
+        draft._padded = (draft_BK, length_B)
+        return draft
 
     def padded(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """(draft_BK, padded with -1, and length_B) on `device`; K is the longest chain."""
+        if self.tokens is None:
+            assert self._padded is not None
+            draft_BK, length_B = self._padded
+            past_BK = torch.arange(draft_BK.shape[1], device=device) >= length_B[:, None]
+            return draft_BK.masked_fill(past_BK, -1), length_B
         width = max(len(row) for row in self.tokens)
         padded = [row + [-1] * (width - len(row)) for row in self.tokens]
         lengths = [len(row) for row in self.tokens]

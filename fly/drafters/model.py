@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 
+import torch
 from torch import Tensor
 
 from fly.decoding.runner import ModelRunner, common_prefix
@@ -28,7 +29,9 @@ class ModelDrafter:
     ) -> None:
         self.runner = runner
         self._eos_ids = eos_ids
+        self._eos = torch.tensor(sorted(eos_ids))
         self._policy = policy or FixedPolicy()
+        self._in_one = type(self) is ModelDrafter and isinstance(self._policy, FixedPolicy)
         self._chains: list[Chain] = []
         self._draft_seconds = 0.0
 
@@ -44,6 +47,8 @@ class ModelDrafter:
             for row, limit in zip(rows, limits)
         ]
         self._draft_seconds = 0.0
+        if (draft := self._on_device(rows)) is not None:
+            return draft
         while any(chain.is_open for chain in self._chains):
             unseen = [self._unseen(slot, row) for slot, row in enumerate(rows)]
             if not self._policy.goes_on(self._chains, max(map(len, unseen))):
@@ -51,6 +56,21 @@ class ModelDrafter:
             self._pass(rows, unseen)
         self._policy.trim(self._chains)
         return Draft([list(chain.tokens) for chain in self._chains])
+
+    def _on_device(self, rows: list[Sequence]) -> Draft | None:
+        """The whole draft loop at once, without a word from the host, where that is to be had."""
+        limits = [chain.limit for chain in self._chains]
+        steps = max(limits)
+        if not self._in_one or steps == 0:
+            return None
+        feeds = [self._unseen(slot, row) or [row.tokens[-1]] for slot, row in enumerate(rows)]
+        drafted_BK = self.runner.chain(feeds, steps)
+        if drafted_BK is None:
+            return None
+        ends_BK = torch.isin(drafted_BK, self._eos.to(drafted_BK.device))
+        ended_before_BK = ends_BK.cumsum(dim=1) - ends_BK.long() > 0
+        limit_B = torch.tensor(limits, device=drafted_BK.device)
+        return Draft.on_device(drafted_BK, (~ended_before_BK).sum(dim=1).minimum(limit_B))
 
     def _unseen(self, slot: int, row: Sequence) -> list[int]:
         """The row's tokens, drafted ones too, that the draft model has not been fed yet."""
@@ -102,7 +122,8 @@ class ModelDrafter:
 
     def commit(self, rows: list[Sequence], verdicts: list[RowVerdict]) -> None:
         for slot, row in enumerate(rows):
-            self.runner.keep(slot, min(self.runner.lengths[slot], len(row.tokens) - 1))
+            known = min(self.runner.lengths[slot], len(row.tokens) - 1)
+            self.runner.settle(slot, row.tokens, known)
         accepted = [verdict.accepted for verdict in verdicts]
         self._policy.observe(self._chains, accepted, self._draft_seconds)
 

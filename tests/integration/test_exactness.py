@@ -105,11 +105,11 @@ def test_mutant_cache_without_rollback_is_caught(target, draft, expected, monkey
             self.stale = [length + len(row) for length, row in zip(self.lengths, tokens)]
         return logits
 
-    def keep_stale(self, slot, length):
+    def settle_stale(self, slot, tokens, length):
         self.lengths[slot] = max(length, getattr(self, "stale", self.lengths)[slot])
 
     monkeypatch.setattr(ModelRunner, "extend", extend_and_keep)
-    monkeypatch.setattr(ModelRunner, "keep", keep_stale)
+    monkeypatch.setattr(ModelRunner, "settle", settle_stale)
     assert [record.tokens for record in run(target, draft, "ngram", 4)] != expected
 
 

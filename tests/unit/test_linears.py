@@ -15,9 +15,12 @@ needs_bf16 = pytest.mark.skipif(
 )
 
 
+TOLERANCE = {linears.PackedLinear: 0.01, linears.Int8Linear: 0.03, linears.Int4Linear: 0.15}
+
+
 @needs_bf16
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("kind", [linears.PackedLinear, linears.Int8Linear])
+@pytest.mark.parametrize("kind", list(TOLERANCE))
 @pytest.mark.parametrize("rows", [1, 4, 5, 33])
 def test_the_product_is_the_linear_s_own(kind, bias, rows):
     torch.manual_seed(0)
@@ -26,7 +29,9 @@ def test_the_product_is_the_linear_s_own(kind, bias, rows):
     with torch.inference_mode():
         expected, actual = linear(x).float(), kind(linear)(x).float()
     assert actual.shape == expected.shape
-    tolerance = 0.03 if kind is linears.Int8Linear else 0.01
+    tolerance = {linears.PackedLinear: 0.01, linears.Int8Linear: 0.03, linears.Int4Linear: 0.15}[
+        kind
+    ]
     assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
 
 
@@ -40,6 +45,24 @@ def test_every_plain_linear_is_replaced_and_no_other():
     assert linears.replace(model, linears.PackedLinear) == before == 2 * 7 + 1 - 1
     assert not any(type(module) is nn.Linear for module in model.modules())
     assert isinstance(model.model.layers[0].mlp.up_proj, Adapter)
+
+
+@needs_bf16
+def test_rows_of_a_quantised_pass_do_not_influence_each_other():
+    torch.manual_seed(0)
+    layer = linears.Int8Linear(nn.Linear(96, 160).bfloat16())
+    quiet, loud = torch.randn(1, 96).bfloat16(), 100 * torch.randn(1, 96).bfloat16()
+    with torch.inference_mode():
+        torch.testing.assert_close(layer(torch.cat([quiet, loud]))[:1], layer(quiet))
+
+
+@needs_bf16
+def test_an_input_of_other_values_is_quantised_anew():
+    layer = linears.Int8Linear(nn.Linear(96, 160, bias=False).bfloat16())
+    x = torch.randn(2, 96).bfloat16()
+    with torch.inference_mode():
+        assert not torch.equal(layer(x), layer(x + 1))
+        torch.testing.assert_close(layer(x), layer(x.clone()))
 
 
 @needs_bf16
@@ -69,9 +92,9 @@ def test_auto_packs_the_target_and_quantises_the_draft_only():
     target, draft = tiny.model(1).bfloat16(), tiny.model(2).bfloat16()
     parameters = draft.num_parameters()
     done = preparation.prepare(target, draft, config())
-    assert (done.target, done.draft, done.draft_parameters) == ("packed", "int8", parameters)
+    assert (done.target, done.draft, done.draft_parameters) == ("packed", "int4", parameters)
     assert type(target.lm_head) is linears.PackedLinear
-    assert type(draft.lm_head) is linears.Int8Linear
+    assert type(draft.lm_head) is linears.Int4Linear
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,322 @@
+"""The peers of throughput.py, each measured in a process of its own: `python peers.py SPEC.json`.
+
+A worker loads its models, decodes one short warm-up prompt, then all prompts against the clock,
+and writes one JSON result to the file that the spec names. It returns token ids and judges
+nothing: the parent counts the tokens of all peers by the same rule. vLLM has an interpreter of
+its own and so a script of its own, vllm_peer.py.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
+
+from fly.decoding.records import RequestRecord, RunStats
+from fly.evaluation import report
+from fly.lm import FlyLM
+from fly.loading import ModelSource
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One request of lm-eval. `ids` is `text` as HFLM encodes it, `stops` the stop strings."""
+
+    index: int
+    text: str
+    ids: list[int]
+    gen_kwargs: dict[str, Any]
+    stops: list[str]
+    budget: int
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a worker is told. `dtype` None is the checkpoint's; `eos_ids` are for vLLM."""
+
+    peer: str
+    batch_size: int
+    config: str
+    overrides: dict[str, Any]
+    target: dict[str, Any]
+    draft: dict[str, Any] | None
+    dtype: str | None
+    device: str
+    threads: int
+    eos_ids: list[int]
+    prompts: str
+    result: str
+
+
+@dataclass
+class Output:
+    """Generated ids as the peer returned them (padding and all), and its share of the time."""
+
+    ids: list[int]
+    seconds: float | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class Generator(Protocol):
+    """A loaded peer."""
+
+    def generate(self, prompts: list[Prompt]) -> list[Output]:
+        """Decode greedily; one output per prompt, in order."""
+
+    def facts(self) -> dict[str, Any]:
+        """What else to keep of the last `generate`."""
+
+
+def _instances(prompts: list[Prompt]) -> list[Instance]:
+    return [
+        Instance(
+            request_type="generate_until",
+            doc={},
+            arguments=(prompt.text, dict(prompt.gen_kwargs)),
+            idx=0,
+            metadata=("throughput", prompt.index, 1),
+        )
+        for prompt in prompts
+    ]
+
+
+def _load_hf(spec: Spec, kind: type[HFLM]) -> HFLM:
+    source = ModelSource(**spec.target)
+    extra = {"gguf_file": source.gguf_file} if source.gguf_file else {}
+    return kind(
+        pretrained=source.path,
+        dtype=spec.dtype or "auto",
+        device=spec.device,
+        batch_size=spec.batch_size,
+        **extra,
+    )
+
+
+class CapturingHF(HFLM):
+    """lm-eval's own backend; keeps the ids that it decodes, by prompt: batches are sorted."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.captured: dict[tuple[int, ...], list[Output]] = defaultdict(list)
+
+    def _model_generate(
+        self, context: torch.Tensor, max_length: int, stop: list[str], **kwargs: Any
+    ) -> torch.Tensor:
+        mask = kwargs["attention_mask"]
+        start = time.perf_counter()
+        output = super()._model_generate(context, max_length, stop, **kwargs)
+        rows = output[:, context.shape[1] :].tolist()
+        share = (time.perf_counter() - start) / len(rows)
+        for ids, used, row in zip(context, mask.bool(), rows):
+            self.captured[tuple(ids[used].tolist())].append(Output(row, share))
+        return output
+
+
+class PlainHF:
+    """lm-eval's `--model hf`, as a user runs it."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.lm: Any = _load_hf(spec, CapturingHF)
+
+    def generate(self, prompts: list[Prompt]) -> list[Output]:
+        self.lm.captured.clear()
+        self.lm.generate_until(_instances(prompts), disable_tqdm=True)
+        return [self.lm.captured[tuple(prompt.ids)].pop(0) for prompt in prompts]
+
+    def facts(self) -> dict[str, Any]:
+        return {"dtype": str(self.lm.model.dtype)}
+
+
+class StopText(StoppingCriteria):
+    """Stop once a stop string is anywhere in the output: a round may add it amid other tokens.
+
+    lm-eval's and transformers' own criteria look at the last tokens only, and would let assisted
+    generation run on to the budget.
+    """
+
+    def __init__(self, lm: HFLM, prompt: Prompt) -> None:
+        self.decode, self.prompt = lm.tokenizer.decode, prompt
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        text = self.decode(input_ids[0, len(self.prompt.ids) :])
+        found = any(stop in text for stop in self.prompt.stops)
+        return torch.full((len(input_ids),), found, device=input_ids.device)
+
+
+class Assisted:
+    """transformers' `generate` with a drafting method of its own. Batch size 1 only."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.lm = _load_hf(spec, HFLM)
+        self.method = self._method(spec)
+
+    def _method(self, spec: Spec) -> dict[str, Any]:
+        if spec.draft is None:
+            raise ValueError("the configuration names no draft model")
+        source = ModelSource(**spec.draft)
+        extra = {"gguf_file": source.gguf_file} if source.gguf_file else {}
+        draft: Any = AutoModelForCausalLM.from_pretrained(
+            source.path, dtype=self.lm.model.dtype, **extra
+        )
+        return {"assistant_model": draft.to(spec.device).eval()}
+
+    def generate(self, prompts: list[Prompt]) -> list[Output]:
+        return [self._one(prompt) for prompt in prompts]
+
+    def _one(self, prompt: Prompt) -> Output:
+        start = time.perf_counter()
+        ids = torch.tensor([prompt.ids], device=self.lm.device)
+        model: Any = self.lm.model
+        output = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=prompt.budget,
+            do_sample=False,
+            pad_token_id=self.lm.tokenizer.pad_token_id,
+            stopping_criteria=StoppingCriteriaList([StopText(self.lm, prompt)]),
+            **self.method,
+        )
+        return Output(output[0, len(prompt.ids) :].tolist(), time.perf_counter() - start)
+
+    def facts(self) -> dict[str, Any]:
+        return {"dtype": str(self.lm.model.dtype)}
+
+
+class PromptLookup(Assisted):
+    """transformers' prompt lookup decoding."""
+
+    def _method(self, spec: Spec) -> dict[str, Any]:
+        return {"prompt_lookup_num_tokens": 10}
+
+
+class KeepingFly(FlyLM):
+    """fly's backend; hands its per-request records to the benchmark, not to a file."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.kept: dict[int, RequestRecord] = {}
+
+    def _keep(self, instance: Instance, text: str, record: RequestRecord, log: Any) -> None:
+        assert instance.doc_id is not None
+        self.kept[instance.doc_id] = record
+
+
+class Fly:
+    """FlyLM under the pair's configuration, with the peer's keys replaced."""
+
+    def __init__(self, spec: Spec) -> None:
+        dtype = {"dtype": spec.dtype} if spec.dtype else {}
+        self.lm = KeepingFly(
+            config_path=spec.config,
+            device=spec.device,
+            batch_size=spec.batch_size,
+            **dtype,
+            **spec.overrides,
+        )
+        self.prepare_seconds = self.lm.stats.seconds["compile"]
+
+    def generate(self, prompts: list[Prompt]) -> list[Output]:
+        self.lm.kept.clear()
+        self.lm.stats = RunStats()
+        self.lm.generate_until(_instances(prompts), disable_tqdm=True)
+        return [self._output(self.lm.kept[prompt.index]) for prompt in prompts]
+
+    def _output(self, record: RequestRecord) -> Output:
+        seconds = sum(value for phase, value in record.seconds.items() if phase != "compile")
+        return Output(list(record.tokens), round(seconds, 6), record.as_dict())
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "dtype": str(self.lm.model.dtype),
+            "config": self.lm.fly_config.model_dump(),
+            "prepare_seconds": self.prepare_seconds,
+            "stats": self.lm.stats.as_dict(),
+        }
+
+
+@dataclass(frozen=True)
+class Peer:
+    """`load` None: vllm_peer.py. `batches` False: batch size 1 only. `overrides`: fly's keys."""
+
+    load: Callable[[Spec], Generator] | None
+    batches: bool = True
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+
+_LEVERS_OFF: dict[str, dict[str, Any]] = {
+    "fly-no_prefix_reuse": {"prefix_reuse": False},
+    "fly-no_compile": {"compile": "off"},
+    "fly-no_quantization": {"draft_quantization": "none"},
+    "fly-fixed_k": {"draft_policy": "fixed"},
+}
+_ALL_OFF = {key: value for off in _LEVERS_OFF.values() for key, value in off.items()}
+
+# fly without batching needs no peer of its own: that is fly at batch size 1.
+LEVERS: dict[str, Peer] = {
+    name: Peer(Fly, overrides=off)
+    for name, off in {**_LEVERS_OFF, "fly-no_levers": _ALL_OFF}.items()
+}
+VLLM: dict[str, Peer] = {"vllm": Peer(None), "vllm_draft": Peer(None)}
+DEFAULT: dict[str, Peer] = {
+    "hf": Peer(PlainHF),
+    "assisted": Peer(Assisted, batches=False),
+    "prompt_lookup": Peer(PromptLookup, batches=False),
+    "target_only": Peer(Fly, overrides={"use_sd": False}),
+    "strict": Peer(Fly, overrides={"enable_fly": False}),
+    "fly": Peer(Fly),
+}
+PEERS: dict[str, Peer] = {**DEFAULT, **LEVERS, **VLLM}
+
+
+def measure(spec: Spec) -> dict[str, Any]:
+    """Load, warm up, and time one pass over all prompts: prefill and decoding, nothing else."""
+    torch.set_num_threads(spec.threads)
+    data = json.loads(Path(spec.prompts).read_text(encoding="utf-8"))
+    prompts = [Prompt(**prompt) for prompt in data["prompts"]]
+    load = PEERS[spec.peer].load
+    assert load is not None, "vLLM's peers run in vllm_peer.py"
+    start = time.perf_counter()
+    peer = load(spec)
+    loaded = time.perf_counter()
+    peer.generate([Prompt(**data["warm_up"])])
+    warm = time.perf_counter()
+    outputs = peer.generate(prompts)
+    seconds = time.perf_counter() - warm
+    return {
+        "seconds": seconds,
+        "load_seconds": loaded - start,
+        "warm_up_seconds": warm - loaded,
+        "outputs": [asdict(output) for output in outputs],
+        "threads": torch.get_num_threads(),
+        "peak_memory_bytes": report.peak_memory_bytes(torch.device(spec.device)),
+        "versions": report.versions(),
+        **peer.facts(),
+    }
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO)
+    spec = Spec(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    try:
+        result = measure(spec)
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        failure = {"error": f"{type(error).__name__}: {lines[0][:300]}"}
+        Path(spec.result).write_text(json.dumps(failure), encoding="utf-8")
+        raise
+    Path(spec.result).write_text(json.dumps(result), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Passes of fixed shapes, as CUDA graphs run them, computed here without capturing them."""
+
+import pytest
+import torch
+
+from fly.decoding.graphs import StaticPasses
+from fly.decoding.runner import ModelRunner
+from fly.decoding.verification import Relaxation
+from fly.drafters.base import NoDrafter
+from fly.drafters.model import CascadeDrafter, ModelDrafter
+from fly.drafters.ngram import NgramDrafter
+from tests import tiny
+
+EOS = frozenset({tiny.EOS})
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = tiny.model(1)
+    return target, tiny.noisy_copy(target, 0.01)
+
+
+def runner(model, slots, static):
+    result = ModelRunner(model, slots, 512)
+    if static:
+        result.use_static_passes(capture=False)
+    return result
+
+
+def drafter(name, model, slots, static):
+    if name == "none":
+        return NoDrafter()
+    if name == "ngram":
+        return NgramDrafter(slots, 1, 4, 6, EOS)
+    draft = runner(model, slots, static)
+    return ModelDrafter(draft, EOS) if name == "model" else CascadeDrafter(draft, EOS, 1, 4, 6)
+
+
+def decode(pair, name, slots, static, relaxation=None, budget=40):
+    engine = tiny.engine(pair[0], drafter(name, pair[1], slots, static), 5, relaxation, slots)
+    engine._target = runner(pair[0], slots, static)
+    records = tiny.decode_all(engine, tiny.prompts(8), budget)
+    return engine, records
+
+
+def outcome(records):
+    return [(record.tokens, record.counts, record.prompt_tokens_reused) for record in records]
+
+
+@pytest.mark.parametrize("relaxation", [None, Relaxation(2, 0.3)], ids=["strict", "fly"])
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("name", ["none", "model", "ngram", "cascade"])
+def test_static_passes_decode_as_eager_ones_do(pair, name, slots, relaxation):
+    engine, static = decode(pair, name, slots, True, relaxation)
+    _, eager = decode(pair, name, slots, False, relaxation)
+    assert outcome(static) == outcome(eager)
+    assert engine._target.static._captured  # and it was they that ran
+
+
+def test_the_draft_loop_runs_in_one_piece(pair, monkeypatch):
+    """A plain drafter asks the device once per round, and never reads a step's logits."""
+    asked = []
+    honest = ModelRunner.chain
+
+    def chain(self, feeds, steps):
+        asked.append(steps)
+        return honest(self, feeds, steps)
+
+    monkeypatch.setattr(ModelRunner, "chain", chain)
+    engine, records = decode(pair, "model", 1, True)
+    rounds = tiny.total(records, "rounds")
+    kinds = {key[0] for key in engine._drafter.runner.static._captured}
+    assert kinds == {"chain"}
+    assert 0 < len(asked) <= rounds
+    assert tiny.total(records, "native_accepted") > 0
+
+
+def test_a_graph_that_forgets_the_lengths_is_noticed(pair, monkeypatch):
+    """The mutant: inputs other than the ids are not brought up to date."""
+    honest = StaticPasses._fill
+
+    def forget(self, captured, ids_BQ):
+        lengths = captured.lengths.clone()
+        honest(self, captured, ids_BQ)
+        captured.lengths.copy_(lengths)
+
+    expected = outcome(decode(pair, "model", 3, False)[1])
+    monkeypatch.setattr(StaticPasses, "_fill", forget)
+    assert outcome(decode(pair, "model", 3, True)[1]) != expected
+
+
+def test_shapes_are_few(pair):
+    """Rows and widths come in buckets: finishing rows and short last rounds cost no capture."""
+    engine, _ = decode(pair, "model", 3, True)
+    shapes = {key[1:3] for key in engine._target.static._captured}
+    assert {rows for rows, _ in shapes} <= {1, 2, 3}
+    assert {width for _, width in shapes} <= {1, 2, 3, 5, 9}
+
+
+def test_a_pass_that_cannot_be_captured_falls_back_and_says_why(pair, monkeypatch, caplog):
+    def refuse(self, *args):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(StaticPasses, "_make", refuse)
+    engine, static = decode(pair, "model", 2, True)
+    assert engine._target.static.failure == "operation not permitted when stream is capturing"
+    assert "eager passes from here on: operation not permitted" in caplog.text
+    assert outcome(static) == outcome(decode(pair, "model", 2, False)[1])
+
+
+def test_growing_the_cache_drops_graphs_that_read_the_old_one(pair):
+    model, _ = pair
+    grown = runner(model, 1, True)
+    grown.prefill(0, list(range(3, 40)))
+    grown.extend([[5, 6, 7]])
+    assert grown.static._captured
+    grown.reserve(4000)
+    assert not grown.static._captured
+    torch.testing.assert_close(
+        grown.extend([[5, 6, 7]]), expected_logits(model, [*range(3, 40), 5, 6, 7], 3)
+    )
+
+
+def expected_logits(model, tokens, last):
+    with torch.inference_mode():
+        return model(torch.tensor([tokens])).logits[:, -last:]
+
+
+def test_a_dense_gate_judges_as_the_sparse_one():
+    """Accelerators compute every position's entropy; CPUs only the candidates'."""
+    from fly.decoding import verification
+
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(4, 6, 50)
+    candidates = torch.rand(4, 6) < 0.5
+    relaxation = Relaxation(2, 0.5)
+    sparse = verification._gate(logits, candidates, relaxation)
+    entropies = verification.entropy(logits, "top3")
+    assert torch.equal(sparse, candidates & (entropies >= 0.5))
+    assert sparse.any()
+    assert not torch.equal(sparse, candidates)
