@@ -1,10 +1,11 @@
 """How long to draft: as long as one more token's expected gain beats its cost.
 
-A round emits the accepted draft tokens and one of the target's own. With R the run's own rate
-(tokens per second), spending s more seconds is worth it if it brings more than R * s tokens: the
-rule that maximises a renewal process's reward rate. The gain of one more draft token is the
-probability that everything before it stands, times that it does itself; both come from the draft's
-confidence, calibrated against what the target accepted so far. docs/performance.md has figures.
+A round emits the accepted draft tokens and one of the target's own. With R the rate that the run
+reaches (tokens per second), spending s more seconds is worth it if it brings more than R * s
+tokens: the rule that maximises a renewal process's reward rate. The gain of one more draft token
+is the probability that everything before it stands, times that it does itself; both come from the
+draft's confidence, calibrated against what the target accepted so far. docs/performance.md has
+figures.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fly.decoding.costs import PassCosts
 _EDGES = (0.2, 0.4, 0.6, 0.75, 0.85, 0.92, 0.97, 0.99, 1.01)
 _PRIOR = 4.0  # pseudo-observations per bin
 _FORGET = 0.99  # per observation
-_DECAY = 0.97  # per round: the rate follows the text
+_DECAY = 0.9  # per round: the rate follows the text
 _EXPLORE = 24  # after so many rounds without a draft, one is drafted to see what it would bring
 
 
@@ -78,15 +79,23 @@ class AdaptivePolicy:
         self._draft_costs = draft_costs
         self._calibration = Calibration()
         self._emitted = 0.0
-        self._seconds = 0.0
+        self._alone = 0.0  # what the target alone would have emitted in the same time
+        self._rounds = 0
         self._rounds_without_draft = 0
 
-    @property
-    def rate(self) -> float:
-        """The run's own tokens per second lately; 0 before the first round."""
-        return self._emitted / self._seconds if self._seconds else 0.0
+    def rate(self, rows: int) -> float:
+        """Tokens per second that so many rows have to beat: the target's alone, times what
+        drafting gained on it lately (at least 1). 0 before the first round."""
+        gained = self._emitted / self._alone if self._alone else 1.0
+        return max(1.0, gained) * self._alone_rate(rows)
+
+    def _alone_rate(self, rows: int) -> float:
+        seconds = self._target_costs.seconds(rows)
+        return rows / seconds if seconds else 0.0
 
     def goes_on(self, chains: Seq[Chain], feed_width: int) -> bool:
+        if self._rounds < 2:  # measure: the target alone first, then as many as are allowed
+            return self._rounds == 1
         if self._rounds_without_draft >= _EXPLORE and not any(chain.tokens for chain in chains):
             return True
         rows = len(chains)
@@ -98,15 +107,15 @@ class AdaptivePolicy:
         cost = self._draft_costs.seconds(rows * feed_width)
         if longest + 1 == width:
             cost += self._column_cost(rows, width)
-        return gain > self.rate * cost
+        return gain > self.rate(rows) * cost
 
     def trim(self, chains: Seq[Chain]) -> None:
         """Cut trailing columns whose tokens gain less than the target's pass grows by."""
         stands = [self._stands(chain) for chain in chains]
         width = max(len(chain.tokens) for chain in chains)
-        while width > 0:
+        while width > 0 and self._rounds > 1:
             gain = sum(row[width] for row in stands if len(row) > width)
-            if gain >= self.rate * self._column_cost(len(chains), width):
+            if gain >= self.rate(len(chains)) * self._column_cost(len(chains), width):
                 break
             width -= 1
         for chain in chains:
@@ -115,11 +124,12 @@ class AdaptivePolicy:
     def observe(self, chains: Seq[Chain], accepted: Seq[int], draft_seconds: float) -> None:
         for chain, count in zip(chains, accepted):
             self._calibration.observe(chain.confidence, count)
+        self._rounds += 1
         width = max(len(chain.tokens) for chain in chains)
         self._rounds_without_draft = 0 if width else self._rounds_without_draft + 1
         seconds = draft_seconds + self._target_costs.seconds(len(chains) * (width + 1))
         self._emitted = self._emitted * _DECAY + sum(accepted) + len(chains)
-        self._seconds = self._seconds * _DECAY + seconds
+        self._alone = self._alone * _DECAY + seconds * self._alone_rate(len(chains))
 
     def _stands(self, chain: Chain) -> list[float]:
         """Probability that the first i tokens of the chain all stand, for i = 0..len."""
