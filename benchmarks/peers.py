@@ -258,14 +258,18 @@ _LEVERS_OFF: dict[str, dict[str, Any]] = {
     "fly-no_prefix_reuse": {"prefix_reuse": False},
     "fly-no_compile": {"compile": "off"},
     "fly-no_quantization": {"draft_quantization": "none"},
-    "fly-fixed_k": {"draft_policy": "fixed"},
 }
 _ALL_OFF = {key: value for off in _LEVERS_OFF.values() for key, value in off.items()}
 
 # fly without batching needs no peer of its own: that is fly at batch size 1.
 LEVERS: dict[str, Peer] = {
     name: Peer(Fly, overrides=off)
-    for name, off in {**_LEVERS_OFF, "fly-no_levers": _ALL_OFF}.items()
+    for name, off in {
+        **_LEVERS_OFF,
+        "fly-no_levers": _ALL_OFF,
+        "fly-adaptive": {"draft_policy": "adaptive"},  # the other way round: off by default
+        "fly-no_ngram": {"use_ngram": False},
+    }.items()
 }
 VLLM: dict[str, Peer] = {"vllm": Peer(None), "vllm_draft": Peer(None)}
 DEFAULT: dict[str, Peer] = {

@@ -134,7 +134,7 @@ def test_model_info_is_plain_json_with_the_documented_names(saved_pair):
 
 
 @pytest.mark.parametrize("drafter", ["model", "ngram", "cascade"])
-@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("batch_size", [1, 3, "auto"])
 def test_drafters_and_rows_give_the_same_texts(saved_pair, lm, drafter, batch_size):
     other = fly_lm(saved_pair, drafter=drafter, batch_size=batch_size)
     wanted = {"max_gen_toks": 40, "until": ["q"]}
@@ -250,3 +250,38 @@ def test_a_draft_dtype_of_its_own(saved_pair):
     lm = fly_lm(saved_pair, draft_dtype="bfloat16")
     assert lm.model.dtype is torch.float32
     assert lm.draft_model.dtype is torch.bfloat16
+
+
+def test_auto_batch_size_is_said_and_bounded_by_memory(saved_pair, lm, monkeypatch, caplog):
+    caplog.set_level("INFO", logger="fly")
+    auto = fly_lm(saved_pair, batch_size="auto")
+    wanted = instances({"max_gen_toks": 10})
+    assert auto.generate_until(wanted) == lm.generate_until(wanted)
+    assert "batch_size=auto: 5 rows in flight" in caplog.text
+    monkeypatch.setattr("fly.decoding.memory.free_bytes", lambda device: 0)
+    auto.generate_until(wanted)
+    assert "batch_size=auto: 1 rows in flight" in caplog.text
+
+
+def test_preparation_is_reported_and_does_not_change_the_model_s_size(saved_pair):
+    plain = fly_lm(saved_pair, dtype="bfloat16", compile="off", draft_quantization="none")
+    ready = fly_lm(saved_pair, dtype="bfloat16")
+    assert (
+        ready.get_model_info()["model_num_parameters"]
+        == plain.get_model_info()["model_num_parameters"]
+        == plain.model.num_parameters()
+    )
+    entry = ready.get_model_info()["fly"]
+    assert entry["draft_num_parameters"] == plain.draft_model.num_parameters()
+    assert plain.get_model_info()["fly"]["preparation"]["target"] == "eager"
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        assert (entry["preparation"]["target"], entry["preparation"]["draft"]) == ("packed", "int4")
+        assert entry["stats"]["seconds"]["compile"] > 0
+    assert len(ready.generate_until(instances({"max_gen_toks": 10}))) == 5
+
+
+def test_overrides_reach_the_keys_whose_values_are_words(saved_pair):
+    assert fly_lm(saved_pair, draft_quantization="none").fly_config.draft_quantization == "none"
+    assert fly_lm(saved_pair, drafter="none").fly_config.drafter is None
+    with pytest.raises(FlyError, match="draft_quantization='int3'"):
+        fly_lm(saved_pair, draft_quantization="int3")
