@@ -115,7 +115,8 @@ class FlyConfig(BaseModel):
     )
     draft_quantization: Quantization = Field(
         "auto",
-        description="Weights of the draft model; costs acceptance at most, never exactness. int4, "
+        description="Weights of the draft model; strict decoding stays exact, FLy may "
+        "accept other tokens. int4, "
         "int8: on a bfloat16 CPU. int8, fp8: on a GPU, by torchao. auto: int4 on a bfloat16 CPU, "
         "none elsewhere.",
     )
@@ -285,6 +286,8 @@ def coerce(key: str, value: Any) -> Any:
     """
     if key not in FlyConfig.model_fields:
         return value
+    if key == "compile" and value is False:  # YAML's reading of off
+        return "off"
     is_none = isinstance(value, str) and value.lower() in ("none", "null")
     if is_none and key != "draft_quantization":  # there, none is a value of its own
         return None

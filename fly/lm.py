@@ -142,7 +142,7 @@ class FlyLM(HFLM):
 
     def _context_of(self, model: transformers.PreTrainedModel) -> int:
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        return int(limit or self.max_length)
+        return min(int(limit or self.max_length), self.max_length)
 
     def _warn_of_penalties(self) -> None:
         penalty = getattr(self.model.generation_config, "repetition_penalty", None)
@@ -225,7 +225,7 @@ class FlyLM(HFLM):
         if config.needs_draft_model:
             widths.append((self.draft_model, config.num_ngram_pred_tokens + 2))
         rows = memory.rows_that_fit(
-            [(self._runner(model, 1, self.max_length), width) for model, width in widths],
+            [(ModelRunner(model, 1, self.max_length), width) for model, width in widths],
             tokens_per_row=max(len(request.prompt) + request.budget for request in requests),
             at_most=min(len(requests), self.max_batch_size),
         )

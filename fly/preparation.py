@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Preparation:
-    """What was done to the models. seconds: packing and quantising, never decode time."""
+    """What was done to the models: packed, graphs (captured as shapes come up), eager, or the
+    draft's quantisation. seconds: packing and quantising, never decode time."""
 
     target: str
     draft: str | None
@@ -46,20 +47,20 @@ def prepare(
     limit_threads()
     start = time.perf_counter()
     draft_parameters = None if draft is None else draft.num_parameters()
-    how_target = _prepare_target(target, config)
+    how_target = _pack(target, "target", config)
     how_draft = None if draft is None else _prepare_draft(draft, config)
     return Preparation(how_target, how_draft, draft_parameters, time.perf_counter() - start)
 
 
-def _prepare_target(model: PreTrainedModel, config: FlyConfig) -> str:
+def _pack(model: PreTrainedModel, role: str, config: FlyConfig) -> str:
     if config.compile == "off":
         return "eager"
     if (reason := linears.why_not_packed(model)) is None:
         linears.replace(model, linears.PackedLinear)
         return "packed"
     if model.device.type == "cpu":
-        logger.info("compile=auto: eager passes for the target: %s", reason)
-    return "eager"
+        logger.info("compile=auto: eager passes for the %s: %s", role, reason)
+    return "graphs" if model.device.type == "cuda" else "eager"
 
 
 def _prepare_draft(model: PreTrainedModel, config: FlyConfig) -> str:
@@ -69,13 +70,13 @@ def _prepare_draft(model: PreTrainedModel, config: FlyConfig) -> str:
     if kind == "auto":
         kind = "int4" if on_cpu and reason is None and config.compile == "auto" else "none"
     if kind == "none":
-        return _prepare_target(model, config)
+        return _pack(model, "draft", config)
     if on_cpu:
         if kind == "fp8":
             raise FlyError("draft_quantization=fp8: needs an accelerator: use int8 or none")
         if reason is not None:
             raise FlyError(f"draft_quantization={kind}: {reason}: set it to none or auto")
-        linears.replace(model, linears.Int4Linear if kind == "int4" else linears.Int8Linear)
+        linears.replace(model, linears.quantized if kind == "int4" else linears.Int8Linear)
         return kind
     if kind == "int4":
         raise FlyError("draft_quantization=int4: built for CPUs only: use int8, fp8 or none")
@@ -96,7 +97,11 @@ def _quantize_with_torchao(model: PreTrainedModel, kind: Literal["int8", "fp8"])
             f"draft_quantization={kind}: needs torchao: pip install 'fly-eval[quant]', "
             "or set it to none"
         ) from None
-    quantize_(model, Int8WeightOnlyConfig() if kind == "int8" else Float8WeightOnlyConfig())
+    try:
+        quantize_(model, Int8WeightOnlyConfig() if kind == "int8" else Float8WeightOnlyConfig())
+    except (RuntimeError, ValueError, NotImplementedError, AssertionError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise FlyError(f"draft_quantization={kind}: torchao: {reason}: set it to none") from error
 
 
 def limit_threads() -> None:

@@ -20,6 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 _NAME = "fly_grouped"
+_WIDE = 64  # on GPUs wider passes (prefill) repeat heads: there the mask would be the larger copy
 _EXTRAS = ("position_bias", "softcap", "s_aux", "cache")  # not ours: transformers' sdpa decides
 
 
@@ -40,7 +41,8 @@ def grouped_attention(
     rows, heads, width, size = query.shape
     kv_heads = key.shape[1]
     shared_mask = attention_mask is not None and attention_mask.shape[1] == 1
-    if not shared_mask or any(kwargs.get(name) is not None for name in _EXTRAS):
+    copies_much = query.device.type != "cpu" and query.shape[2] > _WIDE
+    if not shared_mask or copies_much or any(kwargs.get(name) is not None for name in _EXTRAS):
         output: Tensor = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, **kwargs
         )[0]

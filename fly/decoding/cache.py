@@ -42,12 +42,16 @@ class SlotCache(Cache):
         """
         if tokens <= self.capacity:
             return False
-        grown = max(tokens, self.capacity + self.capacity // 2)
-        self.capacity = -(-grown // _BLOCK) * _BLOCK
+        self.capacity = self.rounded(max(tokens, self.capacity + self.capacity // 2))
         for stored in (self._keys, self._values):
             for layer, old in enumerate(stored):  # one at a time: the old one is freed at once
                 stored[layer] = self._grow(old)
         return True
+
+    @staticmethod
+    def rounded(tokens: int) -> int:
+        """The capacity that is allocated for so many tokens."""
+        return -(-tokens // _BLOCK) * _BLOCK
 
     def _grow(self, old: Tensor) -> Tensor:
         new = old.new_zeros(*old.shape[:2], self.capacity, old.shape[3])

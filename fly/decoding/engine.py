@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fly.decoding.graphs import StaticPasses
+from fly.decoding.memory import is_out_of_memory
 from fly.decoding.records import Counts, RequestRecord
 from fly.decoding.runner import ModelRunner
 from fly.decoding.sequence import Request, RowVerdict, Sequence
@@ -25,11 +26,6 @@ from fly.drafters.base import Draft, Drafter
 from fly.errors import FlyError
 
 logger = logging.getLogger(__name__)
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    kinds = (torch.OutOfMemoryError, MemoryError)
-    return isinstance(error, kinds) or "can't allocate memory" in str(error)
 
 
 def _row_verdict(values: list[int], width: int) -> RowVerdict:
@@ -92,19 +88,30 @@ class Engine:
             ordered.sort(key=lambda request: request.prompt)
         waiting = deque(Sequence(request, self._eos_ids, self._decode) for request in ordered)
         rows: list[Sequence] = []
+        self._reserve(ordered)
         while waiting or any(row.is_open for row in rows):
+            failure: Exception | None = None
             try:
                 self._fill(rows, waiting)
                 self._round(rows)
             except (RuntimeError, MemoryError) as error:
-                if not _is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
+                failure = error.with_traceback(None)  # it holds the tensors of the failed pass
+            for row in rows:
+                if not row.is_open and not row.is_reported:
+                    row.is_reported = True
+                    yield row.record()
+            if failure is not None:
                 waiting.extendleft(row for row in reversed(rows) if row.is_open)
                 rows.clear()
-                self._halve(error)
-            for row in rows:
-                if not row.is_open:
-                    yield row.record()
+                self._halve(failure)
+
+    def _reserve(self, requests: list[Request]) -> None:
+        """Room for the longest row, at once: growing later would drop every captured graph."""
+        if self._target.static is not None and requests:
+            longest = max(len(request.prompt) + request.budget for request in requests)
+            self._target.reserve(min(longest, self._target.max_length) + self._spd_k + 1)
 
     def _fill(self, rows: list[Sequence], waiting: deque[Sequence]) -> None:
         """Give the slots of finished rows, then free ones, to waiting rows; close other gaps."""
@@ -137,7 +144,6 @@ class Engine:
                 "out of memory with one row in flight: lower max_length or max_gen_toks, or use a "
                 "smaller model or dtype"
             ) from error
-        error.__traceback__ = None  # it holds the tensors of the failed pass
         logger.warning("out of memory: going on with %d rows in flight", slots)
         self._target.resize(slots)
         self._drafter.resize(slots)
@@ -182,7 +188,7 @@ class Engine:
         if draft.tokens is not None:
             return self._target.extend([[r.tokens[-1], *c] for r, c in zip(rows, draft.tokens)])
         draft_BK, _ = draft.padded(self._target.device)
-        last_B = torch.tensor([row.tokens[-1] for row in rows], device=draft_BK.device)
+        last_B = torch.tensor([row.tokens[-1] for row in rows]).to(draft_BK.device)
         return self._target.extend_ids(torch.cat([last_B[:, None], draft_BK.clamp(min=0)], dim=1))
 
     @contextmanager
@@ -190,8 +196,8 @@ class Engine:
         """Share the block's wall time among the rows; capturing graphs counts as compile time."""
         start, captured = time.perf_counter(), StaticPasses.all_seconds
         yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if self._target.device.type == "cuda":
+            torch.cuda.synchronize(self._target.device)
         captured = StaticPasses.all_seconds - captured
         elapsed = time.perf_counter() - start - captured
         for row in rows:

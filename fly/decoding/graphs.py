@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from fly.decoding.memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from fly.decoding.runner import ModelRunner
@@ -48,16 +51,23 @@ class StaticPasses:
     all_seconds = 0.0  # of every instance, for the engine's clock
 
     def __init__(self, runner: ModelRunner, *, capture: bool) -> None:
-        self._runner = runner
+        self._runner_of = weakref.ref(runner)  # no cycle: the K/V are freed with the runner
         self._capture = capture
         self._captured: dict[tuple[Any, ...], _Captured] = {}
         self._pool: Any = None
         self.failure: str | None = None
         self.seconds = 0.0
 
+    @property
+    def _runner(self) -> ModelRunner:
+        runner = self._runner_of()
+        assert runner is not None
+        return runner
+
     def clear(self) -> None:
         """Drop all graphs: the tensors that they read were replaced."""
         self._captured.clear()
+        self._pool = None
 
     def extend(self, ids_BQ: Tensor) -> Tensor | None:
         """Logits [B, Q, V] of one pass; None if it has to be run eagerly."""
@@ -73,14 +83,14 @@ class StaticPasses:
     def chain(self, ids_BQ: Tensor, counts_B: Tensor, steps: int) -> Tensor | None:
         """K greedy tokens per row, [B, K], after feeding row b its first `counts_B[b]` ids."""
         rows, width = ids_BQ.shape
-        width = _width_bucket(width)
-        captured = self._get("chain", rows, width, self._longest(rows) + width + steps, steps)
+        width, bucket = _width_bucket(width), 1 << (steps - 1).bit_length()
+        captured = self._get("chain", rows, width, self._longest(rows) + width + bucket, bucket)
         if captured is None:
             return None
         self._fill(captured, ids_BQ)
         captured.counts[:rows] = counts_B
         captured.replay()
-        return captured.outputs[0][:rows]
+        return captured.outputs[0][:rows, :steps]
 
     def _longest(self, rows: int) -> int:
         return max(self._runner.lengths[: self._rows_bucket(rows)])
@@ -99,8 +109,8 @@ class StaticPasses:
         if self.failure is not None or not self._runner.cache.bytes_per_token:
             return None
         bucket = self._rows_bucket(rows)
-        read = max(_SHORTEST_READ, 1 << (read - 1).bit_length())
         self._runner.reserve(read)
+        read = max(_SHORTEST_READ, 1 << (read - 1).bit_length())
         read = min(read, self._runner.cache.capacity)
         key = (kind, bucket, width, read, steps)
         if key not in self._captured:
@@ -108,7 +118,7 @@ class StaticPasses:
             try:
                 self._captured[key] = self._make(kind, bucket, width, read, steps)
             except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
-                if isinstance(error, torch.OutOfMemoryError):
+                if is_out_of_memory(error):
                     raise
                 self.failure = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 self.clear()
@@ -143,28 +153,35 @@ class StaticPasses:
 
     def _record(self, captured: _Captured, compute: Callable[[], tuple[Tensor, ...]]) -> _Captured:
         device = self._runner.device
-        side = torch.cuda.Stream(device=device)
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            for _ in range(2):  # libraries allocate and tune at their first calls
-                compute()
-        torch.cuda.current_stream(device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._pool):
-            captured.outputs = compute()
-        captured.replay = graph.replay
+        with torch.cuda.device(device):  # lm-eval leaves the current device at the first one
+            side = torch.cuda.Stream(device=device)
+            side.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(side):
+                for _ in range(2):  # libraries allocate and tune at their first calls
+                    compute()
+            torch.cuda.current_stream(device).wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            with torch.cuda.graph(graph, pool=self._pool, stream=side):
+                captured.outputs = compute()
+
+        def replay() -> None:
+            with torch.cuda.device(device):
+                graph.replay()
+
+        captured.replay = replay
         return captured
 
     def _draft(self, ids: Tensor, lengths: Tensor, counts: Tensor, read: int, steps: int) -> Tensor:
         """The draft loop on the device: step i + 1 is fed step i's choice."""
-        logits_BQV = self._runner.static_pass(ids, lengths, read)
+        runner = self._runner
+        logits_BQV = runner.static_pass(ids, lengths, read)
         rows_B = torch.arange(ids.shape[0], device=ids.device)
-        choice_B = logits_BQV[rows_B, counts - 1].float().argmax(dim=-1)
+        choice_B = logits_BQV[rows_B, (counts - 1).clamp(min=0)].float().argmax(dim=-1)
         chosen = [choice_B]
         at_B = lengths + counts
         for _ in range(steps - 1):
-            logits_BQV = self._runner.static_pass(choice_B[:, None], at_B, read)
+            logits_BQV = runner.static_pass(choice_B[:, None], at_B, read)
             choice_B = logits_BQV[:, 0].float().argmax(dim=-1)
             chosen.append(choice_B)
             at_B = at_B + 1

@@ -1,8 +1,8 @@
-"""Linear layers at the memory's speed on CPUs: prepacked bfloat16, and int8 for drafts.
+"""Linear layers at the memory's speed on CPUs: prepacked bfloat16, int4 and int8 for drafts.
 
 Decoding reads every weight once per pass, so a pass costs its bytes. oneDNN reads a weight laid
-out in its own blocks about 1.5 times faster than the row-major one (docs/performance.md); int8
-halves the bytes of a draft, whose errors cost acceptance and never correctness.
+out in its own blocks about 1.5 times faster than the row-major one (docs/performance.md). A draft
+may have fewer bits: its errors cost acceptance, never the exactness of strict decoding.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 NARROW_ROWS = 4  # ATen's int4 kernel works on blocks of 4 rows; wider passes are faster in int8
 _INT4_GROUP = 32
+_INT4_CHANNELS = 16  # ATen's kernel takes output channels by so many
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -86,6 +87,12 @@ class _Quantized:
 
 
 _quantized = _Quantized()
+
+
+def quantized(linear: nn.Linear) -> nn.Module:
+    """The linear in int4 where its shape allows it, else in int8."""
+    fits = linear.in_features % _INT4_GROUP == 0 and linear.out_features % _INT4_CHANNELS == 0
+    return Int4Linear(linear) if fits else Int8Linear(linear)
 
 
 class Int4Linear(Int8Linear):

@@ -7,13 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
 
-from fly.decoding.runner import ModelRunner
+if TYPE_CHECKING:
+    from fly.decoding.runner import ModelRunner
 
 _USABLE = 0.85  # the rest is for fragmentation, other processes, and the scores' own work
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error, or the one it came of, says that memory ran out, on any device."""
+    words = ("out of memory", "can't allocate memory", "alloc_failed")
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    said = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
+    return said or (error.__context__ is not None and is_out_of_memory(error.__context__))
 
 
 def rows_that_fit(
@@ -26,7 +37,12 @@ def rows_that_fit(
     """
     needed: dict[torch.device, int] = {}
     for runner, width in runners:
-        bytes_per_row = row_bytes(runner, width, tokens_per_row)
+        try:
+            bytes_per_row = row_bytes(runner, width, tokens_per_row)
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):
+                return 1
+            raise
         needed[runner.device] = needed.get(runner.device, 0) + bytes_per_row
     fits = (int(_USABLE * free_bytes(device) / need) for device, need in needed.items())
     return max(1, min(at_most, *fits))
@@ -52,7 +68,7 @@ def row_bytes(runner: ModelRunner, width: int, tokens_per_row: int) -> int:
         workspace = logits.numel() * (8 + runner.model.dtype.itemsize)
     bytes_per_token = runner.cache.bytes_per_token
     runner.resize(runner.slots)
-    return bytes_per_token * (tokens_per_row + width) + workspace
+    return bytes_per_token * runner.cache.rounded(tokens_per_row + width) + workspace
 
 
 def free_bytes(device: torch.device) -> int:
@@ -66,7 +82,9 @@ def free_bytes(device: torch.device) -> int:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         if limit != "max":
             used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-            free = min(free, int(limit) - used)
+            stat = Path("/sys/fs/cgroup/memory.stat").read_text().split()
+            cached = int(stat[stat.index("inactive_file") + 1])  # given back when asked for
+            free = min(free, int(limit) - used + cached)
     except (OSError, ValueError):
         pass
     return max(0, free)

@@ -43,7 +43,7 @@ class ModelRunner:
         return len(self.lengths)
 
     def relative_cost(self, tokens: int) -> float:
-        """What a pass over so many tokens costs, in passes over one, by a fixed rule.
+        """What a pass over so many tokens costs, by a fixed rule: 1 is reading int8 weights once.
 
         Weights are read once, then arithmetic takes over: after some 24 tokens on CPUs (measured,
         docs/performance.md), some hundreds on accelerators. Unlike `costs` it does not follow the
@@ -68,14 +68,19 @@ class ModelRunner:
         No logits of the prompt are built except one row per chunk. Chunks keep the arithmetic of a
         CPU in its caches, and attention from looking at keys that are all hidden.
         """
-        chunk = chunk or (256 if self.device.type == "cpu" else 2048)
         reused = self._copy_prefix(slot, tokens) if self._reuse_prefixes else 0
         self.lengths[slot] = reused
-        for start in range(reused, len(tokens), chunk):
+        self.catch_up(slot, tokens, chunk)
+        return reused
+
+    @torch.inference_mode()
+    def catch_up(self, slot: int, tokens: list[int], chunk: int | None = None) -> None:
+        """Feed a row what it lacks of `tokens`, whose first `lengths[slot]` it holds."""
+        chunk = chunk or (256 if self.device.type == "cpu" else 2048)
+        for start in range(self.lengths[slot], len(tokens), chunk):
             piece = tokens[start : start + chunk]
             self._forward(slot, [piece], logits_to_keep=1)
             self.lengths[slot] += len(piece)
-        return reused
 
     def _copy_prefix(self, slot: int, tokens: list[int]) -> int:
         """Bring the longest prefix of `tokens` that any slot holds into `slot`; its length."""
@@ -101,6 +106,7 @@ class ModelRunner:
 
         Position i of a row answers what follows its i-th new token; past the row's own feed the
         values mean nothing. Lengths do not move: the caller says how many tokens stay, by `keep`.
+        The tensor may be a graph's own: it is good until the next pass.
         """
         if self.static is not None:
             logits_BQV = self.static.extend(_padded(tokens).to(self.device))
@@ -122,18 +128,20 @@ class ModelRunner:
     def chain(self, feeds: list[list[int]], steps: int) -> Tensor | None:
         """Feed every row, then draft `steps` greedy tokens, on the device: [B, steps].
 
+        A row fed nothing gets tokens that mean nothing, and stays as it is.
         None where that is not to be had: draft by `extend`. Lengths move past all that was fed;
         `settle` names the tokens afterwards.
         """
         if self.static is None:
             return None
         counts = [len(feed) for feed in feeds]
-        counts_B = torch.tensor(counts, device=self.device)
+        counts_B = torch.tensor(counts).to(self.device)
         drafted_BK = self.static.chain(_padded(feeds).to(self.device), counts_B, steps)
         if drafted_BK is not None:
             self._note_written(0, feeds)
             for slot, count in enumerate(counts):
-                self.lengths[slot] += count + steps - 1
+                if count:
+                    self.lengths[slot] += count + steps - 1
         return drafted_BK
 
     def settle(self, slot: int, tokens: list[int], length: int) -> None:

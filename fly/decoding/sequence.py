@@ -45,6 +45,7 @@ class Sequence:
         self.tokens = list(request.prompt)
         self.finish_reason: str | None = None
         self.prompt_tokens_reused = 0
+        self.is_reported = False
         self.counts = Counts()
         self.seconds = zero_seconds()
         self._eos_ids = eos_ids

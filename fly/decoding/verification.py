@@ -115,11 +115,17 @@ def _gate(logits_BKV: Tensor, candidates_BK: Tensor, relaxation: Relaxation) -> 
     if relaxation.threshold is None:
         return candidates_BK
     if logits_BKV.device.type != "cpu":
-        return candidates_BK & (entropy(logits_BKV, relaxation.entropy) >= relaxation.threshold)
+        return _gate_everywhere(logits_BKV, candidates_BK, relaxation)
     passed_BK = torch.zeros_like(candidates_BK)
     entropy_M = entropy(logits_BKV[candidates_BK], relaxation.entropy)
     passed_BK[candidates_BK] = entropy_M >= relaxation.threshold
     return passed_BK
+
+
+def _gate_everywhere(logits_BKV: Tensor, candidates_BK: Tensor, relaxation: Relaxation) -> Tensor:
+    """`_gate` from every position's entropy: nothing depends on how many candidates there are."""
+    assert relaxation.threshold is not None
+    return candidates_BK & (entropy(logits_BKV, relaxation.entropy) >= relaxation.threshold)
 
 
 def _window_fits(length_B: Tensor, k: int, window: int) -> Tensor:

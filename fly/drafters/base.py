@@ -30,10 +30,10 @@ class Draft:
         return draft
 
     def padded(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(draft_BK, padded with -1, and length_B) on `device`; K is the longest chain."""
+        """(draft_BK, padded with -1, and length_B) on `device`; K is the longest chain or more."""
         if self.tokens is None:
             assert self._padded is not None
-            draft_BK, length_B = self._padded
+            draft_BK, length_B = (part.to(device) for part in self._padded)
             past_BK = torch.arange(draft_BK.shape[1], device=device) >= length_B[:, None]
             return draft_BK.masked_fill(past_BK, -1), length_B
         width = max(len(row) for row in self.tokens)

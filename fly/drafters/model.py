@@ -2,7 +2,8 @@
 
 One loop serves both: each pass feeds the draft model what it has not seen of the row plus a
 guess (empty in the plain drafter), keeps the guess as far as it is the draft model's own greedy
-choice, and adds that choice after it. The chain is therefore the same with and without the guess.
+choice, and adds that choice after it. The chain is therefore the same with and without the guess,
+up to the rounding of passes of another width (quantised drafts round more than others).
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ _CATCH_UP = 32  # a row this far behind is fed without building logits
 class ModelDrafter:
     """Greedy chains from a draft model. Never proposes past EOS or the draft's own context."""
 
+    drafts_alone = True  # nothing on the host takes part in a step
+
     def __init__(
         self, runner: ModelRunner, eos_ids: frozenset[int], policy: DraftPolicy | None = None
     ) -> None:
         self.runner = runner
         self._eos_ids = eos_ids
-        self._eos = torch.tensor(sorted(eos_ids))
+        self._eos = torch.tensor(sorted(eos_ids), dtype=torch.long, device=runner.device)
         self._policy = policy or FixedPolicy()
-        self._in_one = type(self) is ModelDrafter and isinstance(self._policy, FixedPolicy)
+        self._in_one = self.drafts_alone and isinstance(self._policy, FixedPolicy)
         self._chains: list[Chain] = []
         self._draft_seconds = 0.0
 
@@ -58,18 +61,18 @@ class ModelDrafter:
         return Draft([list(chain.tokens) for chain in self._chains])
 
     def _on_device(self, rows: list[Sequence]) -> Draft | None:
-        """The whole draft loop at once, without a word from the host, where that is to be had."""
+        """The whole draft loop as one graph, its tokens left on the device; None without graphs."""
         limits = [chain.limit for chain in self._chains]
         steps = max(limits)
         if not self._in_one or steps == 0:
             return None
-        feeds = [self._unseen(slot, row) or [row.tokens[-1]] for slot, row in enumerate(rows)]
+        feeds = [self._unseen(slot, row) for slot, row in enumerate(rows)]
+        limit_B = torch.tensor(limits).to(self.runner.device)
         drafted_BK = self.runner.chain(feeds, steps)
         if drafted_BK is None:
             return None
-        ends_BK = torch.isin(drafted_BK, self._eos.to(drafted_BK.device))
+        ends_BK = torch.isin(drafted_BK, self._eos)
         ended_before_BK = ends_BK.cumsum(dim=1) - ends_BK.long() > 0
-        limit_B = torch.tensor(limits, device=drafted_BK.device)
         return Draft.on_device(drafted_BK, (~ended_before_BK).sum(dim=1).minimum(limit_B))
 
     def _unseen(self, slot: int, row: Sequence) -> list[int]:
@@ -78,7 +81,7 @@ class ModelDrafter:
         if not chain.is_open:
             return []
         if len(row.tokens) - self.runner.lengths[slot] > _CATCH_UP:
-            self.runner.prefill(slot, row.tokens[:-1])
+            self.runner.catch_up(slot, row.tokens[:-1])
         return (row.tokens + chain.tokens)[self.runner.lengths[slot] :]
 
     def _pass(self, rows: list[Sequence], unseen: list[list[int]]) -> None:
@@ -87,10 +90,10 @@ class ModelDrafter:
         start = time.perf_counter()
         logits_BQV = self.runner.extend(feeds).float()
         choices = logits_BQV.argmax(dim=-1).tolist()
+        confidence = self._confidence(logits_BQV)
         seconds = time.perf_counter() - start
         self.runner.costs.observe(len(feeds) * max(map(len, feeds)), seconds)
         self._draft_seconds += seconds
-        confidence = self._confidence(logits_BQV)
         for slot, (fed, guess) in enumerate(zip(unseen, guesses)):
             if not fed:
                 continue
@@ -140,6 +143,8 @@ class CascadeDrafter(ModelDrafter):
     Without a match the draft model just takes a step: filler tokens are never verified.
     """
 
+    drafts_alone = False
+
     def __init__(
         self,
         runner: ModelRunner,
@@ -170,8 +175,9 @@ class CascadeDrafter(ModelDrafter):
                 size, guess = self._indexes[slot].match(chain.tokens, min(room, self._count))
             self._matched_sizes[slot] = size
             guesses.append(guess)
-        matches = [(size, len(guess)) for size, guess in zip(self._matched_sizes, guesses)]
-        length = self._guess_policy.choose(matches, max(map(len, unseen)))
+        sizes = zip(self._chains, self._matched_sizes, guesses)
+        matches = [(size, len(guess)) for chain, size, guess in sizes if chain.is_open]
+        length = self._guess_policy.choose(matches, len(rows), max(map(len, unseen)))
         return [guess[:length] for guess in guesses]
 
     def _learn(self, slot: int, guessed: int, agreed: int) -> None:

@@ -89,6 +89,10 @@ class AdaptivePolicy:
         gained = self._emitted / self._alone if self._alone else 1.0
         return max(1.0, gained) * self._alone_rate(rows)
 
+    @property
+    def _explores(self) -> bool:
+        return self._rounds_without_draft >= _EXPLORE
+
     def _alone_rate(self, rows: int) -> float:
         seconds = self._target_costs.seconds(rows)
         return rows / seconds if seconds else 0.0
@@ -96,7 +100,7 @@ class AdaptivePolicy:
     def goes_on(self, chains: Seq[Chain], feed_width: int) -> bool:
         if self._rounds < 2:  # measure: the target alone first, then as many as are allowed
             return self._rounds == 1
-        if self._rounds_without_draft >= _EXPLORE and not any(chain.tokens for chain in chains):
+        if self._explores and not any(chain.tokens for chain in chains):
             return True
         rows = len(chains)
         gain = self._calibration.mean * sum(
@@ -113,7 +117,7 @@ class AdaptivePolicy:
         """Cut trailing columns whose tokens gain less than the target's pass grows by."""
         stands = [self._stands(chain) for chain in chains]
         width = max(len(chain.tokens) for chain in chains)
-        while width > 0 and self._rounds > 1:
+        while width > int(self._explores) and self._rounds > 1:
             gain = sum(row[width] for row in stands if len(row) > width)
             if gain >= self.rate(len(chains)) * self._column_cost(len(chains), width):
                 break
@@ -202,14 +206,15 @@ class GuessPolicy:
         self._offered: dict[int, float] = defaultdict(lambda: 3.0)
         self._agreed: dict[int, float] = defaultdict(lambda: 2.0)
 
-    def choose(self, matches: Seq[tuple[int, int]], feed_width: int) -> int:
+    def choose(self, matches: Seq[tuple[int, int]], rows: int, feed_width: int) -> int:
         """The guess length that maximises tokens per cost. `matches`: (suffix size, length) of
-        each open row, length 0 without a match; `feed_width`: tokens fed besides the guess."""
+        each open row, length 0 without a match; `rows`: all that share the pass; `feed_width`:
+        tokens fed besides the guess."""
         longest = max((length for _, length in matches), default=0)
 
         def value(length: int) -> float:
             tokens = sum(1 + self._expected(size, min(length, have)) for size, have in matches)
-            return tokens / self._pass_cost(len(matches) * (feed_width + length))
+            return tokens / self._pass_cost(rows * (feed_width + length))
 
         return max(range(longest + 1), key=value)
 

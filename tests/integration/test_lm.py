@@ -285,3 +285,25 @@ def test_overrides_reach_the_keys_whose_values_are_words(saved_pair):
     assert fly_lm(saved_pair, drafter="none").fly_config.drafter is None
     with pytest.raises(FlyError, match="draft_quantization='int3'"):
         fly_lm(saved_pair, draft_quantization="int3")
+
+
+def test_a_draft_with_a_short_window_serves_a_shorter_context(saved_pair, tmp_path):
+    """The refusal's own advice, max_length, must help."""
+    from transformers import AutoConfig, AutoTokenizer, MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=AutoConfig.from_pretrained(saved_pair / "draft").vocab_size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        sliding_window=100,
+    )
+    MistralForCausalLM(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(saved_pair / "draft").save_pretrained(tmp_path)
+    with pytest.raises(FlyError, match=r"sliding window of 100 tokens.*max_length=100"):
+        fly_lm(saved_pair, pretrained=str(tmp_path))
+    assert fly_lm(saved_pair, pretrained=str(tmp_path), max_length=100).draft_model is not None

@@ -35,6 +35,7 @@ def test_the_product_is_the_linear_s_own(kind, bias, rows):
     assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
 
 
+@needs_bf16
 def test_every_plain_linear_is_replaced_and_no_other():
     class Adapter(nn.Linear):
         pass
@@ -45,6 +46,19 @@ def test_every_plain_linear_is_replaced_and_no_other():
     assert linears.replace(model, linears.PackedLinear) == before == 2 * 7 + 1 - 1
     assert not any(type(module) is nn.Linear for module in model.modules())
     assert isinstance(model.model.layers[0].mlp.up_proj, Adapter)
+
+
+@needs_bf16
+def test_shapes_that_the_int4_kernel_does_not_take_become_int8():
+    model = tiny.model(1, vocab=67).bfloat16()
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.inference_mode():
+        plain = model(ids).logits.float()
+        linears.replace(model, linears.quantized)
+        actual = model(ids).logits.float()
+    assert type(model.lm_head) is linears.Int8Linear
+    assert type(model.model.layers[0].mlp.up_proj) is linears.Int4Linear
+    assert (plain - actual).abs().max() <= 0.3 * plain.abs().max()
 
 
 @needs_bf16

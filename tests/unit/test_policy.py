@@ -89,15 +89,24 @@ def test_dear_drafts_are_shorter_than_cheap_ones_and_none_at_all_if_they_never_p
     assert drafted(never, [0.995] * 16) == 0
 
 
-def test_no_draft_for_long_is_tried_again():
-    never = trained(draft_cost=0.1)
+def test_what_stopped_paying_is_tried_again_and_learned_again():
+    """Whole rounds of a policy that gave up, on a text that the draft has become good at."""
+    policy = trained(draft_cost=0.1, slope=0.01)
+    hopeless = Chain(8, tokens=[5] * 8, confidence=[0.995] * 8)
     for _ in range(300):
-        never.observe([Chain(8, tokens=[5] * 8, confidence=[0.995] * 8)], [0], 0.8)
-    for _ in range(23):
-        never.observe([Chain(8)], [0], 0.0)
-        assert not never.goes_on([Chain(8)], 1)
-    never.observe([Chain(8)], [0], 0.0)
-    assert never.goes_on([Chain(8)], 1)
+        policy.observe([hopeless], [0], draft_seconds=0.8)
+    lengths = []
+    for _ in range(400):
+        chain = Chain(8)
+        while chain.is_open and policy.goes_on([chain], 1):
+            chain.tokens.append(5)
+            chain.confidence.append(0.995)
+        drafted_now = len(chain.tokens)
+        policy.trim([chain])
+        policy.observe([chain], [len(chain.tokens)], 0.1 * drafted_now)
+        lengths.append(len(chain.tokens))
+    assert lengths[:10] == [0] * 10
+    assert lengths[-10:] == [8] * 10
 
 
 def test_a_batch_goes_on_while_any_row_makes_the_shared_pass_worth_it():
@@ -120,12 +129,12 @@ def test_trim_drops_a_hopeless_tail_only_if_the_target_pays_for_it():
 
 def test_a_guess_is_as_long_as_it_pays():
     free = GuessPolicy(lambda tokens: 1.0)
-    assert free.choose([(4, 6)], 1) == 6
+    assert free.choose([(4, 6)], 1, 1) == 6
     steep = GuessPolicy(lambda tokens: float(tokens))
-    assert steep.choose([(4, 6)], 1) == 0
+    assert steep.choose([(4, 6)], 1, 1) == 0
     blocks = GuessPolicy(lambda tokens: 0.7 if tokens <= 4 else 1.3)
-    assert blocks.choose([(4, 6)], 1) == 3
-    assert blocks.choose([(0, 0)], 1) == 0
+    assert blocks.choose([(4, 6)], 1, 1) == 3
+    assert blocks.choose([(0, 0)], 1, 1) == 0
 
 
 def test_guesses_learn_which_suffixes_can_be_trusted():
@@ -133,6 +142,6 @@ def test_guesses_learn_which_suffixes_can_be_trusted():
     for _ in range(50):
         policy.observe(1, 6, 0)
         policy.observe(4, 6, 6)
-    assert policy.choose([(1, 6)], 1) == 0
-    assert policy.choose([(4, 6)], 1) == 6
-    assert policy.choose([(1, 6), (1, 6), (4, 6)], 1) == policy.choose([(4, 6), (1, 6), (1, 6)], 1)
+    assert policy.choose([(1, 6)], 1, 1) == 0
+    assert policy.choose([(4, 6)], 1, 1) == 6
+    assert policy.choose([(4, 6), *[(0, 0)] * 7], 8, 1) == 0  # seven rows would only pay for it
