@@ -58,16 +58,23 @@ class Bench:
         self.base = fly_config.load(args.config)
         extra = {"dtype": args.dtype} if args.dtype else {}
         self.fly = FlyLM(config_path=args.config, device=args.device, batch_size=1, **extra)
-        target = loading.resolve_source(self.base.target_model_path, "target_model_path").path
-        self.hf = CountingHF(pretrained=target, device=str(self.fly.device), batch_size=1, **extra)
+        self.hf: CountingHF | None = None
+        if "hf" in args.modes:
+            path = loading.resolve_source(self.base.target_model_path, "target_model_path").path
+            self.hf = CountingHF(
+                pretrained=path, device=str(self.fly.device), batch_size=1, **extra
+            )
         self.tasks = TaskManager(include_path=str(data_dir("lm_eval_tasks")))
         self.samples: dict[str, list[dict[str, Any]]] = defaultdict(list)
         self.stats: dict[str, RunStats] = {name: RunStats() for name in args.modes}
         self.hf_totals = [0, 0.0]
 
     def run(self, mode: str, indices: list[int]) -> None:
-        model: HFLM = self.hf if mode == "hf" else self.fly
-        self.hf.tokens, self.hf.seconds = 0, 0.0
+        model: HFLM = self.fly
+        if mode == "hf":
+            assert self.hf is not None
+            model = self.hf
+            self.hf.tokens, self.hf.seconds = 0, 0.0
         self.fly.stats = RunStats()
         values = {**self.base.model_dump(), **MODES[mode]}
         self.fly.fly_config = fly_config.build(values, mode)
@@ -84,7 +91,7 @@ class Bench:
         )
         self.samples[mode] += result["samples"][self.args.tasks]
         self.stats[mode].merge(self.fly.stats)
-        if mode == "hf":
+        if mode == "hf" and self.hf is not None:
             self.hf_totals[0] += self.hf.tokens
             self.hf_totals[1] += self.hf.seconds
 
