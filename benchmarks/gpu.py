@@ -23,7 +23,6 @@ import math
 import random
 import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from provenance import commit
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -596,11 +596,6 @@ def open_output(folder: Path | None, device: str) -> Path | None:
     return folder
 
 
-def _commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     device = torch.device(args.device)
@@ -623,7 +618,7 @@ def main(argv: list[str] | None = None) -> int:
     passed = len(bench.checks) == 3 and all(check["passed"] for check in bench.checks.values())
     hidden = ("output", "stream")  # paths of this machine
     summary = {
-        "commit": _commit(),
+        "commit": commit(),
         "versions": report.versions(),
         "device": facts,
         "captured": captured,

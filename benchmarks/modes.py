@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -22,6 +21,7 @@ from typing import Any
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from provenance import commit
 
 from fly import config as fly_config
 from fly import loading
@@ -127,15 +127,10 @@ class Bench:
             "config": self.base.model_dump(),
             "versions": report.versions(),
             "device": report.device_facts(self.fly.device),
-            "commit": _commit(),
+            "commit": commit(),
             "modes": modes,
             "ratios": {name: round(value, 3) for name, value in ratios.items()},
         }
-
-
-def _commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def print_table(summary: dict[str, Any]) -> None:

@@ -35,6 +35,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import handle_stop_sequences
 from lm_eval.tasks import TaskManager
 from peers import DEFAULT, LEVERS, PEERS, VLLM, Prompt, Spec
+from provenance import commit
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from fly import config as fly_config
@@ -489,11 +490,6 @@ def prepare(args: argparse.Namespace, config: fly_config.FlyConfig) -> Bench:
     return Bench(args, specs, recorder.prompts, eos_ids, decode)
 
 
-def _commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     torch.set_num_threads(args.threads)
@@ -508,7 +504,7 @@ def main(argv: list[str] | None = None) -> None:
         "problems": len(bench.prompts),
         "prompt_tokens": sum(len(prompt.ids) for prompt in bench.prompts),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "commit": _commit(),
+        "commit": commit(),
         "arguments": {**arguments, "with_vllm": bool(args.with_vllm)},
         "config": config.model_dump(),
         "device": report.device_facts(torch.device(args.device)),

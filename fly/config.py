@@ -115,10 +115,9 @@ class FlyConfig(BaseModel):
     )
     draft_quantization: Quantization = Field(
         "auto",
-        description="Weights of the draft model; strict decoding stays exact, FLy may "
-        "accept other tokens. int4, "
-        "int8: on a bfloat16 CPU. int8, fp8: on a GPU, by torchao. auto: int4 on a bfloat16 CPU, "
-        "none elsewhere.",
+        description="Weights of the draft model; strict decoding stays exact, FLy may accept other "
+        "tokens. int4, int8: on a bfloat16 CPU. int8, fp8: on a GPU, by torchao. auto: int4 on a "
+        "bfloat16 CPU, none elsewhere.",
     )
     draft_policy: Literal["fixed", "adaptive"] = Field(
         "fixed",

@@ -10,6 +10,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fly import pairs
+from fly.decoding.runner import ModelRunner
 from fly.errors import FlyError
 
 
@@ -181,8 +182,6 @@ def check_cache_agrees(model: PreTrainedModel, field: str) -> None:
 
 def _through_cache(model: PreTrainedModel, tokens: list[int]) -> list[tuple[int, torch.Tensor]]:
     """(position, logits [V] there) of two rows, fed in pieces with a rollback in between."""
-    from fly.decoding.runner import ModelRunner
-
     runner = ModelRunner(model, slots=2, max_length=len(tokens), reuse_prefixes=False)
     runner.prefill(0, tokens[:4])
     runner.prefill(1, tokens[:7])

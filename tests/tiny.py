@@ -83,22 +83,27 @@ def generate(model, prompt: list[int], budget: int, eos=EOS) -> list[int]:
     return output[0, len(prompt) :].tolist()
 
 
-def drafter(name: str, slots: int, draft_model, eos=frozenset({EOS}), max_length=512):
+def runner(model, slots: int, capture: bool | None = None, max_length=512, **kwargs):
+    """capture: None is eager passes, else static ones, as CUDA graphs if it is true."""
+    result = ModelRunner(model, slots, max_length, **kwargs)
+    if capture is not None:
+        result.use_static_passes(capture=capture)
+    return result
+
+
+def drafter(name: str, slots: int, draft_model, eos=frozenset({EOS}), max_length=512, capture=None):
     if name == "none":
         return NoDrafter()
     if name == "ngram":
         return NgramDrafter(slots, 1, 4, 6, eos)
-    runner = ModelRunner(draft_model, slots, max_length)
-    if name == "cascade":
-        return CascadeDrafter(runner, eos, 1, 4, 6)
-    return ModelDrafter(runner, eos)
+    draft = runner(draft_model, slots, capture, max_length)
+    return CascadeDrafter(draft, eos, 1, 4, 6) if name == "cascade" else ModelDrafter(draft, eos)
 
 
 def engine(target, drafter_, k, relaxation=None, slots=1, eos=frozenset({EOS}), decode=str, **kw):
-    runner = ModelRunner(target, slots, 512)
-    return Engine(
-        runner, drafter_, spd_k=k, relaxation=relaxation, eos_ids=eos, decode=decode, **kw
-    )
+    """target: a model, or a runner of its own (`slots` is the runner's then)."""
+    own = target if isinstance(target, ModelRunner) else runner(target, slots)
+    return Engine(own, drafter_, spd_k=k, relaxation=relaxation, eos_ids=eos, decode=decode, **kw)
 
 
 def decode_all(engine_, prompts_, budget=60, stops=()):

@@ -41,7 +41,7 @@ def grouped_attention(
     rows, heads, width, size = query.shape
     kv_heads = key.shape[1]
     shared_mask = attention_mask is not None and attention_mask.shape[1] == 1
-    copies_much = query.device.type != "cpu" and query.shape[2] > _WIDE
+    copies_much = query.device.type != "cpu" and width > _WIDE
     if not shared_mask or copies_much or any(kwargs.get(name) is not None for name in _EXTRAS):
         output: Tensor = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, **kwargs

@@ -45,10 +45,10 @@ class StaticPasses:
     """Fixed-shape passes of one runner.
 
     capture: False computes the same static passes without a graph (any device; for tests).
-    `seconds`: time spent capturing, which is compile time and never decode time.
+    `all_seconds`: time spent capturing by every instance, which is compile time, never decode time.
     """
 
-    all_seconds = 0.0  # of every instance, for the engine's clock
+    all_seconds = 0.0
 
     def __init__(self, runner: ModelRunner, *, capture: bool) -> None:
         self._runner_of = weakref.ref(runner)  # no cycle: the K/V are freed with the runner
@@ -56,7 +56,6 @@ class StaticPasses:
         self._captured: dict[tuple[Any, ...], _Captured] = {}
         self._pool: Any = None
         self.failure: str | None = None
-        self.seconds = 0.0
 
     @property
     def _runner(self) -> ModelRunner:
@@ -125,7 +124,6 @@ class StaticPasses:
                 logger.warning("compile=auto: eager passes from here on: %s", self.failure)
                 return None
             finally:
-                self.seconds += time.perf_counter() - start
                 StaticPasses.all_seconds += time.perf_counter() - start
         return self._captured[key]
 

@@ -398,19 +398,14 @@ ROTARY = ["llama", "gpt_neox", "gptj", "phi3", "deepseek_v3"]
 LEARNED = ["gpt2", "opt", "gpt_neo_global"]
 
 
-@pytest.mark.parametrize("name", [*ROTARY, *LEARNED])
-def test_mutant_position_of_new_tokens_is_caught(name, monkeypatch):
-    """The prompt keeps its positions, all later tokens are one too far from it."""
+@pytest.mark.parametrize(
+    ("name", "new_tokens_only"),
+    [*((name, True) for name in (*ROTARY, *LEARNED)), *((name, False) for name in LEARNED)],
+)
+def test_mutant_positions_one_too_far_are_caught(name, new_tokens_only, monkeypatch):
+    """Of all tokens, or of those after the prompt only, which keeps its own."""
     model = exact_model(name)
-    tell(monkeypatch, model, new_tokens_only=True, position_ids=one_later)
-    with pytest.raises(AssertionError, match="row"):
-        compare_with_fresh_passes(model)
-
-
-@pytest.mark.parametrize("name", LEARNED)
-def test_mutant_position_of_all_tokens_is_caught(name, monkeypatch):
-    model = exact_model(name)
-    tell(monkeypatch, model, position_ids=one_later)
+    tell(monkeypatch, model, new_tokens_only=new_tokens_only, position_ids=one_later)
     with pytest.raises(AssertionError, match="row"):
         compare_with_fresh_passes(model)
 

@@ -41,12 +41,10 @@ def decode(ids):
 def run(pair, wanted, slots, *, k=6, adaptive=False, reuse=True, relaxation=None, target=None):
     target_model, draft = pair
     runner = ModelRunner(draft, slots, 512, reuse_prefixes=reuse)
-    engine = tiny.engine(
-        target_model, None, k, relaxation, slots, decode=decode, reuse_prefixes=reuse
-    )
-    engine._target = target or ModelRunner(target_model, slots, 512, reuse_prefixes=reuse)
-    policy = AdaptivePolicy(engine._target.costs, runner.costs) if adaptive else None
-    engine._drafter = CascadeDrafter(runner, frozenset({tiny.EOS}), 1, 4, 6, policy)
+    target = target or ModelRunner(target_model, slots, 512, reuse_prefixes=reuse)
+    policy = AdaptivePolicy(target.costs, runner.costs) if adaptive else None
+    drafter = CascadeDrafter(runner, frozenset({tiny.EOS}), 1, 4, 6, policy)
+    engine = tiny.engine(target, drafter, k, relaxation, decode=decode, reuse_prefixes=reuse)
     records = {record.request.tag: record for record in engine.run(wanted)}
     assert len(records) == len(wanted)
     return records
@@ -152,7 +150,6 @@ def test_out_of_memory_anywhere_loses_no_finished_row(pair, where, monkeypatch):
 
     expected = tokens(run(pair, wanted, 1))
     monkeypatch.setattr(owner, where, fail_at_times)
-    records = []
     target_model, draft = pair
     drafter = CascadeDrafter(ModelRunner(draft, 4, 512), frozenset({tiny.EOS}), 1, 4, 6)
     engine = tiny.engine(target_model, drafter, 6, None, 4, decode=decode)

@@ -6,9 +6,7 @@ import torch
 from fly.decoding.graphs import StaticPasses
 from fly.decoding.runner import ModelRunner
 from fly.decoding.verification import Relaxation
-from fly.drafters.base import NoDrafter
-from fly.drafters.model import CascadeDrafter, ModelDrafter
-from fly.drafters.ngram import NgramDrafter
+from fly.drafters.model import ModelDrafter
 from tests import tiny
 
 EOS = frozenset({tiny.EOS})
@@ -20,25 +18,10 @@ def pair():
     return target, tiny.noisy_copy(target, 0.01)
 
 
-def runner(model, slots, static):
-    result = ModelRunner(model, slots, 512)
-    if static:
-        result.use_static_passes(capture=False)
-    return result
-
-
-def drafter(name, model, slots, static):
-    if name == "none":
-        return NoDrafter()
-    if name == "ngram":
-        return NgramDrafter(slots, 1, 4, 6, EOS)
-    draft = runner(model, slots, static)
-    return ModelDrafter(draft, EOS) if name == "model" else CascadeDrafter(draft, EOS, 1, 4, 6)
-
-
 def decode(pair, name, slots, static, relaxation=None, budget=40):
-    engine = tiny.engine(pair[0], drafter(name, pair[1], slots, static), 5, relaxation, slots)
-    engine._target = runner(pair[0], slots, static)
+    capture = False if static else None
+    drafter = tiny.drafter(name, slots, pair[1], capture=capture)
+    engine = tiny.engine(tiny.runner(pair[0], slots, capture), drafter, 5, relaxation)
     records = tiny.decode_all(engine, tiny.prompts(8), budget)
     return engine, records
 
@@ -111,7 +94,7 @@ def test_a_pass_that_cannot_be_captured_falls_back_and_says_why(pair, monkeypatc
 
 def test_growing_the_cache_drops_graphs_that_read_the_old_one(pair):
     model, _ = pair
-    grown = runner(model, 1, True)
+    grown = tiny.runner(model, 1, capture=False)
     grown.prefill(0, list(range(3, 40)))
     grown.extend([[5, 6, 7]])
     assert grown.static._captured
@@ -153,9 +136,7 @@ def test_rows_that_are_not_drafted_for_keep_their_books(pair):
     ]
     results = []
     for static in (True, False):
-        drafting = ModelRunner(draft, 3, 40)
-        if static:
-            drafting.use_static_passes(capture=False)
+        drafting = tiny.runner(draft, 3, False if static else None, max_length=40)
         engine = tiny.engine(target, ModelDrafter(drafting, EOS), 5, slots=3)
         fed = []
         for record in engine.run(requests):
@@ -172,7 +153,7 @@ def test_a_runner_is_freed_with_its_keys_and_values(pair):
     import gc
     import weakref
 
-    used = runner(pair[0], 1, True)
+    used = tiny.runner(pair[0], 1, capture=False)
     used.prefill(0, [5, 6, 7])
     used.extend([[8]])
     gone = weakref.ref(used.cache)
