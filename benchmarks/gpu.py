@@ -42,16 +42,17 @@ from transformers import (
 )
 
 from fly.decoding.engine import Engine
+from fly.decoding.gates import EntropyGate
 from fly.decoding.graphs import StaticPasses
 from fly.decoding.memory import free_bytes
 from fly.decoding.runner import ModelRunner
 from fly.decoding.sequence import Request, RowVerdict, Sequence
-from fly.decoding.verification import Relaxation
+from fly.decoding.verification import Relaxation, Resolution
 from fly.drafters.base import Draft, Drafter, NoDrafter
 from fly.drafters.model import ModelDrafter
 from fly.evaluation import report
 
-FLY = Relaxation(window=6, threshold=0.3)  # the shipped configurations' values
+FLY = Relaxation((EntropyGate(0.3),), window=6, room=6)  # the shipped configurations' values
 WARM_UP, SLACK = 4, 8  # rounds: before the measured ones, and for those that captured a graph
 PHASES = ("draft", "verify", "other")
 PERIOD = 32  # of the built-in acceptance stream
@@ -183,7 +184,7 @@ class ReplayEngine(Engine):
         drafted = len(verdict.draft)
         accepted = min(next(self._stream), drafted)
         native = [index < accepted for index in range(drafted)]
-        return replace(verdict, accepted=accepted, native=native, rolled_back=[False] * drafted)
+        return replace(verdict, native=native, resolution=Resolution(accepted))
 
     def _round(self, rows: list[Sequence]) -> None:
         captured, before = StaticPasses.all_seconds, _sums(rows)

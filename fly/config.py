@@ -12,7 +12,7 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 DrafterName = Literal["model", "ngram", "cascade"]
 EntropyKind = Literal["top3", "full", "normalized"]
+Verification = Literal["fly", "exact", "typical", "top_k", "accept_all"]
 Quantization = Literal["auto", "none", "int4", "int8", "fp8"]
 
 
@@ -46,6 +47,13 @@ class FlyConfig(BaseModel):
     enable_fly: bool = Field(
         True, description="false is exact verification: lossless speculative decoding."
     )
+    verification: Verification | None = Field(
+        None,
+        description="Which draft tokens stand. fly: also mismatches that pass the gates and whose "
+        "window holds. exact: none but the target's own. typical: Medusa's typical acceptance. "
+        "top_k: TensorRT-LLM's relaxed acceptance. accept_all: no verification, the lower bound of "
+        "accuracy. null: fly if enable_fly, else exact.",
+    )
     spd_k: int = Field(
         15, ge=0, le=256, description="K: most draft tokens per round. 0 is the target alone."
     )
@@ -65,6 +73,55 @@ class FlyConfig(BaseModel):
         "top3",
         description="top3: over the 3 largest probabilities, nats, not renormalised (what 0.3 was "
         "tuned for). full: whole vocabulary, nats. normalized: full divided by ln V, 0 to 1.",
+    )
+    margin_thre: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="A further gate of fly: the target's two largest probabilities differ by at "
+        "most this (0 to 1). null switches it off. All gates that are on must pass.",
+    )
+    draft_ratio_thre: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="A further gate of fly: the draft token's target probability is at least this "
+        "share of the largest one (0 to 1). null switches it off.",
+    )
+    draft_rank_max: int | None = Field(
+        None,
+        ge=1,
+        description="A further gate of fly: at most this place of the draft token among the "
+        "target's choices (2 is its second). null switches it off.",
+    )
+    defer_across_rounds: bool = Field(
+        False,
+        description="A deferral's window may be filled by later rounds; until then its tokens are "
+        "provisional. false is the paper's rule: the window must fit into the round's draft.",
+    )
+    window_rule: Literal["paper", "reference"] = Field(
+        "paper",
+        description="paper: win_len following tokens are checked. reference: win_len - 1 are "
+        "checked though win_len must follow, as the reference code does; to repeat its runs.",
+    )
+    typical_epsilon: float = Field(
+        0.09, gt=0, lt=1, description="verification=typical: the hard threshold, a probability."
+    )
+    typical_delta: float = Field(
+        0.3,
+        gt=0,
+        lt=1,
+        description="verification=typical: the soft threshold is this times exp(-entropy in nats).",
+    )
+    relaxed_top_k: int = Field(
+        10, ge=1, description="verification=top_k: the token is among so many likeliest ones."
+    )
+    relaxed_delta: float = Field(
+        0.6,
+        ge=0,
+        le=1,
+        description="verification=top_k: the largest probability exceeds the token's by at most "
+        "this.",
     )
     abla_no_window: bool = Field(
         False, description="Ablation of the reference: accept every mismatch that passes the gate."
@@ -93,7 +150,33 @@ class FlyConfig(BaseModel):
     temperature: float = Field(
         0.0,
         ge=0,
-        description="0 is greedy. A task's gen_kwargs win over it. Sampling is not built yet.",
+        description="0 is greedy. A task's gen_kwargs win over it.",
+    )
+    top_k: int | None = Field(
+        None,
+        ge=0,
+        description="When sampling: only the so many likeliest tokens; 0 is off. As for the next "
+        "three, a task's gen_kwargs win, and null leaves it to the target's generation_config.",
+    )
+    top_p: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="When sampling: the fewest tokens that hold this probability; 1 is off.",
+    )
+    min_p: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="When sampling: tokens of at least this share of the largest probability.",
+    )
+    repetition_penalty: float | None = Field(
+        None, gt=0, description="Penalty on tokens of the prompt and output; 1 is off."
+    )
+    seed: int | None = Field(
+        None,
+        ge=0,
+        description="Where every request's random numbers start. null: lm-eval's --seed for torch.",
     )
     total_gen_tok: int | None = Field(
         None,
@@ -104,6 +187,10 @@ class FlyConfig(BaseModel):
         True, description="Print the speed table and write per-request records."
     )
     verbose: bool = Field(False, description="Log one line per round.")
+    trace: bool = Field(
+        False,
+        description="Write every round to fly_trace_*.jsonl beside the samples (docs/traces.md).",
+    )
     dual_tok: bool = Field(
         False,
         description="The reference's two-tokenizer mode. Only false: fly needs one vocabulary.",
@@ -153,11 +240,16 @@ class FlyConfig(BaseModel):
         return 0 if self.abla_no_window else self.win_len
 
     @property
+    def rule(self) -> Verification:
+        """The verification in force."""
+        return self.verification or ("fly" if self.enable_fly else "exact")
+
+    @property
     def mode(self) -> str:
-        """`target-only`, `strict` or `fly`: what the printed tables call this run."""
+        """`target-only`, `strict`, `fly` or a rival rule: what the printed tables call this run."""
         if self.drafter_name is None:
             return "target-only"
-        return "fly" if self.enable_fly else "strict"
+        return "strict" if self.rule == "exact" else self.rule
 
     def hash(self) -> str:
         """First 12 hex digits of the SHA-256 of the resolved configuration."""
@@ -187,11 +279,22 @@ def check_consistency(config: FlyConfig, where: str) -> None:
             f"entropy_thre={config.entropy_thre} with entropy_kind='normalized' ({where}): "
             "a normalized entropy lies between 0 and 1, so nothing could ever be deferred"
         )
-    relaxed = config.mode == "fly" and not config.abla_no_window
+    if not config.enable_fly and config.verification not in (None, "exact"):
+        raise FlyError(
+            f"verification={config.verification!r} contradicts enable_fly=false ({where}): "
+            "set enable_fly to true, or verification to 'exact'"
+        )
+    if config.defer_across_rounds and config.window_rule == "reference":
+        raise FlyError(
+            f"defer_across_rounds=true with window_rule='reference' ({where}): the reference code "
+            "knows no window across rounds: set one of them back"
+        )
+    relaxed = config.mode == "fly" and not config.abla_no_window and not config.defer_across_rounds
     if relaxed and config.win_len >= config.spd_k:
         raise FlyError(
             f"win_len={config.win_len} needs spd_k >= {config.win_len + 1}, got {config.spd_k}: "
-            f"lower win_len or raise spd_k ({where}); for exact verification set enable_fly=false"
+            f"lower win_len, raise spd_k, or set defer_across_rounds=true ({where}); "
+            "for exact verification set enable_fly=false"
         )
 
 
@@ -292,10 +395,12 @@ def coerce(key: str, value: Any) -> Any:
         return None
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
-    floats = ("entropy_thre", "temperature")
-    if key in floats and isinstance(value, int) and not isinstance(value, bool):
+    kinds = get_args(FlyConfig.model_fields[key].annotation) or (
+        FlyConfig.model_fields[key].annotation,
+    )
+    if float in kinds and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if key in ("entropy_thre", "temperature", "spd_k", "win_len") and isinstance(value, str):
+    if (float in kinds or int in kinds) and isinstance(value, str):
         try:
             return json.loads(value)
         except json.JSONDecodeError:

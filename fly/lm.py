@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import logging
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,19 +19,20 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import hash_string
 
 from fly import config as fly_config
-from fly import loading, preparation, session
+from fly import loading, preparation, rules, session
 from fly.decoding import memory
-from fly.decoding.engine import Engine, Observer
+from fly.decoding.engine import Engine, Observer, RoundRecord
 from fly.decoding.records import RequestRecord, RunStats
 from fly.decoding.runner import ModelRunner
+from fly.decoding.sampling import Sampling
 from fly.decoding.sequence import Request
-from fly.decoding.verification import Relaxation
 from fly.drafters.base import Drafter, NoDrafter
 from fly.drafters.model import CascadeDrafter, ModelDrafter
 from fly.drafters.ngram import NgramDrafter
 from fly.drafters.policy import AdaptivePolicy, DraftPolicy, FixedPolicy
 from fly.errors import FlyError
 from fly.evaluation import progress, report
+from fly.evaluation.trace import Trace, check_has_folder
 from fly.requests import build_request, response_text
 
 if TYPE_CHECKING:
@@ -59,6 +61,8 @@ class FlyLM(HFLM):
         own, hf_args = fly_config.split_model_args(given)
         self.fly_config = config = fly_config.resolve(config_path, own)
         _refuse_unknown(hf_args)
+        if config.trace:
+            check_has_folder(session.current())
         if (
             str(hf_args.get("device") or "cuda").startswith("cuda")
             and not torch.cuda.is_available()
@@ -84,7 +88,7 @@ class FlyLM(HFLM):
         self.stats = RunStats()
         self.stats.seconds["compile"] = self.preparation.seconds
         session.current().lm = self
-        self._warn_of_penalties()
+        self.samplings: set[Sampling] = set()
 
     def _draft_source(self) -> loading.ModelSource | None:
         if not self.fly_config.needs_draft_model:
@@ -144,29 +148,27 @@ class FlyLM(HFLM):
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         return min(int(limit or self.max_length), self.max_length)
 
-    def _warn_of_penalties(self) -> None:
-        penalty = getattr(self.model.generation_config, "repetition_penalty", None)
-        if penalty not in (None, 1, 1.0):
-            logger.warning(
-                "the target's generation_config sets repetition_penalty=%s, which lm-eval's hf "
-                "applies and fly does not yet: compare with fly's own target-only run",
-                penalty,
-            )
-
     # ---------------------------------------------------------------- generation
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """One text per request, in order. All requests are checked before the first is decoded."""
-        wanted = [build_request(instance, self) for instance in requests]
+        wanted = self._build(requests)
         order = {id(request): index for index, request in enumerate(wanted)}
         texts: list[str] = [""] * len(wanted)
-        log = session.RequestLog(session.current(), self.rank)
+        log = session.JsonLines(session.current(), "fly_requests", self.rank)
+        traces = Trace(session.current(), self.rank) if self.fly_config.trace else None
         bar = progress.Progress(
             len(wanted), enabled=not disable_tqdm and self.rank == 0, log=self.fly_config.verbose
         )
+
+        def observe(record: RoundRecord) -> None:
+            bar.on_round(record)
+            if traces is not None:
+                traces.on_round(record)
+
         local = RunStats()
         try:
-            for record in self._engine(wanted, bar.on_round).run(wanted):
+            for record in self._engine(wanted, observe).run(wanted):
                 index = order[id(record.request)]
                 texts[index] = response_text(record.tokens, record.request, self)
                 self._keep(requests[index], texts[index], record, log)
@@ -178,28 +180,39 @@ class FlyLM(HFLM):
         finally:
             bar.close()
             log.close()
+            if traces is not None:
+                traces.close()
         local.peak_memory_bytes = report.peak_memory_bytes(self.device)
         for share in self.gather_object(local):
             if share is not None:
                 self.stats.merge(share)
         return texts
 
+    def _build(self, instances: list[Instance]) -> list[Request]:
+        """All requests, checked; equal ones (repeats of a document) get seeds of their own."""
+        seen: Counter[tuple[Any, ...]] = Counter()
+        wanted = []
+        for instance in instances:
+            key = (instance.task_name, instance.doc_id, instance.idx, instance.args[0])
+            wanted.append(build_request(instance, self, seen[key]))
+            seen[key] += 1
+        self.samplings.update(request.sampling for request in wanted)
+        return wanted
+
     def _engine(self, requests: list[Request], observer: Observer) -> Engine:
         config = self.fly_config
         slots = max(1, min(self._rows_in_flight(requests), len(requests)))
-        relaxation = None
-        if config.enable_fly:
-            relaxation = Relaxation(config.window, config.entropy_thre, config.entropy_kind)
         target = self._runner(self.model, slots, self.max_length)
         return Engine(
             target,
             self._drafter(slots, target),
             spd_k=config.spd_k if config.drafter_name else 0,
-            relaxation=relaxation,
+            relaxation=rules.relaxation(config),
             eos_ids=self.eos_ids,
             decode=lambda ids: self.tokenizer.decode(ids, skip_special_tokens=False),
             observer=observer,
             reuse_prefixes=config.prefix_reuse,
+            trace_entropy=config.entropy_kind if config.trace else None,
         )
 
     def _runner(
@@ -249,7 +262,7 @@ class FlyLM(HFLM):
         return ModelDrafter(runner, self.eos_ids, policy)
 
     def _keep(
-        self, instance: Instance, text: str, record: RequestRecord, log: session.RequestLog
+        self, instance: Instance, text: str, record: RequestRecord, log: session.JsonLines
     ) -> None:
         """A finished response goes to lm-eval's cache and to the per-request file at once."""
         self.cache_hook.add_partial("generate_until", instance.args, text)
@@ -264,7 +277,7 @@ class FlyLM(HFLM):
                 }
             )
 
-    def _report_interruption(self, log: session.RequestLog, total: int) -> None:
+    def _report_interruption(self, log: session.JsonLines, total: int) -> None:
         if log.count:
             log.flush()
             logger.warning(

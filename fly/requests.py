@@ -6,14 +6,17 @@ aliases, left truncation, think_end_token, stop strings cut from the text.
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lm_eval.models.utils import (
     handle_stop_sequences,
     normalize_gen_kwargs,
     postprocess_generated_text,
 )
 
+from fly.decoding.sampling import Sampling
 from fly.decoding.sequence import Request
 from fly.errors import FlyError
 
@@ -22,26 +25,34 @@ if TYPE_CHECKING:
 
     from fly.lm import FlyLM
 
-# Values under which a transformers generation argument changes nothing in greedy decoding.
+# Values under which a transformers generation argument changes nothing.
 _INERT: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,),
-    "repetition_penalty": (1, 1.0),
+    "typical_p": (1, 1.0),
     "no_repeat_ngram_size": (0,),
     "length_penalty": (1, 1.0),
     "early_stopping": (False,),
     "num_return_sequences": (1,),
     "use_cache": (True,),
 }
-_SAMPLING_ONLY = ("temperature", "top_p", "top_k", "min_p", "do_sample", "typical_p")
-_KNOWN = ("until", "max_gen_toks", "max_length", "max_new_tokens", *_SAMPLING_ONLY)
+_FILTERS = ("top_k", "top_p", "min_p")
+_KNOWN = (
+    "until", "max_gen_toks", "max_length", "max_new_tokens",
+    "do_sample", "temperature", "repetition_penalty", *_FILTERS,
+)  # fmt: skip
+_SAMPLING_ONLY = ("typical_p",)  # greedy decoding does not look at them
 
 
-def build_request(instance: Instance, lm: FlyLM) -> Request:
-    """Tokenize and check one lm-eval request. Raises FlyError naming the argument and its fix."""
+def build_request(instance: Instance, lm: FlyLM, nth: int = 0) -> Request:
+    """Tokenize and check one lm-eval request. Raises FlyError naming the argument and its fix.
+
+    nth: how many requests came before it with the same document and prompt (repeats).
+    """
     context, gen_kwargs = instance.args
     where = f"task {instance.task_name}, doc {instance.doc_id}"
     kwargs: dict[str, Any] = dict(normalize_gen_kwargs(gen_kwargs, lm.max_gen_toks))
-    _refuse_unsupported(kwargs, lm, gen_kwargs, where)
+    settings = sampling(kwargs, gen_kwargs, lm, where)
+    _refuse_unsupported(kwargs, settings, where)
     budget = kwargs["max_gen_toks"]
     if budget < 1:
         raise FlyError(f"max_gen_toks={budget} ({where}): must be at least 1")
@@ -57,7 +68,50 @@ def build_request(instance: Instance, lm: FlyLM) -> Request:
     if lm.fly_config.total_gen_tok is not None:
         budget = min(budget, lm.fly_config.total_gen_tok)
     stops = handle_stop_sequences(list(kwargs["until"]), eos=None)
-    return Request(tuple(prompt), budget, tuple(stops), tag=instance)
+    return Request(
+        tuple(prompt), budget, tuple(stops), instance, settings, _seed(instance, lm, nth)
+    )
+
+
+def sampling(kwargs: dict[str, Any], given: dict[str, Any], lm: FlyLM, where: str) -> Sampling:
+    """The task's gen_kwargs, else the configuration's keys, else the target's generation_config.
+
+    The last is what lm-eval's hf does through transformers' generate, whose top_k is 50 when
+    sampling and nobody says otherwise.
+    """
+    config, of_model = lm.fly_config, lm.model.generation_config
+    temperature = kwargs.get("temperature", 0.0)  # 0 if the task says do_sample: false
+    if "temperature" not in given and "do_sample" not in given:
+        temperature = config.temperature
+    elif kwargs["do_sample"] and "temperature" not in given:
+        temperature = config.temperature or getattr(of_model, "temperature", None) or 1.0
+    elif kwargs["do_sample"] and temperature == 0:
+        raise FlyError(
+            f"temperature=0 with do_sample=True ({where}): set do_sample=False for greedy "
+            "decoding, or a temperature above 0"
+        )
+
+    def setting(name: str, default: float) -> Any:
+        for value in (given.get(name), getattr(config, name), getattr(of_model, name, None)):
+            if value is not None:
+                return value
+        return default
+
+    values = {"repetition_penalty": setting("repetition_penalty", 1.0)}
+    if temperature:
+        values |= {"top_k": setting("top_k", 50), "top_p": setting("top_p", 1.0)}
+        values["min_p"] = setting("min_p", 0.0)
+    try:
+        return Sampling(temperature, **values)
+    except (ValueError, TypeError) as error:
+        raise FlyError(f"{error} ({where})") from None
+
+
+def _seed(instance: Instance, lm: FlyLM, nth: int) -> int:
+    """Where the request's random numbers start: the run's seed and what the request is."""
+    seed = torch.initial_seed() if lm.fly_config.seed is None else lm.fly_config.seed
+    name = f"{seed}|{instance.task_name}|{instance.doc_id}|{instance.idx}|{nth}|{instance.args[0]}"
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
 
 
 def encode_prompt(context: str, lm: FlyLM, room: int) -> list[int]:
@@ -71,19 +125,10 @@ def encode_prompt(context: str, lm: FlyLM, room: int) -> list[int]:
     return ids[0].tolist() or [lm.prefix_token_id]
 
 
-def _refuse_unsupported(
-    kwargs: dict[str, Any], lm: FlyLM, given: dict[str, Any], where: str
-) -> None:
-    temperature = kwargs.get("temperature", 0.0)  # 0 if the task says do_sample: false
-    if "temperature" not in given and "do_sample" not in given:
-        temperature = lm.fly_config.temperature
-    if temperature > 0:
-        raise FlyError(
-            f"temperature={temperature} ({where}): sampling is not built yet: "
-            "decode greedily with --gen_kwargs do_sample=False,temperature=0"
-        )
+def _refuse_unsupported(kwargs: dict[str, Any], settings: Sampling, where: str) -> None:
+    ignored = (*_KNOWN, *_SAMPLING_ONLY) if settings.is_greedy else _KNOWN
     for key, value in kwargs.items():
-        if key not in _KNOWN and value not in _INERT.get(key, ()) and value is not None:
+        if key not in ignored and value not in _INERT.get(key, ()) and value is not None:
             raise FlyError(
                 f"gen_kwargs {key}={value!r} ({where}): fly does not apply it: remove it, "
                 "or run lm-eval's hf (leave out config_path)"

@@ -54,16 +54,17 @@ def check_writable(folder: Path, field_name: str) -> None:
         ) from None
 
 
-class RequestLog:
-    """Per-request records as JSONL, one line the moment a request ends.
+class JsonLines:
+    """A JSONL file of the run, one line the moment something ends.
 
     With an output folder the file grows there during the run. Without one, records are kept in
-    memory and written to FLY_HOME only if the run is cut short, so that nothing computed is lost.
+    memory and written to FLY_HOME only if `flush` is called (the run is cut short), so that nothing
+    computed is lost.
     """
 
-    def __init__(self, session: Session, rank: int) -> None:
+    def __init__(self, session: Session, name: str, rank: int) -> None:
         suffix = f"_rank{rank}" if rank else ""
-        self._name = f"fly_requests_{session.started}{suffix}.jsonl"
+        self._name = f"{name}_{session.started}{suffix}.jsonl"
         self._folder = session.output_dir
         self._file: IO[str] | None = None
         self._unsaved: list[str] = []

@@ -7,8 +7,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from fly.decoding.engine import Engine
+from fly.decoding.gates import EntropyGate
 from fly.decoding.runner import ModelRunner
 from fly.decoding.sequence import Request
+from fly.decoding.verification import Relaxation
 from fly.drafters.base import NoDrafter
 from fly.drafters.model import CascadeDrafter, ModelDrafter
 from fly.drafters.ngram import NgramDrafter
@@ -98,6 +100,12 @@ def drafter(name: str, slots: int, draft_model, eos=frozenset({EOS}), max_length
         return NgramDrafter(slots, 1, 4, 6, eos)
     draft = runner(draft_model, slots, capture, max_length)
     return CascadeDrafter(draft, eos, 1, 4, 6) if name == "cascade" else ModelDrafter(draft, eos)
+
+
+def relaxed(window: int, threshold: float | None, across=False, kind="top3") -> Relaxation:
+    """FLy's rule with its entropy gate alone."""
+    gates = () if threshold is None else (EntropyGate(threshold, kind),)
+    return Relaxation(gates, window, None if across else window)
 
 
 def engine(target, drafter_, k, relaxation=None, slots=1, eos=frozenset({EOS}), decode=str, **kw):

@@ -15,45 +15,46 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fly.decoding.gates import EntropyKind, Gate, entropy
 from fly.decoding.graphs import StaticPasses
 from fly.decoding.memory import is_out_of_memory
 from fly.decoding.records import Counts, RequestRecord
 from fly.decoding.runner import ModelRunner
+from fly.decoding.sampling import rejection_sample
 from fly.decoding.sequence import Request, RowVerdict, Sequence
 from fly.decoding.stopping import Decode
-from fly.decoding.verification import Relaxation, verify_greedy
+from fly.decoding.verification import Relaxation, judge, resolve
 from fly.drafters.base import Draft, Drafter
 from fly.errors import FlyError
 
 logger = logging.getLogger(__name__)
 
 
-def _row_verdict(values: list[int], width: int) -> RowVerdict:
-    """From one row of the tensor that `Engine._verify` brings to the host."""
-    length, accepted, next_token = values[:3]
-    starts = (3, 3 + width, 3 + 2 * width)
-    draft, native, rolled_back = (values[start : start + length] for start in starts)
-    return RowVerdict(
-        draft, accepted, next_token, [bool(n) for n in native], [bool(r) for r in rolled_back]
-    )
-
-
 @dataclass(frozen=True)
 class RoundRecord:
-    """One row's round, for observers (progress, log, later traces)."""
+    """One row's round, for observers (progress, log, traces).
 
-    request: Request
+    start: how many tokens the row had generated before it, provisional ones included. length: the
+    same after it. drafted_by: one letter per draft token, see `Draft`.
+    """
+
+    row: Sequence
     counts: Counts
+    verdict: RowVerdict
+    drafted_by: str
+    start: int
+    length: int
 
 
 Observer = Callable[[RoundRecord], None]
 
 
 class Engine:
-    """Decodes requests greedily with a target, a drafter and a verification rule.
+    """Decodes requests with a target, a drafter and a verification rule.
 
     spd_k: most draft tokens per round. relaxation: None is exact verification.
     decode: token ids to text with special tokens kept, for stop strings.
+    trace_entropy: also take the target's entropy before every draft token, for the observer.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Engine:
         decode: Decode,
         observer: Observer = lambda record: None,
         reuse_prefixes: bool = True,
+        trace_entropy: EntropyKind | None = None,
     ) -> None:
         self._target = target
         self._drafter = drafter
@@ -76,6 +78,7 @@ class Engine:
         self._decode = decode
         self._observer = observer
         self._reuse_prefixes = reuse_prefixes
+        self._trace_entropy = trace_entropy
 
     def run(self, requests: Iterable[Request]) -> Iterator[RequestRecord]:
         """Decode all requests; each record is yielded as soon as its row ends.
@@ -153,35 +156,97 @@ class Engine:
     def _round(self, rows: list[Sequence]) -> None:
         # The last token of the budget needs no draft, and no draft may reach past the budget.
         limits = [min(self._spd_k, row.remaining - 1) for row in rows]
+        for row, limit in zip(rows, limits):
+            row.begin_round(limit)
         with self._timed("draft", rows):
             draft = self._drafter.propose(rows, limits)
         with self._timed("verify", rows):
             verdicts = self._verify(rows, draft)
         with self._timed("other", rows):
+            starts = [len(row.generated) for row in rows]
             all_counts = [row.commit(verdict) for row, verdict in zip(rows, verdicts)]
             for slot, row in enumerate(rows):
                 self._target.settle(slot, row.tokens, len(row.tokens) - 1)
             self._drafter.commit(rows, verdicts)
-            for row, counts in zip(rows, all_counts):
-                self._observer(RoundRecord(row.request, counts))
+            for slot, row in enumerate(rows):
+                by, length = draft.drafted_by(slot), len(row.generated)
+                self._observer(
+                    RoundRecord(row, all_counts[slot], verdicts[slot], by, starts[slot], length)
+                )
 
     def _verify(self, rows: list[Sequence], draft: Draft) -> list[RowVerdict]:
-        """One target pass over each row's last committed token and its draft; one host sync."""
+        """One target pass over each row's last token and its draft; one wait of the host."""
         start = time.perf_counter()
         logits_BKV = self._score(rows, draft)
         draft_BK, length_B = draft.padded(logits_BKV.device)
-        verdict = verify_greedy(draft_BK, length_B, logits_BKV, self._relaxation)
+        logits_BKV, native_BK, choice_BK1 = self._choose(rows, draft, draft_BK, logits_BKV)
+        judged = judge(draft_BK, length_B, logits_BKV, self._gates, native_BK, choice_BK1)
         columns = (
             length_B[:, None],
-            verdict.accepted_B[:, None],
-            verdict.next_token_B[:, None],
             draft_BK,
-            verdict.native_BK,
-            verdict.rolled_back_BK,
+            judged.native_BK,
+            judged.passes_BK,
+            judged.choice_BK1,
         )
         on_host: list[list[int]] = torch.cat([part.long() for part in columns], dim=1).tolist()
         self._target.costs.observe(logits_BKV.shape[:2].numel(), time.perf_counter() - start)
-        return [_row_verdict(values, draft_BK.shape[1]) for values in on_host]
+        entropies: list[list[float]] = [[] for _ in rows]
+        if self._trace_entropy is not None:
+            entropies = entropy(logits_BKV, self._trace_entropy).tolist()
+        return [self._resolve(*row) for row in zip(rows, on_host, entropies)]
+
+    @property
+    def _gates(self) -> tuple[Gate, ...] | None:
+        return None if self._relaxation is None else self._relaxation.gates
+
+    def _choose(
+        self, rows: list[Sequence], draft: Draft, draft_BK: Tensor, logits_BKV: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(logits, native_BK, choice_BK1) with the rows' penalties and sampling applied.
+
+        Rows that only take the largest logit need nothing; without others, both are None.
+        """
+        if all(row.request.sampling.is_plain for row in rows):
+            return logits_BKV, None, None
+        logits_BKV = logits_BKV.to(torch.float32, copy=True)
+        choice_BK1 = logits_BKV.argmax(dim=-1)
+        native_BK = draft_BK == choice_BK1[:, :-1]
+        for slot, row in enumerate(rows):
+            if row.request.sampling.is_plain:
+                continue
+            tokens = draft.row(slot)
+            k = len(tokens)
+            scores_NV = row.request.sampling.process(logits_BKV[slot, : k + 1], row.tokens, tokens)
+            logits_BKV[slot, : k + 1] = scores_NV
+            choice_BK1[slot, : k + 1] = scores_NV.argmax(dim=-1)
+            native_BK[slot, :k] = draft_BK[slot, :k] == choice_BK1[slot, :k]
+            if row.noise is None:
+                continue
+            p_NV = torch.softmax(scores_NV, dim=-1)
+            native_K, choice_N = rejection_sample(
+                p_NV, draft.probabilities(slot), draft_BK[slot, :k], row.noise
+            )
+            if self._relaxation is None or not self._relaxation.by_gates_alone:
+                native_BK[slot, :k] = native_K
+            choice_BK1[slot, : k + 1] = choice_N
+        return logits_BKV, native_BK, choice_BK1
+
+    def _resolve(self, row: Sequence, values: list[int], entropies: list[float]) -> RowVerdict:
+        """Walk one row's judged draft; `values` as `_verify` lays them out."""
+        length, width = values[0], (len(values) - 2) // 4
+        draft, native, passes = (values[1 + part * width :][:length] for part in range(3))
+        choice = values[1 + 3 * width :][: length + 1]
+        windowed = self._relaxation is not None and self._relaxation.window > 0
+        may_wait = [
+            # nothing can follow a deferred EOS, so its window could not be filled
+            bool(passed) and not (windowed and token in self._eos_ids)
+            for token, passed in zip(draft, passes)
+        ]
+        matches = None if row.open is None else row.open.matches
+        matched = [bool(match) for match in native]
+        resolution = resolve(matched, may_wait, self._relaxation, matches)
+        shown = entropies[: length + 1] or None
+        return RowVerdict(draft, matched, choice, resolution, shown)
 
     def _score(self, rows: list[Sequence], draft: Draft) -> Tensor:
         """Logits [B, K + 1, V] after the last committed token and after each drafted one."""

@@ -14,7 +14,11 @@ PHASES = ("prefill", "draft", "verify", "other", "compile")
 
 @dataclass
 class Counts:
-    """What one row's rounds added up to. Nothing past a rejection, EOS, stop or budget counts."""
+    """What one row's rounds added up to. Nothing past a rejection, EOS, stop or budget counts.
+
+    A token counts once it is final: while a deferral's window is open across rounds, it and all
+    after it are not.
+    """
 
     rounds: int = 0
     drafted: int = 0
@@ -24,6 +28,7 @@ class Counts:
     corrections: int = 0
     bonus: int = 0
     emitted: int = 0
+    discarded: int = 0  # provisional tokens that a rollback dropped; in no other count
 
     def add(self, other: Counts) -> None:
         for item in fields(Counts):

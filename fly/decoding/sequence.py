@@ -1,23 +1,37 @@
-"""One row in flight: its tokens, its budget, and what a round adds to it."""
+"""One row in flight: its tokens, its budget, and what a round adds to it.
+
+While a deferral's window is open, its token and all after it are provisional: they are decoded
+from, but neither final, counted nor returned until the window closes. A rollback replaces the
+deferred token by the target's own and drops what followed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
+import torch
+
 from fly.decoding.records import Counts, RequestRecord, zero_seconds
+from fly.decoding.sampling import GREEDY, Noise, Sampling
 from fly.decoding.stopping import Decode, StopMatcher
+from fly.decoding.verification import Resolution
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to decode. `budget`: most new tokens (>= 1). `tag`: the caller's own, handed back."""
+    """What to decode. `budget`: most new tokens (>= 1). `tag`: the caller's own, handed back.
+
+    seed: where a sampling row's random numbers start; nothing else influences them.
+    """
 
     prompt: tuple[int, ...]
     budget: int
     stops: tuple[str, ...] = ()
     tag: Any = None
+    sampling: Sampling = GREEDY
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -26,15 +40,45 @@ class Request:
             raise ValueError(f"budget={self.budget}: must be at least 1")
 
 
+class Source(Enum):
+    """Why a token is in the output."""
+
+    NATIVE = "native"  # drafted, and the target's own choice
+    DEFERRED = "deferred"  # drafted, not the target's choice, let in
+    CORRECTION = "correction"  # the target's own, at a rejection
+    ROLLBACK = "rollback"  # the same, where a deferral was rolled back
+    BONUS = "bonus"  # the target's own, after a draft that stands whole
+
+
 @dataclass(frozen=True)
 class RowVerdict:
-    """One row of a Verdict, on the host. Lists are as long as the row's draft."""
+    """One row's judgement and resolution, on the host. Lists are as long as the row's draft.
+
+    choice: the target's own tokens, one more than the draft. entropy: of the target before every
+    one of them, for traces (None when nothing asks).
+    """
 
     draft: list[int]
-    accepted: int
-    next_token: int
     native: list[bool]
-    rolled_back: list[bool]
+    choice: list[int]
+    resolution: Resolution
+    entropy: list[float] | None = None
+
+    @property
+    def accepted(self) -> int:
+        return self.resolution.accepted
+
+
+@dataclass(frozen=True)
+class OpenDeferral:
+    """at: its index in the generated tokens. own_token: the target's, should it be rolled back.
+
+    matches: native matches that its window has seen.
+    """
+
+    at: int
+    own_token: int
+    matches: int
 
 
 class Sequence:
@@ -48,8 +92,15 @@ class Sequence:
         self.is_reported = False
         self.counts = Counts()
         self.seconds = zero_seconds()
+        self.open: OpenDeferral | None = None
+        self.noise: Noise | None = None
+        self.sources: list[Source] = []  # one per generated token
+        self._counted = 0  # generated tokens that are final
         self._eos_ids = eos_ids
         self._stops = StopMatcher(request.stops, decode)
+        self._generator: torch.Generator | None = None
+        if not request.sampling.is_greedy:
+            self._generator = torch.Generator().manual_seed(request.seed)
 
     @property
     def is_open(self) -> bool:
@@ -63,41 +114,118 @@ class Sequence:
     def remaining(self) -> int:
         return self.request.budget - (len(self.tokens) - len(self.request.prompt))
 
+    @property
+    def final_length(self) -> int:
+        """How many of `tokens` no rollback can take back."""
+        return len(self.request.prompt) + self._counted
+
+    def begin_round(self, limit: int) -> None:
+        """Draw the row's random numbers for a round of at most `limit` draft tokens."""
+        if self._generator is not None:
+            self.noise = Noise.drawn(limit, self._generator)
+
     def commit(self, verdict: RowVerdict) -> Counts:
-        """Append what the round decided, clipped at EOS, stop string and budget; its counts."""
-        block = [*verdict.draft[: verdict.accepted], verdict.next_token]
-        kept = self._clip(block)
-        self.tokens.extend(block[:kept])
-        from_draft = min(kept, verdict.accepted)
-        native = sum(verdict.native[:from_draft])
-        has_next = kept > verdict.accepted
-        rejected = verdict.accepted < len(verdict.draft)
-        counts = Counts(
-            rounds=1,
-            drafted=len(verdict.draft),
-            native_accepted=native,
-            deferred_accepted=from_draft - native,
-            deferred_rolled_back=sum(verdict.rolled_back) if has_next else 0,
-            corrections=int(has_next and rejected),
-            bonus=int(has_next and not rejected),
-            emitted=kept,
-        )
+        """Append or roll back what the round decided; clip at EOS, stop and budget; its counts.
+
+        Counts are of tokens that became final in this round.
+        """
+        counts = Counts(rounds=1, drafted=len(verdict.draft))
+        if verdict.resolution.reopened:
+            counts.discarded += self._roll_back()
+        else:
+            self._extend(verdict)
+        if not self._end() and self.open is not None and self.remaining <= 0:
+            counts.discarded += self._roll_back()  # the window cannot be filled any more
+            self._end()
+        self._count(counts)
         self.counts.add(counts)
         return counts
 
-    def _clip(self, block: Seq[int]) -> int:
-        """How many tokens of the block are kept; sets the finish reason if the row ends."""
-        kept = min(len(block), self.remaining)
-        reason = "length" if kept == self.remaining else None
-        for index, token in enumerate(block[:kept]):
-            if token in self._eos_ids:
-                kept, reason = index + 1, "eos"
-                break
-        matched = self._stops.tokens_until_match(self.generated, block[:kept])
-        if matched is not None and (matched < kept or reason != "eos"):
-            kept, reason = matched, "stop"
+    def _extend(self, verdict: RowVerdict) -> None:
+        resolution, start = verdict.resolution, len(self.generated)
+        block = [*verdict.draft[: resolution.accepted], verdict.choice[resolution.accepted]]
+        self.tokens += block
+        self.sources += [
+            Source.DEFERRED if position in resolution.deferred else Source.NATIVE
+            for position in range(resolution.accepted)
+        ]
+        if resolution.accepted == len(verdict.draft):
+            self.sources.append(Source.BONUS)
+        else:
+            self.sources.append(Source.ROLLBACK if resolution.rolled_back else Source.CORRECTION)
+        if resolution.open_at is None:
+            self.open = None
+            return
+        assert resolution.open_matches is not None
+        if resolution.open_at >= 0:
+            own_token = verdict.choice[resolution.open_at]
+            at = start + resolution.open_at
+        else:
+            assert self.open is not None
+            at, own_token = self.open.at, self.open.own_token
+        self.open = OpenDeferral(at, own_token, resolution.open_matches)
+
+    def _roll_back(self) -> int:
+        """Put the target's own token in place of the open deferral; how many tokens that drops."""
+        assert self.open is not None
+        at, dropped = self.open.at, len(self.generated) - self.open.at
+        self._truncate(at)
+        self.tokens.append(self.open.own_token)
+        self.sources.append(Source.ROLLBACK)
+        self.open = None
+        return dropped
+
+    def _truncate(self, count: int) -> None:
+        del self.tokens[len(self.request.prompt) + count :]
+        del self.sources[count:]
+
+    def _end(self) -> bool:
+        """Clip at the first EOS, stop or budget and set the finish reason, if the row ends.
+
+        An open deferral before that end stands: what ended the row was natively accepted. Not so
+        if the budget ended it, or a stop string that the deferred token itself completes.
+        """
+        end, reason = self._first_end()
+        if self.open is not None and end is not None:
+            if reason == "length" and self.open.at < end:
+                return False
+            if end - 1 == self.open.at and not self._eos_after(end):
+                return False
+        if end is None:
+            return False
+        self._truncate(end)
+        self.open = None
         self.finish_reason = reason
-        return kept
+        return True
+
+    def _first_end(self) -> tuple[int | None, str | None]:
+        """(count of generated tokens up to the first EOS, stop or budget, its name)."""
+        generated, start = self.generated, self._counted
+        end = min(len(generated), self.request.budget)
+        reason = "length" if end == self.request.budget else None
+        for index in range(start, end):
+            if generated[index] in self._eos_ids:
+                end, reason = index + 1, "eos"
+                break
+        matched = self._stops.tokens_until_match(generated[:start], generated[start:end])
+        if matched is not None and (start + matched < end or reason != "eos"):
+            end, reason = start + matched, "stop"
+        return (end, reason) if reason is not None else (None, None)
+
+    def _eos_after(self, start: int) -> bool:
+        return any(token in self._eos_ids for token in self.generated[start:])
+
+    def _count(self, counts: Counts) -> None:
+        """Count the tokens that became final, by their sources."""
+        final = self.open.at if self.open is not None else len(self.sources)
+        fresh = self.sources[self._counted : final]
+        self._counted = final
+        counts.native_accepted = fresh.count(Source.NATIVE)
+        counts.deferred_accepted = fresh.count(Source.DEFERRED)
+        counts.deferred_rolled_back = fresh.count(Source.ROLLBACK)
+        counts.corrections = fresh.count(Source.CORRECTION) + counts.deferred_rolled_back
+        counts.bonus = fresh.count(Source.BONUS)
+        counts.emitted = len(fresh)
 
     def record(self) -> RequestRecord:
         assert self.finish_reason is not None

@@ -1,143 +1,152 @@
-"""Verification rules: which draft tokens stand. Pure batched functions, no model, no state.
+"""Verification: which draft tokens stand. Pure functions, no model.
 
-Shapes: B rows, K draft positions (padded), V vocabulary. Position j (1-based in the texts, 0-based
-in the tensors) is judged by the target's distribution before it, p_{j-1}.
+`judge` looks at each position by itself, in tensors: is the draft token the target's own choice,
+and if not, may it wait? `resolve` then walks one row's chain with its deferral windows. Positions
+count from 0; position j is judged by the target's distribution before it.
 
-native match   d_j equals the target's own choice.
-deferred       a native mismatch that the entropy gate lets wait for its window.
-stood          a deferred mismatch whose next W draft tokens are all native matches: accepted.
+Shapes: B rows, K draft positions (padded), V vocabulary.
+
+native match   the token is what the target's own decoding accepts there: its argmax (greedy), or
+               what the rejection sampler accepts (sampling).
+deferred       a native mismatch that every gate lets wait for its window.
+stood          a deferred mismatch whose next W tokens are all native matches: accepted.
 rolled back    a deferred mismatch whose window met a native mismatch: rejected after all.
+open           a deferred mismatch whose window the round's draft did not fill. Within a round it is
+               rejected at once; across rounds it and all after it are provisional.
 correction     the target's own token at the first rejection; bonus: its token after K acceptances.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-EntropyKind = Literal["top3", "full", "normalized"]
+from fly.decoding.gates import Gate, all_pass
 
 
 @dataclass(frozen=True)
 class Relaxation:
-    """FLy's loose verification within a round (arXiv 2511.22972, section 3.2).
+    """A rule that lets in some native mismatches (FLy: arXiv 2511.22972, section 3.2).
 
-    window: W, how many following draft tokens must all be native matches; 0 is no window.
-    threshold: theta, the entropy from which on a mismatch may be deferred (gate passes at
-        equality), in the unit of `entropy`; None switches the gate off.
+    gates: what a mismatch must pass to be deferred. window: W, how many following tokens must all
+    be native matches; 0 accepts at once. room: how many draft tokens must follow in the same
+    round; None lets the window stay open across rounds. by_gates_alone: under sampling the gates
+    alone decide, and the rejection sampler is not asked (typical acceptance and its like).
     """
 
+    gates: tuple[Gate, ...]
     window: int
-    threshold: float | None
-    entropy: EntropyKind = "top3"
+    room: int | None
+    by_gates_alone: bool = False
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """accepted_B: leading draft tokens that stand. next_token_B: correction or bonus.
+class Judgement:
+    """native_BK: native matches. passes_BK: native mismatches that all gates let wait.
 
-    native_BK: native matches, everywhere. stood_BK, rolled_back_BK: see the module's text; both
-    are False past the first rejection.
+    choice_BK1: the target's own token at every position.
     """
 
-    accepted_B: Tensor
-    next_token_B: Tensor
     native_BK: Tensor
-    stood_BK: Tensor
-    rolled_back_BK: Tensor
+    passes_BK: Tensor
+    choice_BK1: Tensor
 
 
-def top_k_entropy(logits: Tensor, k: int) -> Tensor:
-    """Entropy of the k largest probabilities, in nats, not renormalised. [..., V] -> [...].
+def judge(
+    draft_BK: Tensor,
+    length_B: Tensor,
+    logits_BKV: Tensor,
+    gates: Sequence[Gate] | None,
+    native_BK: Tensor | None = None,
+    choice_BK1: Tensor | None = None,
+) -> Judgement:
+    """Judge every position by itself. `draft_BK` is padded past `length_B`; logits have K+1.
 
-    FLy's gate (arXiv 2511.22972 sec. 3.2; the reference code and vLLM use k = 3).
-    Raises ValueError if k exceeds the vocabulary.
-    """
-    if k > logits.shape[-1]:
-        raise ValueError(f"k={k} exceeds the vocabulary of {logits.shape[-1]}")
-    logits = logits.float()
-    log_p = torch.topk(logits, k, dim=-1).values - torch.logsumexp(logits, dim=-1, keepdim=True)
-    return -(log_p.exp() * log_p).sum(-1)
-
-
-def full_entropy(logits: Tensor) -> Tensor:
-    """Entropy of the whole distribution, in nats. [..., V] -> [...]."""
-    return torch.special.entr(torch.softmax(logits.float(), dim=-1)).sum(-1)
-
-
-def entropy(logits: Tensor, kind: EntropyKind) -> Tensor:
-    """The gate's uncertainty measure by name; see FlyConfig.entropy_kind. [..., V] -> [...]."""
-    if kind == "top3":
-        return top_k_entropy(logits, 3)
-    nats = full_entropy(logits)
-    return nats / math.log(logits.shape[-1]) if kind == "normalized" else nats
-
-
-def verify_greedy(
-    draft_BK: Tensor, length_B: Tensor, logits_BKV: Tensor, relaxation: Relaxation | None
-) -> Verdict:
-    """Judge greedy drafts. `draft_BK` is padded past `length_B`; logits hold K+1 positions.
-
-    relaxation None is exact match: the output is the target's own greedy continuation.
+    gates None: no mismatch may wait. native_BK, choice_BK1: what stands natively and the target's
+    own tokens where rows sample; without them `draft == argmax` and the argmax.
     """
     k = draft_BK.shape[1]
-    choice_BK1 = logits_BKV.float().argmax(dim=-1)  # bfloat16 argmax is slow on CPUs
+    if choice_BK1 is None:
+        choice_BK1 = logits_BKV.float().argmax(dim=-1)  # bfloat16 argmax is slow on CPUs
     valid_BK = torch.arange(k, device=draft_BK.device) < length_B[:, None]
-    native_BK = (draft_BK == choice_BK1[:, :k]) & valid_BK
-    deferred_BK = torch.zeros_like(native_BK)
-    stands_BK = native_BK
-    if relaxation is not None and k > 0:
-        fits_BK = _window_fits(length_B, k, relaxation.window)
-        deferred_BK = _gate(logits_BKV[:, :k], valid_BK & fits_BK & ~native_BK, relaxation)
-        stands_BK = native_BK | (deferred_BK & _window_holds(native_BK, relaxation.window))
-    accepted_BK = stands_BK.long().cumprod(dim=1).bool()
-    accepted_B = accepted_BK.sum(dim=1)
-    first_rejected_BK = torch.arange(k, device=draft_BK.device) == accepted_B[:, None]
-    return Verdict(
-        accepted_B=accepted_B,
-        next_token_B=choice_BK1.gather(1, accepted_B[:, None])[:, 0],
-        native_BK=native_BK,
-        stood_BK=accepted_BK & ~native_BK,
-        rolled_back_BK=first_rejected_BK & deferred_BK,
-    )
+    if native_BK is None:
+        native_BK = draft_BK == choice_BK1[:, :k]
+    native_BK = native_BK & valid_BK
+    passes_BK = torch.zeros_like(native_BK)
+    if gates is not None and k > 0:
+        passes_BK = _gate(logits_BKV[:, :k], draft_BK, valid_BK & ~native_BK, gates)
+    return Judgement(native_BK, passes_BK, choice_BK1)
 
 
-def _gate(logits_BKV: Tensor, candidates_BK: Tensor, relaxation: Relaxation) -> Tensor:
-    """Candidates whose entropy reaches the threshold.
+def _gate(
+    logits_BKV: Tensor, draft_BK: Tensor, candidates_BK: Tensor, gates: Sequence[Gate]
+) -> Tensor:
+    """Candidates that pass all gates.
 
     On a CPU only their rows of logits are read; on an accelerator picking them would make the
     host wait.
     """
-    if relaxation.threshold is None:
-        return candidates_BK
     if logits_BKV.device.type != "cpu":
-        return _gate_everywhere(logits_BKV, candidates_BK, relaxation)
+        passed_N = all_pass(gates, logits_BKV.flatten(0, 1), draft_BK.flatten())
+        return candidates_BK & passed_N.view_as(candidates_BK)
     passed_BK = torch.zeros_like(candidates_BK)
-    entropy_M = entropy(logits_BKV[candidates_BK], relaxation.entropy)
-    passed_BK[candidates_BK] = entropy_M >= relaxation.threshold
+    passed_BK[candidates_BK] = all_pass(gates, logits_BKV[candidates_BK], draft_BK[candidates_BK])
     return passed_BK
 
 
-def _gate_everywhere(logits_BKV: Tensor, candidates_BK: Tensor, relaxation: Relaxation) -> Tensor:
-    """`_gate` from every position's entropy: nothing depends on how many candidates there are."""
-    assert relaxation.threshold is not None
-    return candidates_BK & (entropy(logits_BKV, relaxation.entropy) >= relaxation.threshold)
+@dataclass(frozen=True)
+class Resolution:
+    """What becomes of one row's draft.
+
+    accepted: leading draft tokens that stay, provisional ones included. deferred: positions among
+    them that are deferred mismatches. rolled_back: the position at `accepted` was deferred first.
+    reopened: the row's open deferral of an earlier round is rolled back, and with it this whole
+    draft. open_at, open_matches: the deferral still open, its position in this draft (-1: it is the
+    earlier round's) and how many matches its window has seen; both None without one.
+    """
+
+    accepted: int
+    deferred: tuple[int, ...] = ()
+    rolled_back: bool = False
+    reopened: bool = False
+    open_at: int | None = None
+    open_matches: int | None = None
 
 
-def _window_fits(length_B: Tensor, k: int, window: int) -> Tensor:
-    """j + W <= the row's own draft length: the window lies within this round. [B, K]."""
-    position_K = torch.arange(1, k + 1, device=length_B.device)
-    return position_K + window <= length_B[:, None]
+def resolve(
+    native: Sequence[bool],
+    may_wait: Sequence[bool],
+    relaxation: Relaxation | None,
+    open_matches: int | None = None,
+) -> Resolution:
+    """Walk one row's draft in order; `may_wait` are the mismatches that passed the gates.
 
-
-def _window_holds(native_BK: Tensor, window: int) -> Tensor:
-    """Whether the `window` positions after each one are all native matches. [B, K]."""
-    k = native_BK.shape[1]
-    count_BK1 = torch.nn.functional.pad(native_BK.long().cumsum(dim=1), (1, 0))
-    after_K = torch.arange(1, k + 1, device=native_BK.device)
-    end_K = (after_K + window).clamp(max=k)
-    return count_BK1[:, end_K] - count_BK1[:, after_K] == window
+    open_matches: matches that the window of a deferral left open by earlier rounds has seen. The
+    token that follows an accepted draft is the target's own, so it counts as a match.
+    """
+    window = relaxation.window if relaxation else 0
+    open_at = None if open_matches is None else -1
+    matches = open_matches or 0
+    deferred: list[int] = []
+    for position, matched in enumerate([*native, True]):
+        if matched:
+            matches += 1
+            if open_at is not None and matches >= window:
+                open_at = None
+        elif open_at == -1:
+            return Resolution(accepted=0, reopened=True)
+        elif open_at is not None:  # always the last one deferred
+            return Resolution(open_at, tuple(deferred[:-1]), rolled_back=True)
+        elif relaxation and may_wait[position]:
+            if relaxation.room is not None and position + 1 + relaxation.room > len(native):
+                return Resolution(position, tuple(deferred))
+            deferred.append(position)
+            open_at, matches = (position, 0) if window else (None, 0)
+        else:
+            return Resolution(position, tuple(deferred))
+    if open_at is None:
+        return Resolution(len(native), tuple(deferred))
+    return Resolution(len(native), tuple(deferred), open_at=open_at, open_matches=matches)

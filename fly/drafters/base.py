@@ -11,15 +11,39 @@ from fly.decoding.sequence import RowVerdict, Sequence
 
 
 class Draft:
-    """Proposed continuations, one chain per row; a row may have none. Greedy: no probabilities.
+    """Proposed continuations, one chain per row; a row may have none.
 
     Chains follow the committed tokens of their rows. They are given as lists or, where they were
-    drafted on an accelerator, as tensors that the host need not wait for.
+    drafted on an accelerator, as tensors that the host need not wait for. q: per row, what its
+    tokens were drawn from, [K, V]; None where a rule chose them. by: per row, who proposed each
+    token, a letter each: d draft model, n n-gram (confirmed by the draft model in a cascade).
     """
 
-    def __init__(self, tokens: list[list[int]]) -> None:
+    def __init__(
+        self,
+        tokens: list[list[int]],
+        by: list[str] | None = None,
+        q: list[Tensor | None] | None = None,
+    ) -> None:
         self.tokens: list[list[int]] | None = tokens
         self._padded: tuple[Tensor, Tensor] | None = None
+        self._by = by
+        self._q = q
+
+    def drafted_by(self, slot: int) -> str:
+        return "" if self._by is None else self._by[slot]
+
+    def probabilities(self, slot: int) -> Tensor | None:
+        return None if self._q is None else self._q[slot]
+
+    def row(self, slot: int) -> list[int]:
+        """One chain on the host; waits for it if it is on a device."""
+        if self.tokens is not None:
+            return self.tokens[slot]
+        assert self._padded is not None
+        draft_BK, length_B = self._padded
+        result: list[int] = draft_BK[slot, : int(length_B[slot])].tolist()
+        return result
 
     @classmethod
     def on_device(cls, draft_BK: Tensor, length_B: Tensor) -> Draft:
@@ -56,7 +80,8 @@ class Drafter(Protocol):
 
     def commit(self, rows: list[Sequence], verdicts: list[RowVerdict]) -> None:
         """The round is decided: all tokens of a row but the last (the target's own) are as the
-        drafter saw them; what it cached past them is void."""
+        drafter saw them; what it cached past them is void. A row may be shorter than before, if
+        a deferral of an earlier round was rolled back."""
 
     def move(self, source: int, destination: int) -> None:
         """The row of slot `source` continues in slot `destination`."""

@@ -1,9 +1,9 @@
 """The draft model, plain or itself accelerated by n-gram lookup (multi-level acceleration).
 
 One loop serves both: each pass feeds the draft model what it has not seen of the row plus a
-guess (empty in the plain drafter), keeps the guess as far as it is the draft model's own greedy
-choice, and adds that choice after it. The chain is therefore the same with and without the guess,
-up to the rounding of passes of another width (quantised drafts round more than others).
+guess (empty in the plain drafter), keeps the guess as far as it is the draft model's own choice
+(greedy or drawn), and adds that choice after it. The chain is therefore the same with and without
+the guess, up to the rounding of passes of another width (quantised drafts round more than others).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fly.decoding.runner import ModelRunner, common_prefix
+from fly.decoding.sampling import draw
 from fly.decoding.sequence import RowVerdict, Sequence
 from fly.drafters.base import Draft
 from fly.drafters.ngram import NgramIndex, until_eos
@@ -23,7 +24,10 @@ _CATCH_UP = 32  # a row this far behind is fed without building logits
 
 
 class ModelDrafter:
-    """Greedy chains from a draft model. Never proposes past EOS or the draft's own context."""
+    """Chains from a draft model, greedy or sampled as the row says.
+
+    Never proposes past EOS or the draft's own context.
+    """
 
     drafts_alone = True  # nothing on the host takes part in a step
 
@@ -58,13 +62,18 @@ class ModelDrafter:
                 break
             self._pass(rows, unseen)
         self._policy.trim(self._chains)
-        return Draft([list(chain.tokens) for chain in self._chains])
+        return Draft(
+            [list(chain.tokens) for chain in self._chains],
+            by=[chain.by for chain in self._chains],
+            q=[torch.stack(chain.q) if chain.q else None for chain in self._chains],
+        )
 
     def _on_device(self, rows: list[Sequence]) -> Draft | None:
         """The whole draft loop as one graph, its tokens left on the device; None without graphs."""
         limits = [chain.limit for chain in self._chains]
         steps = max(limits)
-        if not self._in_one or steps == 0:
+        plain = all(row.request.sampling.is_plain for row in rows)
+        if not self._in_one or not plain or steps == 0:
             return None
         feeds = [self._unseen(slot, row) for slot, row in enumerate(rows)]
         limit_B = torch.tensor(limits).to(self.runner.device)
@@ -90,6 +99,13 @@ class ModelDrafter:
         start = time.perf_counter()
         logits_BQV = self.runner.extend(feeds).float()
         choices = logits_BQV.argmax(dim=-1).tolist()
+        for slot, row in enumerate(rows):
+            if unseen[slot] and not row.request.sampling.is_plain:
+                last = len(unseen[slot]) - 1
+                logits_NV = logits_BQV[slot, last : last + len(guesses[slot]) + 1]
+                choices[slot][last : last + len(logits_NV)] = self._draw(
+                    row, self._chains[slot], logits_NV, guesses[slot]
+                )
         confidence = self._confidence(logits_BQV)
         seconds = time.perf_counter() - start
         self.runner.costs.observe(len(feeds) * max(map(len, feeds)), seconds)
@@ -103,10 +119,28 @@ class ModelDrafter:
             self._learn(slot, len(guess), agreed)
             new = until_eos(own[: agreed + 1], self._eos_ids)
             chain.tokens.extend(new)
+            chain.by += ("n" * agreed + "d")[: len(new)]
+            del chain.q[len(chain.tokens) :]
             if confidence is not None:
                 chain.confidence.extend(confidence[slot][len(fed) - 1 :][: len(new)])
             chain.ended = new[-1] in self._eos_ids
             self.runner.keep(slot, self.runner.lengths[slot] + len(fed) + agreed)
+
+    def _draw(self, row: Sequence, chain: Chain, logits_NV: Tensor, guess: list[int]) -> list[int]:
+        """The draft's own tokens at the chain's end and after each guessed token, sampled.
+
+        Each place in the chain has one random number, so that a guess, which stands if it is what
+        was drawn there, changes neither the tokens nor their distribution q.
+        """
+        before = [*row.tokens, *chain.tokens]
+        scores_NV = row.request.sampling.process(logits_NV, before, guess)
+        if row.noise is None:
+            result: list[int] = scores_NV.argmax(dim=-1).tolist()
+            return result
+        q_NV = torch.softmax(scores_NV, dim=-1)
+        chain.q.extend(q_NV)
+        drawn: list[int] = draw(q_NV, row.noise.draft[len(chain.tokens) :][: len(q_NV)]).tolist()
+        return drawn
 
     def _confidence(self, logits_BQV: Tensor) -> list[list[float]] | None:
         """The draft's probability of its own choices, [B, Q], for policies that ask."""
@@ -171,8 +205,9 @@ class CascadeDrafter(ModelDrafter):
             room = chain.limit - len(chain.tokens) - 1
             size, guess = 0, list[int]()
             if chain.is_open and room > 0:
-                self._indexes[slot].sync(row.tokens)
-                size, guess = self._indexes[slot].match(chain.tokens, min(room, self._count))
+                self._indexes[slot].sync(row.tokens[: row.final_length])
+                pending = row.tokens[row.final_length :] + chain.tokens
+                size, guess = self._indexes[slot].match(pending, min(room, self._count))
             self._matched_sizes[slot] = size
             guesses.append(guess)
         sizes = zip(self._chains, self._matched_sizes, guesses)

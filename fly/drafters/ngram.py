@@ -30,7 +30,7 @@ class NgramIndex:
             self._tokens.append(token)
 
     def sync(self, tokens: Seq[int]) -> None:
-        """Append what `tokens` holds beyond the text so far (committed text never changes)."""
+        """Append what `tokens` holds beyond the text so far (final text never changes)."""
         self.extend(tokens[len(self._tokens) :])
 
     def lookup(self, pending: Seq[int], count: int) -> list[int]:
@@ -67,12 +67,14 @@ class NgramDrafter:
         self._indexes[slot] = NgramIndex(*self._sizes)
 
     def propose(self, rows: list[Sequence], limits: list[int]) -> Draft:
-        return Draft([self._propose(slot, *pair) for slot, pair in enumerate(zip(rows, limits))])
+        tokens = [self._propose(slot, *pair) for slot, pair in enumerate(zip(rows, limits))]
+        return Draft(tokens, by=["n" * len(chain) for chain in tokens])
 
     def _propose(self, slot: int, row: Sequence, limit: int) -> list[int]:
         index = self._indexes[slot]
-        index.sync(row.tokens)
-        return until_eos(index.lookup((), min(limit, self._count)), self._eos_ids)
+        index.sync(row.tokens[: row.final_length])
+        provisional = row.tokens[row.final_length :]
+        return until_eos(index.lookup(provisional, min(limit, self._count)), self._eos_ids)
 
     def commit(self, rows: list[Sequence], verdicts: list[RowVerdict]) -> None:
         pass

@@ -16,6 +16,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from torch import Tensor
+
 from fly.decoding.costs import PassCosts
 
 _EDGES = (0.2, 0.4, 0.6, 0.75, 0.85, 0.92, 0.97, 0.99, 1.01)
@@ -27,11 +29,16 @@ _EXPLORE = 24  # after so many rounds without a draft, one is drafted to see wha
 
 @dataclass
 class Chain:
-    """One row's draft while it grows. `confidence[i]`: the draft's own probability of token i."""
+    """One row's draft while it grows. `confidence[i]`: the draft's own probability of token i.
+
+    by: who proposed each token (see `Draft`). q: what each was drawn from, [V], where rows sample.
+    """
 
     limit: int
     tokens: list[int] = field(default_factory=list)
     confidence: list[float] = field(default_factory=list)
+    by: str = ""
+    q: list[Tensor] = field(default_factory=list)
     ended: bool = False  # by EOS
 
     @property
@@ -123,7 +130,8 @@ class AdaptivePolicy:
                 break
             width -= 1
         for chain in chains:
-            del chain.tokens[width:], chain.confidence[width:]
+            del chain.tokens[width:], chain.confidence[width:], chain.q[width:]
+            chain.by = chain.by[:width]
 
     def observe(self, chains: Seq[Chain], accepted: Seq[int], draft_seconds: float) -> None:
         for chain, count in zip(chains, accepted):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import resource
 import sys
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,7 @@ def results_entry(lm: FlyLM) -> dict[str, Any]:
         "draft_num_parameters": None if draft is None else lm.preparation.draft_parameters,
         "preparation": lm.preparation.as_dict(),
         "eos_token_ids": sorted(lm.eos_ids),
+        "sampling": [asdict(sampling) for sampling in sorted(lm.samplings, key=repr)],
         "sandbox": sandbox.used_isolation(),
         "stats": lm.stats.as_dict(),
     }
@@ -84,6 +86,7 @@ def print_summary(entry: dict[str, Any]) -> None:
         title += f", drafter {entry['drafter']}, K={config['spd_k']}"
     if entry["mode"] == "fly":
         title += f", W={config['win_len']}, theta={config['entropy_thre']}"
+        title += ", across rounds" if config["defer_across_rounds"] else ""
     table = Table(title=title, title_justify="left", show_header=False)
     for name, value in _rows(stats, seconds, total):
         table.add_row(name, value)
@@ -103,6 +106,7 @@ def _rows(stats: dict[str, Any], seconds: dict[str, float], total: float) -> lis
         ("drafted", str(stats["drafted"])),
         ("native accepted", str(stats["native_accepted"])),
         ("deferred accepted / rolled back", _pair(stats)),
+        ("provisional tokens dropped", str(stats["discarded"])),
         ("corrections / bonus", f"{stats['corrections']} / {stats['bonus']}"),
         ("time", split),
         ("peak memory", f"{stats['peak_memory_bytes'] / 2**30:.1f} GiB"),

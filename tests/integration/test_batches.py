@@ -8,7 +8,6 @@ import torch
 from fly.decoding import memory
 from fly.decoding.runner import ModelRunner
 from fly.decoding.sequence import Request
-from fly.decoding.verification import Relaxation
 from fly.drafters.model import CascadeDrafter
 from fly.drafters.policy import AdaptivePolicy
 from fly.errors import FlyError
@@ -54,7 +53,7 @@ def tokens(records):
     return [records[tag].tokens for tag in sorted(records)]
 
 
-@pytest.mark.parametrize("relaxation", [None, Relaxation(2, 0.3)], ids=["strict", "fly"])
+@pytest.mark.parametrize("relaxation", [None, tiny.relaxed(2, 0.3)], ids=["strict", "fly"])
 @pytest.mark.parametrize("slots", [1, 3, 8])
 def test_rows_in_flight_and_order_change_nothing(pair, slots, relaxation):
     wanted = requests()

@@ -3,12 +3,14 @@
 Every claim comes with mutants of the engine that must break it.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from fly.decoding import engine as engine_module
 from fly.decoding.runner import ModelRunner
-from fly.decoding.verification import Relaxation, Verdict, verify_greedy
+from fly.decoding.verification import judge, resolve
 from fly.drafters.model import ModelDrafter
 from tests import tiny
 
@@ -54,7 +56,7 @@ def test_cascade_drafts_exactly_what_the_model_drafts(target, draft):
 
 def test_rows_do_not_influence_each_other(target, draft):
     """FLy too: slots and arrival order change nothing (float32)."""
-    relaxed = Relaxation(window=1, threshold=0.1)
+    relaxed = tiny.relaxed(1, 0.1)
     alone = run(target, draft, "model", 6, slots=1, relaxation=relaxed)
     engine = tiny.engine(target, tiny.drafter("model", 3, draft), 6, relaxed, slots=3)
     order = [3, 0, 4, 2, 1]
@@ -63,34 +65,27 @@ def test_rows_do_not_influence_each_other(target, draft):
 
 
 def test_fly_relaxes_and_its_tokens_are_the_drafts_or_the_targets(target, draft, expected):
-    records = run(target, draft, "model", 8, relaxation=Relaxation(1, 0.1))
+    records = run(target, draft, "model", 8, relaxation=tiny.relaxed(1, 0.1))
     assert tiny.total(records, "deferred_accepted") > 0
     assert [record.tokens for record in records] != expected
 
 
-def mutant_accepts_one_too_many(draft_BK, length_B, logits_BKV, relaxation):
-    verdict = verify_greedy(draft_BK, length_B, logits_BKV, relaxation)
-    accepted_B = (verdict.accepted_B + 1).clamp(max=draft_BK.shape[1])
-    return Verdict(
-        accepted_B,
-        logits_BKV.argmax(-1).gather(1, accepted_B[:, None])[:, 0],
-        verdict.native_BK,
-        verdict.stood_BK,
-        verdict.rolled_back_BK,
-    )
+def resolve_one_too_many(native, may_wait, *rest):
+    resolution = resolve(native, may_wait, *rest)
+    return replace(resolution, accepted=min(resolution.accepted + 1, len(native)))
 
 
-def mutant_accepts_top_two(draft_BK, length_B, logits_BKV, relaxation):
-    second = logits_BKV.topk(2, -1).indices[:, : draft_BK.shape[1], 1]
-    patched = logits_BKV.clone()
-    rows, columns = (draft_BK == second).nonzero(as_tuple=True)
-    patched[rows, columns, draft_BK[rows, columns]] = 1e9
-    return verify_greedy(draft_BK, length_B, patched, relaxation)
+def judge_by_top_two(draft_BK, length_B, logits_BKV, *rest):
+    judged = judge(draft_BK, length_B, logits_BKV, *rest)
+    second_BK = logits_BKV.topk(2, -1).indices[:, : draft_BK.shape[1], 1]
+    return replace(judged, native_BK=judged.native_BK | (draft_BK == second_BK))
 
 
-@pytest.mark.parametrize("mutant", [mutant_accepts_one_too_many, mutant_accepts_top_two])
-def test_mutant_verification_is_caught(target, draft, expected, monkeypatch, mutant):
-    monkeypatch.setattr(engine_module, "verify_greedy", mutant)
+@pytest.mark.parametrize(
+    ("name", "mutant"), [("resolve", resolve_one_too_many), ("judge", judge_by_top_two)]
+)
+def test_mutant_verification_is_caught(target, draft, expected, monkeypatch, name, mutant):
+    monkeypatch.setattr(engine_module, name, mutant)
     records = run(target, draft, "model", 4)
     assert [record.tokens for record in records] != expected
 

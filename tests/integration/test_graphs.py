@@ -5,7 +5,6 @@ import torch
 
 from fly.decoding.graphs import StaticPasses
 from fly.decoding.runner import ModelRunner
-from fly.decoding.verification import Relaxation
 from fly.drafters.model import ModelDrafter
 from tests import tiny
 
@@ -30,7 +29,7 @@ def outcome(records):
     return [(record.tokens, record.counts, record.prompt_tokens_reused) for record in records]
 
 
-@pytest.mark.parametrize("relaxation", [None, Relaxation(2, 0.3)], ids=["strict", "fly"])
+@pytest.mark.parametrize("relaxation", [None, tiny.relaxed(2, 0.3)], ids=["strict", "fly"])
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("name", ["none", "model", "ngram", "cascade"])
 def test_static_passes_decode_as_eager_ones_do(pair, name, slots, relaxation):
@@ -113,13 +112,15 @@ def expected_logits(model, tokens, last):
 def test_a_dense_gate_judges_as_the_sparse_one():
     """Accelerators compute every position's entropy; CPUs only the candidates'."""
     from fly.decoding import verification
+    from fly.decoding.gates import EntropyGate, all_pass
 
     torch.manual_seed(0)
     logits = 3 * torch.randn(4, 6, 50)
     candidates = torch.rand(4, 6) < 0.5
-    relaxation = Relaxation(2, 0.5)
-    sparse = verification._gate(logits, candidates, relaxation)
-    assert torch.equal(sparse, verification._gate_everywhere(logits, candidates, relaxation))
+    gates, draft = (EntropyGate(0.5),), torch.zeros(4, 6, dtype=torch.long)
+    sparse = verification._gate(logits, draft, candidates, gates)
+    everywhere = all_pass(gates, logits.flatten(0, 1), draft.flatten()).view(4, 6)
+    assert torch.equal(sparse, candidates & everywhere)
     assert sparse.any()
     assert not torch.equal(sparse, candidates)
 

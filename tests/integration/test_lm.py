@@ -8,6 +8,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from fly import session
+from fly.decoding.sampling import Sampling
 from fly.errors import FlyError
 from fly.lm import FlyLM
 from tests import tiny
@@ -122,7 +123,7 @@ def test_model_info_is_plain_json_with_the_documented_names(saved_pair):
     lm.generate_until(instances({"max_gen_toks": 20}))
     entry = json.loads(json.dumps(lm.get_model_info()["fly"]))
     names = "requests rounds drafted native_accepted deferred_accepted deferred_rolled_back"
-    names += " corrections bonus emitted tau decode_tok_s end_to_end_tok_s prompt_tokens"
+    names += " corrections bonus emitted discarded tau decode_tok_s end_to_end_tok_s prompt_tokens"
     names += " prompt_tokens_reused peak_memory_bytes seconds"
     assert set(names.split()) == set(entry["stats"])
     assert set(entry["stats"]["seconds"]) == {"prefill", "draft", "verify", "other", "compile"}
@@ -159,10 +160,11 @@ def test_total_gen_tok_caps_the_budget(saved_pair):
     [
         ({"max_gen_toks": 0}, r"max_gen_toks=0 \(task a_task, doc 0\): must be at least 1"),
         ({"max_gen_toks": 512}, "leaves no room for a prompt"),
-        ({"do_sample": True, "temperature": 0.8}, r"temperature=0\.8.*sampling is not built yet"),
-        ({"temperature": 0.8}, "sampling is not built yet"),
+        ({"do_sample": True, "temperature": 0.0}, "temperature=0 with do_sample=True"),
+        ({"temperature": 0.8, "top_p": 1.5}, r"top_p=1\.5: must be above 0 and at most 1"),
+        ({"temperature": 0.8, "typical_p": 0.9}, r"gen_kwargs typical_p=0\.9"),
         ({"num_beams": 4}, "gen_kwargs num_beams=4"),
-        ({"repetition_penalty": 1.1}, "gen_kwargs repetition_penalty=1.1"),
+        ({"repetition_penalty": -1.0}, r"repetition_penalty=-1\.0: must be above 0"),
     ],
 )
 def test_bad_requests_are_refused_before_decoding(lm, kwargs, message):
@@ -173,10 +175,45 @@ def test_bad_requests_are_refused_before_decoding(lm, kwargs, message):
     assert lm.stats.counts.emitted == before
 
 
-def test_temperature_from_the_configuration_is_refused_too(saved_pair):
-    lm = fly_lm(saved_pair, temperature=0.5)
-    with pytest.raises(FlyError, match=r"temperature=0\.5"):
-        lm.generate_until(instances({"max_gen_toks": 4}))
+def resolved(lm, gen_kwargs):
+    lm.samplings.clear()
+    lm.generate_until(instances({"max_gen_toks": 2, **gen_kwargs}, ["abc"]))
+    (sampling,) = lm.samplings
+    return sampling
+
+
+def test_sampling_settings_by_precedence(saved_pair, monkeypatch):
+    """gen_kwargs, then the configuration, then the target's generation_config, as hf would."""
+    lm = fly_lm(saved_pair, temperature=0.5, top_p=0.9)
+    monkeypatch.setattr(lm.model.generation_config, "repetition_penalty", 1.2)
+    monkeypatch.setattr(lm.model.generation_config, "top_k", None)
+    assert resolved(lm, {}) == Sampling(0.5, 50, 0.9, 0.0, 1.2)
+    assert resolved(lm, {"do_sample": False}) == Sampling(repetition_penalty=1.2)
+    assert resolved(lm, {"temperature": 0.7, "top_k": 0}).top_k == 0
+    given = {"do_sample": True, "temperature": 1.0, "min_p": 0.1, "repetition_penalty": 1.0}
+    assert resolved(lm, given) == Sampling(1.0, 50, 0.9, 0.1, 1.0)
+    assert resolved(lm, {"do_sample": True}).temperature == 0.5
+
+
+def test_repetition_penalty_of_the_target_is_applied_as_hf_applies_it(saved_pair, lm, hf):
+    penalised = {"max_gen_toks": 40, "repetition_penalty": 1.3}
+    prompts = PROMPTS[:-1]  # hf cannot generate from an empty one
+    texts = lm.generate_until(instances(penalised, prompts))
+    assert texts == hf.generate_until(instances(penalised, prompts))
+    assert texts != lm.generate_until(instances({"max_gen_toks": 40}, prompts))
+
+
+def test_samples_depend_on_the_seed_alone(saved_pair):
+    """Repeats of a document differ; batch size and order of arrival change none of them."""
+    asked = {"max_gen_toks": 24, "do_sample": True, "temperature": 1.0}
+    one = fly_lm(saved_pair, seed=7, drafter="cascade")
+    texts = one.generate_until(instances(asked) * 2)
+    assert len(set(texts)) > len(PROMPTS)
+    many = fly_lm(saved_pair, seed=7, drafter="cascade", batch_size=3)
+    shuffled = many.generate_until(instances(asked)[::-1] * 2)
+    assert sorted(shuffled) == sorted(texts)
+    other = fly_lm(saved_pair, seed=8, drafter="cascade")
+    assert other.generate_until(instances(asked) * 2) != texts
 
 
 def test_different_vocabularies_are_refused(saved_pair, tmp_path):

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from fly.decoding.sequence import Request, RowVerdict, Sequence
 from fly.decoding.stopping import StopMatcher
+from fly.decoding.verification import Resolution
 
 EOS = frozenset({0})
 
@@ -18,15 +19,15 @@ def row(budget=10, stops=()):
     return Sequence(Request((5,), budget, tuple(stops)), EOS, letters)
 
 
-def verdict(draft, accepted, next_token, native=None, rolled_back=None):
-    return RowVerdict(
-        draft, accepted, next_token, native or [True] * len(draft), rolled_back or [False] * 9
-    )
+def verdict(draft, accepted, next_token, deferred=(), **resolution):
+    native = [position < accepted and position not in deferred for position in range(len(draft))]
+    choice = [next_token] * (len(draft) + 1)
+    return RowVerdict(draft, native, choice, Resolution(accepted, tuple(deferred), **resolution))
 
 
 def test_counts_add_up_and_correction_is_not_bonus():
     sequence = row()
-    counts = sequence.commit(verdict([1, 2, 3], 2, 9, native=[True, False, False]))
+    counts = sequence.commit(verdict([1, 2, 3], 2, 9, deferred=[1]))
     assert sequence.generated == [1, 2, 9]
     assert (counts.native_accepted, counts.deferred_accepted) == (1, 1)
     assert (counts.corrections, counts.bonus, counts.emitted) == (1, 0, 3)
@@ -76,7 +77,7 @@ def test_stop_after_eos_does_not_count():
 def test_a_clipped_rollback_is_not_counted():
     """A rejection behind the end of the row did not happen."""
     sequence = row(budget=1)
-    counts = sequence.commit(verdict([1, 2], 1, 9, [True, False], [False, True]))
+    counts = sequence.commit(verdict([1, 2], 1, 9, rolled_back=True))
     assert counts.deferred_rolled_back == 0
 
 

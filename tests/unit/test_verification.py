@@ -7,13 +7,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fly.decoding.verification import (
-    Relaxation,
+from fly.decoding.gates import (
+    DistanceGate,
+    EntropyGate,
+    MarginGate,
+    RankGate,
+    RatioGate,
+    TypicalGate,
+    all_pass,
     entropy,
     full_entropy,
     top_k_entropy,
-    verify_greedy,
 )
+from fly.decoding.verification import Relaxation, Resolution, judge, resolve
 
 V = 8
 HIGH, LOW = 1.0, 0.1  # entropies above and below the tests' threshold of 0.3
@@ -34,29 +40,36 @@ def stream(native: str, uncertain: str) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.ones(1, len(native), dtype=torch.long), torch.stack(rows)[None]
 
 
+def decide(native, uncertain, window, threshold=0.3, room=None, across=False, open_matches=None):
+    """judge and resolve one row's stream as the engine does."""
+    draft, logits = stream(native, uncertain)
+    gates = () if threshold is None else (EntropyGate(threshold),)
+    rule = Relaxation(gates, window, None if across else (window if room is None else room))
+    judged = judge(draft, torch.tensor([len(native)]), logits, rule.gates)
+    return resolve(judged.native_BK[0].tolist(), judged.passes_BK[0].tolist(), rule, open_matches)
+
+
 def oracle(native, deferrable, length, window):
     """One position at a time, as DESIGN section 3 says it: accepted count, stood, rolled back."""
-    accepted, stood, rolled_back = 0, [], []
+    accepted, stood = 0, []
     for j in range(1, length + 1):
         if native[j - 1]:
             accepted += 1
             continue
         fits = j + window <= length
         if not (deferrable[j - 1] and fits):
-            break
-        if all(native[j : j + window]):
-            stood.append(j - 1)
-            accepted += 1
-            continue
-        rolled_back.append(j - 1)
-        break
-    return accepted, stood, rolled_back
+            return accepted, stood, False
+        if not all(native[j : j + window]):
+            return accepted, stood, True
+        stood.append(j - 1)
+        accepted += 1
+    return accepted, stood, False
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_agrees_with_the_slow_oracle(data):
-    """Catches any off-by-one in the batched window, and padding that leaks between rows."""
+def test_within_a_round_it_agrees_with_the_slow_oracle(data):
+    """Catches any off-by-one in the window, and padding that leaks between rows."""
     rows = data.draw(st.integers(1, 4))
     k = data.draw(st.integers(1, 12))
     window = data.draw(st.integers(0, 7))
@@ -73,14 +86,17 @@ def test_agrees_with_the_slow_oracle(data):
         chain[0, lengths[b] :] = -1
         draft.append(chain[0])
         logits.append(scores[0])
-    verdict = verify_greedy(
-        torch.stack(draft), torch.tensor(lengths), torch.stack(logits), Relaxation(window, 0.3)
-    )
-    for b in range(rows):
-        accepted, stood, rolled_back = oracle(native[b], uncertain[b], lengths[b], window)
-        assert verdict.accepted_B[b] == accepted
-        assert verdict.stood_BK[b].nonzero().flatten().tolist() == stood
-        assert verdict.rolled_back_BK[b].nonzero().flatten().tolist() == rolled_back
+    rule = Relaxation((EntropyGate(0.3),), window, window)
+    judged = judge(torch.stack(draft), torch.tensor(lengths), torch.stack(logits), rule.gates)
+    for b, length in enumerate(lengths):
+        matched, passes = judged.native_BK[b].tolist(), judged.passes_BK[b].tolist()
+        assert not any(matched[length:])
+        assert not any(passes[length:])
+        got = resolve(matched[:length], passes[:length], rule)
+        accepted, stood, rolled_back = oracle(native[b], uncertain[b], length, window)
+        assert (got.accepted, list(got.deferred), got.rolled_back) == (accepted, stood, rolled_back)
+        assert got.open_at is None
+        assert not got.reopened
 
 
 @pytest.mark.parametrize(
@@ -93,53 +109,117 @@ def test_agrees_with_the_slow_oracle(data):
         ("nyynyyyy", "hhhhhhhh", 3, 0, "two mismatches W apart: the first is rolled back"),
         ("nyyyyyyy", "lhhhhhhh", 6, 0, "certain target: the gate is shut"),
         ("nnnn", "hhhh", 0, 4, "no window: every uncertain mismatch is accepted"),
-        ("nnln".replace("l", "n"), "hhlh", 0, 2, "no window still asks the gate"),
+        ("nnnn", "hhlh", 0, 2, "no window still asks the gate"),
         ("yyyyyyyy", "llllllll", 6, 8, "all native: nothing to relax"),
         ("y" * 8 + "n" + "y" * 6, "h" * 15, 6, 15, "last relaxable position of K=15"),
         ("y" * 9 + "n" + "y" * 5, "h" * 15, 6, 9, "last W positions cannot be relaxed"),
     ],
 )
 def test_window_table(native, uncertain, window, accepted, why):
-    draft, logits = stream(native, uncertain)
-    verdict = verify_greedy(draft, torch.tensor([len(native)]), logits, Relaxation(window, 0.3))
-    assert verdict.accepted_B.item() == accepted, why
-    expected = 3 if accepted == len(native) else 2
-    assert verdict.next_token_B.item() == expected, "bonus after K, else the target's own token"
+    assert decide(native, uncertain, window).accepted == accepted, why
+
+
+@pytest.mark.parametrize(
+    ("native", "window", "accepted", "why"),
+    [
+        ("nyyyyyy", 6, 7, "six follow and the five that are checked match"),
+        ("ynyyyyy", 6, 1, "only five follow: rejected, though five are checked"),
+        ("nyyyyyn", 6, 6, "the sixth follower is not checked; it is then rejected itself"),
+        ("nyyyynyyyyyy", 6, 0, "the fifth follower is"),
+        ("nyyyyynyyyyyy", 6, 13, "a mismatch right after the checked ones may wait itself"),
+        ("nn", 1, 1, "W=1 checks nothing, but one must follow"),
+        ("n", 1, 0, "and here none does"),
+    ],
+)
+def test_reference_window_table(native, window, accepted, why):
+    """The reference code checks W - 1 followers and wants W to remain in the round."""
+    assert decide(native, "h" * len(native), window - 1, room=window).accepted == accepted, why
+
+
+def test_across_rounds_table():
+    def shape(native, **kwargs):
+        got = decide(native, "h" * len(native), 3, across=True, **kwargs)
+        return got.accepted, got.deferred, got.rolled_back, got.reopened, got.open_at
+
+    assert shape("yn") == (2, (1,), False, False, 1), "open at the end: provisional"
+    assert decide("yn", "hh", 3, across=True).open_matches == 1, "the bonus token is a match"
+    assert shape("nyy") == (3, (0,), False, False, None), "the bonus token fills the window"
+    assert shape("ynyn") == (1, (), True, False, None), "rolled back in its own round"
+    assert shape("yn", open_matches=1) == (0, (), False, True, None), "it takes the draft with it"
+    assert shape("yyn", open_matches=1) == (3, (2,), False, False, 2), "closed, then a new one"
+    assert shape("y", open_matches=0) == (1, (), False, False, -1), "still the earlier one"
+    assert decide("y", "h", 3, across=True, open_matches=0).open_matches == 2
+    assert shape("", open_matches=2) == (0, (), False, False, None), "a plain step fills it"
 
 
 def test_gate_passes_at_equality():
     """Catches > written for >=."""
-    draft, logits = stream("nyy", "hhh")
+    _, logits = stream("nyy", "hhh")
     exact = entropy(logits[0, 0], "top3").item()
-    length = torch.tensor([3])
-    at = verify_greedy(draft, length, logits, Relaxation(2, exact))
-    above = verify_greedy(draft, length, logits, Relaxation(2, math.nextafter(exact, 9) + 1e-6))
-    assert at.accepted_B.item() == 3
-    assert above.accepted_B.item() == 0
+    assert decide("nyy", "hhh", 2, threshold=exact).accepted == 3
+    assert decide("nyy", "hhh", 2, threshold=math.nextafter(exact, 9) + 1e-6).accepted == 0
 
 
 def test_threshold_none_is_off_and_zero_is_zero():
-    draft, logits = stream("nyy", "lll")
-    length = torch.tensor([3])
-    assert verify_greedy(draft, length, logits, Relaxation(2, None)).accepted_B.item() == 3
-    assert verify_greedy(draft, length, logits, Relaxation(2, 0.0)).accepted_B.item() == 3
+    assert decide("nyy", "lll", 2, threshold=None).accepted == 3
+    assert decide("nyy", "lll", 2, threshold=0.0).accepted == 3
 
 
 def test_exact_rule_never_relaxes():
     draft, logits = stream("nyyyyyyy", "hhhhhhhh")
-    verdict = verify_greedy(draft, torch.tensor([8]), logits, None)
-    assert verdict.accepted_B.item() == 0
-    assert not verdict.stood_BK.any()
+    judged = judge(draft, torch.tensor([8]), logits, None)
+    assert not judged.passes_BK.any()
+    assert resolve(judged.native_BK[0].tolist(), [True] * 8, None) == Resolution(0)
 
 
 def test_empty_draft_yields_the_targets_token():
-    verdict = verify_greedy(
-        torch.empty(1, 0, dtype=torch.long),
-        torch.tensor([0]),
-        logits_for(5, False)[None, None],
-        Relaxation(6, 0.3),
-    )
-    assert verdict.next_token_B.item() == 5
+    empty = torch.empty(1, 0, dtype=torch.long)
+    judged = judge(empty, torch.tensor([0]), logits_for(5, False)[None, None], (EntropyGate(0.3),))
+    assert judged.choice_BK1.tolist() == [[5]]
+    assert resolve([], [], Relaxation((), 6, 6)) == Resolution(0)
+
+
+P = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.97, 0.01, 0.01, 0.01]])
+
+
+@pytest.mark.parametrize(
+    ("gate", "token", "passes"),
+    [
+        (MarginGate(0.21), 1, [True, False]),
+        (MarginGate(0.19), 1, [False, False]),
+        (RatioGate(0.29), 2, [True, False]),
+        (RatioGate(0.31), 2, [False, False]),
+        (RankGate(2), 1, [True, True]),  # ties share a place
+        (RankGate(2), 2, [False, True]),
+        (DistanceGate(0.36), 2, [True, False]),
+        (DistanceGate(0.34), 2, [False, False]),
+        (TypicalGate(0.09, 0.3), 2, [True, False]),  # H = 1.14 nats: the bar is 0.09
+        (TypicalGate(0.5, 0.3), 2, [True, False]),  # 0.3 * exp(-1.14) = 0.0957
+        (TypicalGate(0.5, 0.5), 2, [False, False]),  # 0.5 * exp(-1.14) = 0.16
+        (EntropyGate(1.0), 3, [False, False]),  # 0.99 nats over the three largest
+        (EntropyGate(0.95), 3, [True, False]),
+    ],
+)
+def test_gates_by_hand(gate, token, passes):
+    tokens = torch.tensor([token, token])
+    for shift in (0.0, 7.0):  # logits are defined up to a constant
+        assert gate.passes(P.log() + shift, tokens).tolist() == passes
+
+
+def test_all_gates_must_pass():
+    gates = (MarginGate(0.21), RankGate(2))
+    assert all_pass(gates, P.log(), torch.tensor([1, 1])).tolist() == [True, False]
+    assert all_pass(gates, P.log(), torch.tensor([2, 2])).tolist() == [False, False]
+    assert all_pass((), P.log(), torch.tensor([3, 3])).tolist() == [True, True]
+
+
+def test_gates_stand_what_top_p_excludes():
+    """-inf must not become NaN, which would shut every gate."""
+    logits = torch.tensor([[0.0, -0.1, -math.inf, -math.inf]])
+    token = torch.tensor([1])
+    assert 0.6 < top_k_entropy(logits, 3).item() < 0.7
+    for gate in (EntropyGate(0.6), MarginGate(0.1), RatioGate(0.8), TypicalGate(0.09, 0.3)):
+        assert gate.passes(logits, token).tolist() == [True]
 
 
 def test_entropies_against_the_definition():

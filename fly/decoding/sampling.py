@@ -1,0 +1,158 @@
+"""How a row chooses its tokens: processed distributions, draws, and lossless rejection sampling.
+
+Rejection sampling (arXiv 2211.17192, 2302.01318): a token drafted from q stands with probability
+min(1, p/q); at the first one that does not, the target's token is drawn from max(0, p - q),
+normalised; after the last one, from p. A token proposed without drawing (an n-gram's) is a q that
+is all on that token: it stands with probability p(token), and the residual is p without it.
+
+Shapes: K draft tokens of one row, N positions, V vocabulary. p is the target's distribution, q
+the draft's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """A row's decoding settings, in transformers' meaning and order. temperature 0 is greedy.
+
+    top_k 0, top_p 1, min_p 0 and repetition_penalty 1 are off. Greedy rows keep the penalty only.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        checks = {
+            "temperature": (self.temperature >= 0, "at least 0 (0 is greedy)"),
+            "top_k": (self.top_k >= 0, "at least 0 (0 is off)"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1 (1 is off)"),
+            "min_p": (0 <= self.min_p <= 1, "between 0 (off) and 1"),
+            "repetition_penalty": (self.repetition_penalty > 0, "above 0 (1 is off)"),
+        }
+        for name, (is_valid, wanted) in checks.items():
+            if not is_valid:
+                raise ValueError(f"{name}={getattr(self, name)}: must be {wanted}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Greedy on the model's own logits: nothing is to be done to them."""
+        return self.is_greedy and self.repetition_penalty == 1
+
+    @cached_property
+    def _warpers(self) -> list[LogitsProcessor]:
+        if self.is_greedy:
+            return []
+        warpers: list[LogitsProcessor] = []
+        if self.temperature != 1:
+            warpers.append(TemperatureLogitsWarper(self.temperature))
+        if self.top_k:
+            warpers.append(TopKLogitsWarper(self.top_k))
+        if self.top_p < 1:
+            warpers.append(TopPLogitsWarper(self.top_p))
+        if self.min_p:
+            warpers.append(MinPLogitsWarper(self.min_p))
+        return warpers
+
+    def process(self, logits_NV: Tensor, before: Sequence[int], drafted: Sequence[int]) -> Tensor:
+        """Logits after the row's processors, float32; excluded tokens are -inf. [N, V].
+
+        Row i of the logits follows the tokens `before` and the first i of `drafted`.
+        """
+        scores_NV = logits_NV.float()
+        if self.repetition_penalty != 1:
+            seen_NL = _histories(before, drafted[: len(scores_NV) - 1]).to(scores_NV.device)
+            penalty = RepetitionPenaltyLogitsProcessor(self.repetition_penalty)
+            scores_NV = penalty(seen_NL, scores_NV)
+        for warper in self._warpers:
+            scores_NV = warper(None, scores_NV)  # none of them looks at the tokens
+        return scores_NV
+
+
+GREEDY = Sampling()
+
+
+def _histories(before: Sequence[int], drafted: Sequence[int]) -> Tensor:
+    """[N, L]: what each position follows, N = len(drafted) + 1. Gaps repeat a token of the row."""
+    row_L = torch.tensor([*before, *drafted])
+    seen_NL = row_L.repeat(len(drafted) + 1, 1)
+    for i in range(len(drafted) + 1):
+        seen_NL[i, len(before) + i :] = row_L[0]
+    return seen_NL
+
+
+@dataclass(frozen=True)
+class Noise:
+    """One row's random numbers for one round, uniform on [0, 1): lists as long as the draft may be.
+
+    draft: the draft model's draws. accept: the rejection sampler's. choose: the target's own
+    draws, one more. As many are drawn in every round of the same limit, so a row's numbers depend
+    on nothing but its own past.
+    """
+
+    draft: Tensor
+    accept: Tensor
+    choose: Tensor
+
+    @classmethod
+    def drawn(cls, limit: int, generator: torch.Generator) -> Noise:
+        # float64: float32 has too few values to reach the tail of a large vocabulary
+        numbers = torch.rand(3 * limit + 1, dtype=torch.float64, generator=generator)
+        return cls(numbers[:limit], numbers[limit : 2 * limit], numbers[2 * limit :])
+
+
+def draw(weights_NV: Tensor, uniform_N: Tensor) -> Tensor:
+    """Each row's token at quantile `uniform` of its weights, which need not be normalised. [N].
+
+    A token of weight zero is never drawn.
+    """
+    # float64: in float32 the tail of a large vocabulary would be lost in the sum
+    cumulative_NV = weights_NV.double().cumsum(-1)
+    total_N1 = cumulative_NV[:, -1:]
+    at_N1 = uniform_N.to(weights_NV.device)[:, None] * total_N1
+    at_N1 = torch.minimum(at_N1, total_N1 * (1 - 1e-15))  # the product may round up to the total
+    return torch.searchsorted(cumulative_NV, at_N1, right=True)[:, 0]
+
+
+def rejection_sample(
+    p_NV: Tensor, q_KV: Tensor | None, draft_K: Tensor, noise: Noise
+) -> tuple[Tensor, Tensor]:
+    """(native [K], choice [K + 1]) of a chain drafted from q, or without q by a rule; N = K + 1.
+
+    choice is the target's own token wherever the draft's does not stand natively, and after it.
+    """
+    k = len(draft_K)
+    uniform_N = noise.choose[: k + 1]
+    if q_KV is None:  # drawing first and comparing stands with probability p(token) just the same
+        choice_N = draw(p_NV, uniform_N)
+        return choice_N[:k] == draft_K, choice_N
+    token_K1 = draft_K[:, None]
+    p_K, q_K = p_NV[:k].gather(-1, token_K1)[:, 0], q_KV.gather(-1, token_K1)[:, 0]
+    native_K = noise.accept[:k].to(p_NV.device) * q_K < p_K
+    rest_KV = (p_NV[:k] - q_KV).clamp(min=0)
+    # where p and q agree everywhere nothing is left but rounding, and nothing is rejected
+    rest_KV = torch.where(rest_KV.sum(-1, keepdim=True) > 0, rest_KV, p_NV[:k])
+    own_N = draw(torch.cat([rest_KV, p_NV[k:]]), uniform_N)
+    return native_K, torch.cat([torch.where(native_K, draft_K, own_N[:k]), own_N[k:]])

@@ -1,0 +1,66 @@
+"""Every round of a run as JSONL, one line per row and round. docs/traces.md describes the keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fly.decoding.engine import RoundRecord
+from fly.decoding.sequence import Sequence, Source
+from fly.errors import FlyError
+from fly.session import JsonLines, Session
+
+
+class Trace:
+    """An observer of the engine that writes `fly_trace_*.jsonl` beside lm-eval's samples."""
+
+    def __init__(self, session: Session, rank: int) -> None:
+        check_has_folder(session)
+        self._lines = JsonLines(session, "fly_trace", rank)
+        self._requests = 0
+        self._open: dict[int, list[int]] = {}  # by row: its number, its rounds so far
+
+    def on_round(self, record: RoundRecord) -> None:
+        row = record.row
+        if id(row) not in self._open:
+            self._open[id(row)] = [self._requests, 0]
+            self._requests += 1
+        number = self._open[id(row)]
+        number[1] += 1
+        whose = {"request": number[0], "round": number[1]}
+        self._lines.write({**_document(row), **whose, **_decided(record)})
+        if not row.is_open:
+            del self._open[id(row)]
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+def check_has_folder(session: Session) -> None:
+    if session.output_dir is None:
+        raise FlyError("trace=true: traces are written beside the samples: add --output_path DIR")
+
+
+def _document(row: Sequence) -> dict[str, Any]:
+    instance = row.request.tag
+    return {name: getattr(instance, name, None) for name in ("task_name", "doc_id")}
+
+
+def _decided(record: RoundRecord) -> dict[str, Any]:
+    """Positions are indexes into the row's generated tokens."""
+    verdict, row, start = record.verdict, record.row, record.start
+    is_rollback = row.sources[-1] is Source.ROLLBACK
+    line: dict[str, Any] = {
+        "start": start,
+        "draft": verdict.draft,
+        "by": record.drafted_by,
+        "native": "".join("1" if match else "0" for match in verdict.native),
+        "choice": verdict.choice,
+        "deferred": [start + position for position in verdict.resolution.deferred],
+        "rolled_back": record.length - 1 if is_rollback else None,
+        "open": None if row.open is None else row.open.at,
+        "length": record.length,
+        "finish": row.finish_reason,
+    }
+    if verdict.entropy is not None:
+        line["entropy"] = [round(value, 3) for value in verdict.entropy]
+    return line
