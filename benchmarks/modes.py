@@ -18,9 +18,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from lm_eval import simple_evaluate
+from harness import evaluate
 from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
 from provenance import commit
 
 from fly import config as fly_config
@@ -28,7 +27,6 @@ from fly import loading
 from fly.decoding.records import RunStats
 from fly.evaluation import report
 from fly.lm import FlyLM
-from fly.paths import data_dir
 
 MODES: dict[str, dict[str, Any]] = {
     "hf": {},
@@ -64,7 +62,6 @@ class Bench:
             self.hf = CountingHF(
                 pretrained=path, device=str(self.fly.device), batch_size=1, **extra
             )
-        self.tasks = TaskManager(include_path=str(data_dir("lm_eval_tasks")))
         self.samples: dict[str, list[dict[str, Any]]] = defaultdict(list)
         self.stats: dict[str, RunStats] = {name: RunStats() for name in args.modes}
         self.hf_totals = [0, 0.0]
@@ -78,18 +75,9 @@ class Bench:
         self.fly.stats = RunStats()
         values = {**self.base.model_dump(), **MODES[mode]}
         self.fly.fly_config = fly_config.build(values, mode)
-        result = simple_evaluate(
-            model=model,
-            tasks=[self.args.tasks],
-            samples={self.args.tasks: indices},
-            task_manager=self.tasks,
-            apply_chat_template=self.args.chat,
-            fewshot_as_multiturn=self.args.chat,
-            gen_kwargs=self.args.gen_kwargs,
-            confirm_run_unsafe_code=True,
-            bootstrap_iters=0,
+        self.samples[mode] += evaluate(
+            model, self.args.tasks, indices, chat=self.args.chat, gen_kwargs=self.args.gen_kwargs
         )
-        self.samples[mode] += result["samples"][self.args.tasks]
         self.stats[mode].merge(self.fly.stats)
         if mode == "hf" and self.hf is not None:
             self.hf_totals[0] += self.hf.tokens

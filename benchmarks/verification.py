@@ -1,0 +1,209 @@
+"""Verification rules side by side on one pair: answers kept, tau, tokens per draft token, speed.
+
+    python benchmarks/verification.py --config qwen2.5-coder.json --limit 60 --batch_size 8 \\
+        --output benchmarks/results/verification
+
+Documents run in chunks, every setting on each chunk in rotated order, in one process. Records are
+appended to --output after each chunk, so a run that is cut short goes on with the same command.
+Speed is only compared over chunks that both settings ran. `--report` prints the table of what
+is there and runs nothing. The last line printed is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from provenance import commit
+from scipy.stats import binomtest
+
+ACROSS = {"defer_across_rounds": True}
+NO_ENTROPY = {"entropy_thre": None}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "target_only": {"use_sd": False},
+    "exact_k8": {"enable_fly": False},
+    "fly_k8": {},
+    "fly_k15": {"spd_k": 15},
+    "across_k4": {"spd_k": 4, **ACROSS},
+    "across_k6": {"spd_k": 6, **ACROSS},
+    "across_k8": ACROSS,
+    "margin_k8": {**ACROSS, **NO_ENTROPY, "margin_thre": 0.2},
+    "ratio_k8": {**ACROSS, **NO_ENTROPY, "draft_ratio_thre": 0.3, "draft_rank_max": 2},
+    "typical": {"verification": "typical"},
+    "top_k": {"verification": "top_k"},
+    "accept_all": {"verification": "accept_all"},
+}
+TASKS: dict[str, dict[str, Any]] = {
+    "humaneval_instruct": {"metric": "pass@1", "filter": None},
+    "gsm8k": {"metric": "exact_match", "filter": "flexible-extract", "num_fewshot": 0},
+}
+
+
+@dataclass
+class Tally:
+    """One setting on one task. correct: by document. chunks: its statistics by first document."""
+
+    correct: dict[int, float] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
+    chunks: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def total(self, name: str) -> float:
+        return sum(stats[name] for stats in self.chunks.values())
+
+    def speed(self, chunks: set[int]) -> float:
+        """Tokens per second of decoding, over the given chunks."""
+        emitted = sum(self.chunks[chunk]["emitted"] for chunk in chunks)
+        seconds = [self.chunks[chunk]["seconds"] for chunk in chunks]
+        return emitted / sum(s["draft"] + s["verify"] + s["other"] for s in seconds)
+
+
+Tallies = dict[tuple[str, str], Tally]
+
+
+def read(path: Path) -> Tallies:
+    """What earlier runs appended, by (setting, task); a torn last line is dropped."""
+    tallies: Tallies = defaultdict(Tally)
+    if not path.exists():
+        return tallies
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        tally = tallies[record["setting"], record["task"]]
+        tally.chunks[record["documents"][0]["doc_id"]] = record["stats"]
+        for document in record["documents"]:
+            tally.correct[document["doc_id"]] = document["correct"]
+            tally.texts[document["doc_id"]] = document["text"]
+    return tallies
+
+
+def turns(limit: int, chunk: int, settings: list[str]) -> Iterator[tuple[str, str, list[int]]]:
+    """(setting, task, documents) in the order of the run."""
+    for turn, start in enumerate(range(0, limit, chunk)):
+        documents = list(range(start, min(start + chunk, limit)))
+        shift = turn % len(settings)
+        for setting in settings[shift:] + settings[:shift]:
+            for task in TASKS:
+                yield setting, task, documents
+
+
+def run(args: argparse.Namespace, settings: dict[str, dict[str, Any]], path: Path) -> None:
+    from harness import evaluate
+
+    from fly import config as fly_config
+    from fly.decoding.records import RunStats
+    from fly.lm import FlyLM
+
+    lm = FlyLM(config_path=args.config, device=args.device, batch_size=args.batch_size)
+    base = lm.fly_config.model_dump()
+    done = read(path)
+    for setting, task, documents in turns(args.limit, args.chunk, list(settings)):
+        if task not in args.tasks or set(documents) <= set(done[setting, task].correct):
+            continue
+        lm.fly_config = fly_config.build({**base, **settings[setting]}, setting)
+        lm.stats = RunStats()
+        how = TASKS[task]
+        samples = evaluate(
+            lm,
+            task,
+            documents,
+            gen_kwargs=f"max_gen_toks={args.max_gen_toks}",
+            num_fewshot=how.get("num_fewshot"),
+        )
+        kept = [s for s in samples if how["filter"] in (None, s["filter"])]
+        record = {
+            "setting": setting,
+            "task": task,
+            "config": settings[setting],
+            "batch_size": args.batch_size,
+            "max_gen_toks": args.max_gen_toks,
+            "commit": commit(),
+            "stats": lm.stats.as_dict(),
+            "documents": [
+                {"doc_id": s["doc_id"], "correct": s[how["metric"]], "text": s["resps"][0][0]}
+                for s in kept
+            ],
+        }
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        print(f"{documents[0]}..{documents[-1]} {task} {setting}", flush=True)
+
+
+def row(tallies: Tallies, setting: str, task: str) -> dict[str, Any]:
+    """One line of the table. Answers against target_only, speed against exact_k8."""
+    own, target = tallies[setting, task], tallies["target_only", task]
+    exact = tallies["exact_k8", task]
+    both = sorted(set(own.correct) & set(target.correct))
+    lost = sum(target.correct[d] > own.correct[d] for d in both)
+    won = sum(target.correct[d] < own.correct[d] for d in both)
+    chunks = set(own.chunks) & set(exact.chunks)
+    drafted = own.total("drafted")
+    return {
+        "setting": setting,
+        "task": task,
+        "documents": len(both),
+        "correct": sum(own.correct[d] for d in both),
+        "target_only_correct": sum(target.correct[d] for d in both),
+        "lost": lost,
+        "won": won,
+        "mcnemar_p": binomtest(lost, lost + won).pvalue if lost + won else 1.0,
+        "same_text": sum(own.texts[d] == target.texts[d] for d in both),
+        "tau": own.total("emitted") / own.total("rounds"),
+        "emitted_per_drafted": own.total("emitted") / drafted if drafted else None,
+        "discarded_share": own.total("discarded") / own.total("emitted"),
+        "speed_over_exact": own.speed(chunks) / exact.speed(chunks) if chunks else None,
+    }
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    print(
+        "| setting | task | correct | target-only | lost / won | McNemar p | same text | tau "
+        "| emitted / drafted | dropped | speed / exact |\n" + "|---" * 11 + "|"
+    )
+    for r in rows:
+        per_draft = "-" if r["emitted_per_drafted"] is None else f"{r['emitted_per_drafted']:.2f}"
+        speed = "-" if r["speed_over_exact"] is None else f"{r['speed_over_exact']:.2f}"
+        print(
+            f"| {r['setting']} | {r['task']} | {r['correct']:.0f}/{r['documents']} "
+            f"| {r['target_only_correct']:.0f} | {r['lost']} / {r['won']} | {r['mcnemar_p']:.2f} "
+            f"| {r['same_text']} | {r['tau']:.2f} | {per_draft} | {r['discarded_share']:.1%} "
+            f"| {speed} |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", default="qwen2.5-coder.json")
+    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
+    parser.add_argument(
+        "--add", action="append", default=[], help='further settings, NAME={"key": value, ...}'
+    )
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--limit", type=int, default=60, help="documents per task")
+    parser.add_argument("--chunk", type=int, default=12, help="documents per setting and turn")
+    parser.add_argument("--batch_size", type=int, default=8)
+    parser.add_argument("--max_gen_toks", type=int, default=384)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--output", type=Path, required=True, help="folder of the raw records")
+    parser.add_argument("--report", action="store_true", help="print the table, run nothing")
+    args = parser.parse_args()
+    settings = {name: SETTINGS[name] for name in args.settings}
+    settings |= {n: json.loads(v) for n, _, v in (item.partition("=") for item in args.add)}
+    args.output.mkdir(parents=True, exist_ok=True)
+    path = args.output / "records.jsonl"
+    if not args.report:
+        run(args, settings, path)
+    tallies = read(path)
+    rows = [row(tallies, *key) for key in list(tallies) if tallies[key].correct]
+    print_table(rows)
+    print(json.dumps({"rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

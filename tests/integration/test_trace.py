@@ -1,0 +1,89 @@
+"""Traces: complete enough to replay a run from, refused where they could not be kept."""
+
+import json
+from collections import defaultdict
+
+import pytest
+
+from fly import session
+from fly.errors import FlyError
+from tests.integration.test_lm import PROMPTS, fly_lm, instances
+
+RELAXED = {"enable_fly": True, "entropy_thre": 0.0, "win_len": 3, "spd_k": 4, "dtype": "float32"}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    session.start(tmp_path)
+    yield tmp_path
+    session.start(None)
+
+
+def lines(folder):
+    (file,) = folder.glob("fly_trace_*.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def replay(rounds):
+    """The row's tokens, from its trace alone."""
+    tokens, own = [], {}
+    for line in rounds:
+        start, draft, choice = line["start"], line["draft"], line["choice"]
+        assert start == len(tokens)
+        own.update({p: choice[p - start] for p in line["deferred"]})
+        if (at := line["rolled_back"]) is not None:
+            tokens = [*tokens, *draft][:at] + [choice[at - start] if at >= start else own[at]]
+        else:
+            kept = line["length"] - start
+            stands = [
+                n == "1" or start + i in line["deferred"] for i, n in enumerate(line["native"])
+            ]
+            accepted = stands.index(False) if False in stands else len(draft)
+            tokens += [*draft[:accepted], choice[accepted]][:kept]
+    return tokens
+
+
+@pytest.mark.parametrize("across", [True, False])
+@pytest.mark.parametrize("drafter", ["model", "ngram", "cascade"])
+def test_a_run_can_be_replayed_from_its_trace(saved_pair, folder, drafter, across):
+    """Catches positions that are off by one, and rollbacks or deferrals left out."""
+    lm = fly_lm(
+        saved_pair, **RELAXED, trace=True, drafter=drafter, defer_across_rounds=across, batch_size=3
+    )
+    seen = []
+    lm._keep = lambda instance, text, record, log: seen.append(record)
+    lm.generate_until(instances({"max_gen_toks": 40}))
+    rounds = defaultdict(list)
+    for line in lines(folder):
+        rounds[line["doc_id"]].append(line)
+    assert len(seen) == len(PROMPTS)
+    for record in seen:
+        mine = rounds[record.request.tag.doc_id]
+        assert [line["round"] for line in mine] == list(range(1, record.counts.rounds + 1))
+        assert replay(mine) == record.tokens
+        assert sum(len(line["draft"]) for line in mine) == record.counts.drafted
+        assert mine[-1]["finish"] == record.finish_reason
+        assert all(line["finish"] is None for line in mine[:-1])
+        assert all(len(line["entropy"]) == len(line["choice"]) for line in mine)
+    everything = [line for line in lines(folder) if line["draft"]]
+    letters = {"model": "d", "ngram": "n", "cascade": "dn"}[drafter]
+    assert {letter for line in everything for letter in line["by"]} <= set(letters)
+    assert all(len(line["by"]) == len(line["draft"]) for line in everything)
+    if drafter != "ngram":
+        assert any(line["deferred"] for line in everything)
+    assert across == any(line["open"] is not None for line in everything)
+
+
+def test_off_by_default_and_changes_nothing(saved_pair, folder):
+    asked = {"max_gen_toks": 30}
+    plain = fly_lm(saved_pair, **RELAXED, drafter="model", defer_across_rounds=True)
+    texts = plain.generate_until(instances(asked))
+    assert not list(folder.glob("fly_trace_*"))
+    traced = fly_lm(saved_pair, **RELAXED, drafter="model", defer_across_rounds=True, trace=True)
+    assert traced.generate_until(instances(asked)) == texts
+
+
+def test_refused_without_a_folder(saved_pair):
+    session.start(None)
+    with pytest.raises(FlyError, match=r"trace=true: .* add --output_path DIR"):
+        fly_lm(saved_pair, trace=True)
