@@ -1,0 +1,534 @@
+"""Sampled outputs follow the distribution they must: chi-square tests through the real engine.
+
+Two worlds. A tiny model, whose short continuations are enumerated and counted whole: everything
+is real. A table of logits by the last two tokens behind a real ModelRunner's bookkeeping: cheap
+enough for hundreds of thousands of tokens, whose transitions are counted; engine, drafters and
+rejection sampler are the real ones. Every claim has mutants that the same counts refute.
+
+FLY_TEST_TOKENS multiplies the number of table tokens (1 by default, 42,000 per case).
+"""
+
+import os
+import random
+from collections import Counter
+from itertools import product
+
+import pytest
+import torch
+
+from fly.decoding.gates import EntropyGate
+from fly.decoding.runner import ModelRunner
+from fly.decoding.sampling import Noise, Sampling, draw, rejection_sample
+from fly.decoding.sequence import Request
+from fly.decoding.verification import Relaxation
+from fly.drafters.base import NoDrafter
+from fly.drafters.model import CascadeDrafter, ModelDrafter
+from fly.drafters.ngram import NgramDrafter
+from tests import tiny
+
+V = 8
+SCALE = float(os.environ.get("FLY_TEST_TOKENS", "1"))
+PROMPT = (3, 4, 5, 6, 3, 4)  # its last tokens came before, so that n-gram drafts happen
+HONEST, REFUTED = 1e-3, 1e-6  # p-values: above the one, below the other
+NO_EOS = frozenset()
+ACCEPT_ALL = Relaxation((), 0, 0, by_gates_alone=True)
+
+
+# Chi-square
+
+
+class ChiSquare:
+    """Sums of (observed - expected)^2 / expected over independent multinomials."""
+
+    def __init__(self):
+        self.statistic, self.freedom, self.impossible = 0.0, 0, 0
+
+    def add(self, observed, probabilities):
+        """One multinomial; cells that expect fewer than 5 are counted as one."""
+        total = sum(observed)
+        cells, few, few_expected = 0, 0, 0.0
+        for count, probability in zip(observed, probabilities):
+            expected = total * probability
+            if expected >= 5:
+                self.statistic += (count - expected) ** 2 / expected
+                cells += 1
+                continue
+            self.impossible += count if probability == 0 else 0
+            few, few_expected = few + count, few_expected + expected
+        if few_expected >= 5:
+            self.statistic += (few - few_expected) ** 2 / few_expected
+            cells += 1
+        self.freedom += max(0, cells - 1)
+
+    @property
+    def p_value(self):
+        if self.impossible:  # a token that the settings exclude
+            return 0.0
+        half = torch.tensor([self.freedom, self.statistic], dtype=torch.float64) / 2
+        return torch.special.gammaincc(half[0], half[1]).item()
+
+
+def test_the_chi_square_itself_tells_fair_from_loaded():
+    """A statistic that never rejects would make every test below pass."""
+    generator = random.Random(0)
+    fair = Counter(generator.choices(range(6), k=20_000))
+    loaded = Counter(generator.choices(range(6), [1, 1, 1, 1, 1, 1.15], k=20_000))
+    for counts, expected in ((fair, True), (loaded, False)):
+        test = ChiSquare()
+        test.add([counts[face] for face in range(6)], [1 / 6] * 6)
+        assert test.freedom == 5
+        assert (test.p_value > HONEST) == expected
+        assert (test.p_value < REFUTED) != expected
+    quantile = ChiSquare()
+    quantile.statistic, quantile.freedom = 11.0705, 5  # 5 %, from a printed table
+    assert quantile.p_value == pytest.approx(0.05, abs=1e-5)
+
+
+# The table world
+
+
+class TableRunner(ModelRunner):
+    """A runner whose logits are looked up by the last two tokens; all bookkeeping is real."""
+
+    def __init__(self, table_VVV, slots):
+        stub = torch.nn.Embedding(1, 1)
+        stub.get_input_embeddings = lambda: stub
+        super().__init__(stub, slots, 4096)
+        self.table_VVV = table_VVV
+
+    def _forward(self, first_slot, tokens, logits_to_keep):
+        self._note_written(first_slot, tokens)
+        width = max(map(len, tokens))
+        pairs = []
+        for slot, row in enumerate(tokens, start=first_slot):
+            length = self.lengths[slot]
+            known = [0, *self._written[slot][: length + len(row)]]
+            padding = [(0, 0)] * (width - len(row))
+            pairs.append([*zip(known[length:], known[length + 1 :]), *padding])
+        earlier_BQ, last_BQ = torch.tensor(pairs).unbind(-1)
+        return self.table_VVV[earlier_BQ, last_BQ]
+
+
+def table(seed, spread=1.6, like=None, noise=0.0):
+    """[V, V, V] logits; with `like`, a noisy copy of another's."""
+    own = torch.randn(V, V, V, generator=torch.Generator().manual_seed(seed))
+    return spread * own if like is None else like + noise * own
+
+
+TARGET = table(1)
+CLOSE = table(2, like=TARGET, noise=0.5)
+FAR = table(3)  # knows nothing of the target
+ANOTHER = table(4, like=TARGET, noise=1.2)  # for mutants: drafts neither too good nor too bad
+
+MIXED = (Sampling(1.0), Sampling(0.7), Sampling(1.2, top_k=5), Sampling(0.9, top_p=0.85))
+
+
+def table_drafter(name, slots, draft=FAR):
+    if name == "none":
+        return NoDrafter()
+    if name == "ngram":
+        return NgramDrafter(slots, 1, 4, 6, NO_EOS)
+    if name == "cascade":
+        return CascadeDrafter(TableRunner(draft, slots), NO_EOS, 1, 4, 6)
+    return ModelDrafter(TableRunner(draft, slots), NO_EOS)
+
+
+def table_engine(name, draft=FAR, *, k=3, slots=48, relaxation=None, **kwargs):
+    drafter = table_drafter(name, slots, draft)
+    return tiny.engine(TableRunner(TARGET, slots), drafter, k, relaxation, eos=NO_EOS, **kwargs)
+
+
+def table_requests(count, budget, settings=MIXED, prompt=PROMPT, seed=0):
+    """Rows of a batch differ in their settings, so that mixing rows up shows."""
+    return [
+        Request(prompt, budget, tag=i, sampling=settings[i % len(settings)], seed=seed * 10**6 + i)
+        for i in range(count)
+    ]
+
+
+def processed(logits, settings):
+    """Probabilities, float64, [..., V]: without a penalty they do not look at the tokens."""
+    scores = settings.process(logits.reshape(-1, V), (0,), ())
+    return torch.softmax(scores.double(), -1).view(logits.shape)
+
+
+def transitions(records):
+    """p-value of "every token was drawn from the target's distribution at its context"."""
+    counts = Counter()
+    for record in records:
+        request = record.request
+        row = [*request.prompt, *record.tokens]
+        for at in range(len(request.prompt), len(row)):
+            counts[request.sampling, row[at - 2], row[at - 1], row[at]] += 1
+    test = ChiSquare()
+    for settings in {record.request.sampling for record in records}:
+        p_VVV = processed(TARGET, settings).tolist()
+        for a, b in product(range(V), range(V)):
+            test.add([counts[settings, a, b, c] for c in range(V)], p_VVV[a][b])
+    return test
+
+
+def settled(records):
+    """Some drafts stood and some did not: neither is tested otherwise."""
+    return 0 < tiny.total(records, "native_accepted") < tiny.total(records, "drafted")
+
+
+EXACT_CASES = [
+    ("none", None, 0),
+    ("model", CLOSE, 5),
+    ("model", FAR, 2),
+    ("ngram", None, 3),
+    ("cascade", CLOSE, 5),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "draft", "k"), EXACT_CASES, ids=["none", "model", "model-far", "ngram", "cascade"]
+)
+def test_every_drafter_leaves_the_distribution_as_it_is(name, draft, k):
+    """210,000 tokens over the five cases. The mutants below say what this catches."""
+    seed = 1 + EXACT_CASES.index((name, draft, k))  # a cascade's tokens are its draft model's
+    requests = table_requests(int(SCALE * 336), 125, seed=seed)
+    records = list(table_engine(name, draft, k=k).run(requests))
+    test = transitions(records)
+    assert tiny.total(records, "emitted") == int(SCALE * 336) * 125
+    assert test.freedom > 500
+    assert test.p_value > HONEST
+    assert settled(records) or name == "none"
+
+
+# Mutants of exact verification
+
+
+def either_of_two(p_NV, q_KV, draft_K, noise):
+    """The draft stands if it matches either of two independent draws."""
+    k = len(draft_K)
+    choice_N = draw(p_NV, noise.choose[: k + 1])
+    second_K = draw(p_NV[:k], noise.accept[:k])
+    return (choice_N[:k] == draft_K) | (second_K == draft_K), choice_N
+
+
+def without_residual(p_NV, q_KV, draft_K, noise):
+    """After a rejection the token is drawn from p, not from what q left of it."""
+    native_K, choice_N = rejection_sample(p_NV, q_KV, draft_K, noise)
+    own_N = draw(p_NV, noise.choose[: len(choice_N)])
+    own_N[:-1] = torch.where(native_K, draft_K, own_N[:-1])
+    return native_K, own_N
+
+
+def one_uniform(p_NV, q_KV, draft_K, noise):
+    """The number that rejected the draft also chooses in its place."""
+    again = torch.cat([noise.accept, noise.choose[-1:]])
+    return rejection_sample(p_NV, q_KV, draft_K, Noise(noise.draft, noise.accept, again))
+
+
+def drafted_and_accepted_by_one_uniform(p_NV, q_KV, draft_K, noise):
+    return rejection_sample(p_NV, q_KV, draft_K, Noise(noise.draft, noise.draft, noise.choose))
+
+
+def one_position_late(p_NV, q_KV, draft_K, noise):
+    """Draft probabilities of the position before."""
+    late_KV = None if q_KV is None else torch.cat([q_KV[:1], q_KV[:-1]])
+    return rejection_sample(p_NV, late_KV, draft_K, noise)
+
+
+def drawn_colder(q_NV, uniform_N):
+    """The draft draws at half the temperature that q is computed at."""
+    return draw(q_NV**2, uniform_N)
+
+
+IN_ENGINE, IN_DRAFTER = "fly.decoding.engine.rejection_sample", "fly.drafters.model.draw"
+MUTANTS = [
+    (IN_ENGINE, either_of_two, "model"),
+    (IN_ENGINE, either_of_two, "ngram"),
+    (IN_ENGINE, without_residual, "model"),
+    (IN_ENGINE, without_residual, "cascade"),
+    (IN_ENGINE, one_uniform, "model"),
+    (IN_ENGINE, drafted_and_accepted_by_one_uniform, "model"),
+    (IN_ENGINE, one_position_late, "model"),
+    (IN_DRAFTER, drawn_colder, "model"),
+    (IN_DRAFTER, drawn_colder, "cascade"),
+]
+
+
+def mutant_p_value(name):
+    requests = table_requests(120, 60, MIXED[:2], seed=2)
+    return transitions(list(table_engine(name, ANOTHER, k=3).run(requests))).p_value
+
+
+@pytest.mark.parametrize("name", ["model", "ngram", "cascade"])
+def test_the_honest_pass_the_test_that_mutants_fail(name):
+    p_value = mutant_p_value(name)
+    assert p_value > HONEST
+
+
+@pytest.mark.parametrize(
+    ("where", "mutant", "name"), MUTANTS, ids=[f"{m.__name__}-{n}" for _, m, n in MUTANTS]
+)
+def test_mutants_are_refuted(where, mutant, name, monkeypatch):
+    """With 7,200 tokens: a sixth of what the honest have to pass."""
+    monkeypatch.setattr(where, mutant)
+    p_value = mutant_p_value(name)
+    assert p_value < REFUTED
+
+
+# The real world: short continuations of a tiny model, enumerated
+
+
+@pytest.fixture(scope="module")
+def models():
+    """(target, {name: draft}): one draft is a noisy copy, one knows nothing of the target."""
+    target = tiny.model(1, vocab=V, layers=1)
+    return target, {
+        "close": tiny.noisy_copy(target, 0.08),
+        "far": tiny.model(5, vocab=V, layers=1),
+    }
+
+
+@torch.inference_mode()
+def continuations(model, prompt, budget, settings, eos):
+    """{tokens: probability} of all continuations up to EOS or the budget, by plain passes."""
+    ended, going = {}, {(): 1.0}
+    for _ in range(budget):
+        prefixes = [[*prompt, *tokens] for tokens in going]
+        logits_NV = model(torch.tensor(prefixes)).logits[:, -1]
+        longer = {}
+        for (tokens, probability), before, logits_V in zip(going.items(), prefixes, logits_NV):
+            scores_NV = settings.process(logits_V[None], before, ())
+            for token, p in enumerate(torch.softmax(scores_NV.double(), -1)[0].tolist()):
+                where = ended if token in eos else longer
+                where[(*tokens, token)] = probability * p
+        going = longer
+    assert sum((ended | going).values()) == pytest.approx(1)
+    return ended | going
+
+
+def joint(records, expected):
+    counts = Counter(tuple(record.tokens) for record in records)
+    assert counts.keys() <= expected.keys()
+    test = ChiSquare()
+    test.add([counts[tokens] for tokens in expected], expected.values())
+    return test
+
+
+REAL_CASES = [("none", "far"), ("model", "close"), ("model", "far"), ("ngram", "far")]
+REAL_CASES += [("cascade", "close")]
+
+
+@pytest.mark.parametrize(("name", "draft"), REAL_CASES)
+@pytest.mark.parametrize(
+    "settings",
+    [Sampling(0.8, top_p=0.9), Sampling(1.5, top_k=6, repetition_penalty=1.3)],
+    ids=["top-p", "penalty"],
+)
+def test_whole_continuations_of_a_real_model(models, name, draft, settings):
+    """Caches, positions, penalties along a draft, EOS inside one: all in one joint count."""
+    target, drafts = models
+    eos = frozenset({tiny.EOS})
+    expected = continuations(target, PROMPT, 3, settings, eos)
+    assert any(len(tokens) < 3 for tokens in expected)
+    drafter = tiny.drafter(name, 64, drafts[draft], eos)
+    requests = table_requests(1200, 3, (settings,), seed=3)
+    records = list(tiny.engine(target, drafter, 3, slots=64, eos=eos).run(requests))
+    test = joint(records, expected)
+    assert test.freedom > 30
+    assert test.p_value > HONEST
+    assert settled(records) or name == "none"
+
+
+def test_a_draft_penalised_as_a_whole_is_noticed(models, monkeypatch):
+    """The mutant of the penalty: the target's row i sees all drafted tokens, not the first i."""
+    honest = Sampling.process
+
+    def all_at_once(self, logits_NV, before, drafted):
+        return honest(self, logits_NV, [*before, *drafted], [before[0]] * len(drafted))
+
+    target, drafts = models
+    settings = Sampling(1.5, top_k=6, repetition_penalty=1.3)
+    expected = continuations(target, PROMPT, 3, settings, NO_EOS)
+    monkeypatch.setattr(Sampling, "process", all_at_once)
+    drafter = tiny.drafter("model", 64, drafts["close"], NO_EOS)
+    engine = tiny.engine(target, drafter, 3, slots=64, eos=NO_EOS)
+    assert joint(list(engine.run(table_requests(1200, 3, (settings,)))), expected).p_value < REFUTED
+
+
+# Independence of neighbours
+
+
+def varied_requests():
+    """Rows that differ in prompt, budget, seed and settings; some are greedy."""
+    generator = random.Random(8)
+    settings = (*MIXED, Sampling(), Sampling(1.1, min_p=0.05, repetition_penalty=1.2))
+    return [
+        Request(
+            tuple(generator.choices(range(3, 64), k=generator.randrange(1, 12)) * (1 + i % 2)),
+            generator.randrange(2, 20),
+            tag=i,
+            sampling=settings[i % len(settings)],
+            seed=generator.randrange(2**40),
+        )
+        for i in range(14)
+    ]
+
+
+@pytest.mark.parametrize("relaxation", [None, tiny.relaxed(2, 0.3)], ids=["strict", "fly"])
+@pytest.mark.parametrize("name", ["none", "model", "ngram", "cascade"])
+def test_a_rows_tokens_do_not_depend_on_its_neighbours(target, draft, name, relaxation):
+    """One generator for the batch, or numbers taken by what was accepted, would show here."""
+    wanted, seen = varied_requests(), []
+    for slots in (1, 3, 8):
+        drafter = tiny.drafter(name, slots, draft)
+        engine = tiny.engine(target, drafter, 4, relaxation, slots, reuse_prefixes=slots != 3)
+        shuffled = random.Random(slots).sample(wanted, len(wanted))
+        seen.append({record.request.tag: record.tokens for record in engine.run(shuffled)})
+    assert seen[0] == seen[1] == seen[2]
+    assert len(seen[0]) == len(wanted)
+
+
+def test_seeds_alone_tell_equal_requests_apart(target, draft):
+    requests = [
+        Request((5, 6, 7), 12, tag=i, sampling=Sampling(1.0), seed=i // 2) for i in range(8)
+    ]
+    engine = tiny.engine(target, tiny.drafter("model", 4, draft), 4, slots=4)
+    tokens = {record.request.tag: tuple(record.tokens) for record in engine.run(requests)}
+    assert [tokens[i] for i in (0, 2, 4, 6)] == [tokens[i] for i in (1, 3, 5, 7)]
+    assert len(set(tokens.values())) == 4
+
+
+# FLy under sampling
+
+
+@pytest.mark.parametrize("name", ["model", "ngram", "cascade"])
+@pytest.mark.parametrize("across", [False, True], ids=["within", "across"])
+def test_fly_whose_gates_never_pass_is_exact_verification(name, across):
+    """The same tokens, not just the same distribution: FLy takes no random number of its own."""
+    never = Relaxation((EntropyGate(99.0),), 2, None if across else 2)
+    runs = [
+        table_engine(name, ANOTHER, k=4, relaxation=relaxation).run(table_requests(60, 40))
+        for relaxation in (None, never)
+    ]
+    strict, fly = ({record.request.tag: record for record in run} for run in runs)
+    assert {tag: row.tokens for tag, row in strict.items()} == {
+        tag: row.tokens for tag, row in fly.items()
+    }
+    assert settled(fly.values())
+
+
+def chained(tables, settings):
+    """{(a, b, ...): probability} after PROMPT, the i-th token drawn from the i-th table."""
+    result = {(): 1.0}
+    for logits_VVV in tables:
+        p_VVV = processed(logits_VVV, settings).tolist()
+        result = {
+            (*tokens, token): probability * p
+            for tokens, probability in result.items()
+            for token, p in enumerate(p_VVV[[*PROMPT, *tokens][-2]][[*PROMPT, *tokens][-1]])
+        }
+    return result
+
+
+@pytest.mark.parametrize("settings", [Sampling(1.0), Sampling(0.8, top_p=0.9)], ids=str)
+def test_accepting_everything_samples_from_the_draft(settings):
+    """Two drafted tokens follow q, the bonus after them p; by exact verification it would be p."""
+    requests = table_requests(4000, 3, (settings,), seed=5)
+    engine = table_engine("model", ANOTHER, k=2, relaxation=ACCEPT_ALL)
+    records = list(engine.run(requests))
+    test = joint(records, chained([ANOTHER, ANOTHER, TARGET], settings))
+    assert test.p_value > HONEST
+    assert tiny.total(records, "rounds") == len(records)
+    assert joint_or_zero(records, chained([TARGET] * 3, settings)) < REFUTED
+
+
+def joint_or_zero(records, expected):
+    """As `joint`, for claims that are false."""
+    test = ChiSquare()
+    counts = Counter(tuple(record.tokens) for record in records)
+    test.add([counts[tokens] for tokens in expected], expected.values())
+    return test.p_value
+
+
+class RolledBack:
+    """Observer: the first tokens of rows whose first token was deferred and then rolled back."""
+
+    def __init__(self):
+        self.tokens = []
+
+    def __call__(self, record):
+        resolution = record.verdict.resolution
+        at_once = resolution.rolled_back and record.start == 0 and resolution.accepted == 0
+        if at_once or (resolution.reopened and record.length == 1):
+            self.tokens.append(record.row.generated[0])
+
+
+def residual(settings, rule_token=None):
+    """(what is left of p after PROMPT, its sum): p without q, or without the rule's token."""
+    p_V = processed(TARGET, settings)[PROMPT[-2], PROMPT[-1]]
+    if rule_token is None:
+        rest_V = (p_V - processed(ANOTHER, settings)[PROMPT[-2], PROMPT[-1]]).clamp(min=0)
+    else:
+        rest_V = p_V.clone()
+        rest_V[rule_token] = 0
+    return (rest_V / rest_V.sum()).tolist(), rest_V.sum().item()
+
+
+def both_mismatch(settings):
+    """Chance that the first two tokens drafted from q both are native mismatches."""
+    p_VVV, q_VVV = processed(TARGET, settings), processed(ANOTHER, settings)
+    surplus_VVV = (q_VVV - p_VVV).clamp(min=0)  # q(d) * (1 - min(1, p/q))
+    first_V = surplus_VVV[PROMPT[-2], PROMPT[-1]]
+    return (first_V * surplus_VVV[PROMPT[-1]].sum(-1)).sum().item()
+
+
+@pytest.mark.parametrize(
+    ("name", "relaxation", "k"),
+    [
+        ("model", Relaxation((), 1, 1), 3),
+        ("model", Relaxation((EntropyGate(0.0),), 1, 1), 2),
+        ("cascade", Relaxation((), 1, 1), 3),
+        ("ngram", Relaxation((), 1, 1), 3),
+        ("model", Relaxation((), 2, None), 1),
+        ("ngram", Relaxation((), 2, None), 1),
+    ],
+    ids=["model", "model-gate", "cascade", "ngram", "model-across", "ngram-across"],
+)
+def test_a_rolled_back_deferral_becomes_a_draw_from_the_residual(name, relaxation, k):
+    """Whether it is rolled back depends on later tokens only, so the residual is what remains.
+
+    Drawing afresh from p would give the rejected token a second chance. Across rounds the token
+    kept with the deferral must be that of its own position and round.
+    """
+    settings = Sampling(1.1)
+    rolled_back = RolledBack()
+    engine = table_engine(name, ANOTHER, k=k, relaxation=relaxation, observer=rolled_back)
+    count = 3000
+    list(engine.run(table_requests(count, 5, (settings,), seed=6)))
+    rule_token = PROMPT[2] if name == "ngram" else None
+    expected, mass = residual(settings, rule_token)
+    observed = Counter(rolled_back.tokens)
+    test = ChiSquare()
+    test.add([observed[token] for token in range(V)], expected)
+    assert len(rolled_back.tokens) > 200
+    assert test.p_value > HONEST
+    if k > 1:  # rolled back within the round: how often is known, too
+        chance = both_mismatch(settings)
+        if name == "ngram":
+            p_VVV = processed(TARGET, settings)
+            chance = mass * (1 - p_VVV[PROMPT[-1], PROMPT[2], PROMPT[3]].item())
+        often = ChiSquare()
+        often.add([len(rolled_back.tokens), count - len(rolled_back.tokens)], [chance, 1 - chance])
+        assert often.p_value > HONEST
+
+
+@pytest.mark.parametrize(
+    ("k", "relaxation"), [(3, Relaxation((), 1, 1)), (1, tiny.relaxed(2, None, across=True))]
+)
+def test_rolled_back_to_a_draw_from_p_is_noticed(k, relaxation, monkeypatch):
+    """The mutant of the test above."""
+    monkeypatch.setattr(IN_ENGINE, without_residual)
+    settings, rolled_back = Sampling(1.1), RolledBack()
+    engine = table_engine("model", ANOTHER, k=k, relaxation=relaxation, observer=rolled_back)
+    list(engine.run(table_requests(3000, 5, (settings,), seed=6)))
+    observed = Counter(rolled_back.tokens)
+    test = ChiSquare()
+    test.add([observed[token] for token in range(V)], residual(settings)[0])
+    assert test.p_value < REFUTED

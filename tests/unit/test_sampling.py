@@ -1,0 +1,380 @@
+"""Processed distributions, draws and rejection sampling, against transformers and slow oracles."""
+
+import math
+import random
+from dataclasses import asdict
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from fly.decoding.sampling import GREEDY, Noise, Sampling, draw, rejection_sample
+from tests import tiny
+
+ALMOST_ONE = 1 - 2**-53  # the largest number that torch.rand gives in float64
+
+SETTINGS = [
+    Sampling(1.0),
+    Sampling(0.7),
+    Sampling(0.8, top_k=9),
+    Sampling(1.4, top_p=0.8),
+    Sampling(1.2, min_p=0.2),
+    Sampling(0.9, top_k=30, top_p=0.9, min_p=0.05),
+    Sampling(1.0, repetition_penalty=1.5),
+    Sampling(1.6, top_k=20, top_p=0.85, min_p=0.1, repetition_penalty=1.8),
+    Sampling(repetition_penalty=1.7),  # greedy
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny.model(11)
+
+
+def generated(model, settings, prompt, count):
+    """transformers' own run: (its tokens, raw logits, processed scores), [N] and [N, V]."""
+    torch.manual_seed(5)
+    output = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=count,
+        do_sample=not settings.is_greedy,
+        temperature=settings.temperature or None,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        min_p=settings.min_p or None,
+        repetition_penalty=settings.repetition_penalty,
+        eos_token_id=None,
+        pad_token_id=0,
+        output_scores=True,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    tokens = output.sequences[0, len(prompt) :].tolist()
+    return tokens, torch.cat(output.logits), torch.cat(output.scores)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_processing_is_that_of_transformers_generate(model, settings):
+    """Another order of the processors, or one left out, moves the cut of top-p and min-p."""
+    prompt = [5, 9, 5, 30, 12]
+    tokens, logits_NV, scores_NV = generated(model, settings, prompt, 12)
+    mine_NV = settings.process(logits_NV, prompt, tokens[:-1])
+    assert torch.equal(mine_NV.isinf(), scores_NV.isinf())
+    torch.testing.assert_close(mine_NV, scores_NV, rtol=1e-6, atol=1e-6)
+    if settings != Sampling(1.0):
+        assert not torch.allclose(mine_NV, logits_NV)
+
+
+def test_processors_come_in_the_order_of_transformers(model):
+    """All five at once on wide logits, where the order moves what top-p and min-p cut."""
+    settings = SETTINGS[7]
+    config = GenerationConfig(do_sample=True, **asdict(settings))
+    pipeline = model._get_logits_processor(
+        generation_config=config, input_ids_seq_length=5, device="cpu"
+    )
+    row_L = torch.tensor([[4, 4, 8, 17, 63]])
+    logits_NV = 6 * torch.randn(1, 64, generator=torch.Generator().manual_seed(3))
+    expected_NV = pipeline(row_L, logits_NV.clone())
+    torch.testing.assert_close(settings.process(logits_NV, row_L[0].tolist(), ()), expected_NV)
+    assert 0 < int(expected_NV.isinf().sum()) < 63
+
+
+def test_a_row_of_a_chain_is_penalised_for_the_tokens_before_it_only():
+    """A penalty for the whole chain would punish a draft for proposing the token at all."""
+    settings = Sampling(1.0, repetition_penalty=2.0)
+    logits_NV = torch.ones(4, 10)
+    scores_NV = settings.process(logits_NV, [1, 2], [3, 4, 1])
+    penalised = [set(torch.nonzero(row == 0.5)[:, 0].tolist()) for row in scores_NV]
+    assert penalised == [{1, 2}, {1, 2, 3}, {1, 2, 3, 4}, {1, 2, 3, 4}]
+    assert int((scores_NV == 1).sum()) == 40 - sum(map(len, penalised))
+
+
+def test_negative_logits_are_penalised_downwards_and_the_input_stays():
+    logits_NV = torch.tensor([[-1.0, 2.0, -3.0]])
+    scores_NV = Sampling(repetition_penalty=2.0).process(logits_NV, [0, 1], ())
+    assert scores_NV.tolist() == [[-2.0, 1.0, -3.0]]
+    assert logits_NV.tolist() == [[-1.0, 2.0, -3.0]]
+
+
+def test_the_token_after_the_chain_is_not_taken_for_part_of_it():
+    """`drafted` may be longer than the logits (a draft scored in parts): the rest is not seen."""
+    settings = Sampling(1.0, repetition_penalty=2.0)
+    logits_NV = torch.ones(2, 6)
+    short = settings.process(logits_NV, [1], [2])
+    assert torch.equal(settings.process(logits_NV, [1], [2, 3, 4]), short)
+
+
+def test_bfloat16_logits_are_processed_in_float32():
+    logits_NV = torch.randn(3, 50, generator=torch.Generator().manual_seed(1)).bfloat16()
+    scores_NV = Sampling(0.7, top_p=0.9).process(logits_NV, [1], [2, 3])
+    assert scores_NV.dtype == torch.float32
+    assert torch.equal(scores_NV, Sampling(0.7, top_p=0.9).process(logits_NV.float(), [1], [2, 3]))
+
+
+# Draws
+
+
+def drawn_by_definition(weights, uniform):
+    """The first token whose cumulative weight exceeds uniform * total."""
+    total = math.fsum(weights)
+    for token in range(len(weights)):
+        if math.fsum(weights[: token + 1]) > uniform * total:
+            return token
+    return max(token for token, weight in enumerate(weights) if weight > 0)
+
+
+def sparse_weights(generator, size):
+    """Unnormalised, many of them zero, the last ones too at times."""
+    weights = [generator.choice([0.0, 0.0, generator.random(), 1e-6, 40.0]) for _ in range(size)]
+    weights[generator.randrange(size)] = 0.5
+    return weights
+
+
+def test_draw_is_the_quantile_and_never_a_token_of_weight_zero():
+    """Zeros at the start (u = 0), in the middle, and at the end (u near 1) are the traps."""
+    generator = random.Random(0)
+    for _ in range(300):
+        weights = sparse_weights(generator, generator.randrange(1, 12))
+        uniforms = [0.0, 1e-300, 2**-53, 0.5, ALMOST_ONE, *(generator.random() for _ in range(5))]
+        weights_NV = torch.tensor(weights).repeat(len(uniforms), 1)
+        tokens = draw(weights_NV, torch.tensor(uniforms, dtype=torch.float64)).tolist()
+        exact = weights_NV[0].double().tolist()
+        assert tokens == [drawn_by_definition(exact, uniform) for uniform in uniforms]
+        assert all(weights[token] > 0 for token in tokens)
+
+
+@pytest.mark.parametrize(
+    ("weights", "uniform", "token"),
+    [
+        ([0, 0, 1, 0, 0], 0.0, 2),
+        ([0, 0, 1, 0, 0], ALMOST_ONE, 2),
+        ([1, 1, 1, 0], ALMOST_ONE, 2),
+        ([0, 1, 1], 0.0, 1),
+        ([1, 1, 2], 0.25, 1),  # an edge belongs to the token above it
+        ([1, 1, 2], 0.5, 2),
+        ([3e-39, 1e-39, 0], ALMOST_ONE, 1),  # subnormal in float32
+        ([0.1] * 7 + [0], ALMOST_ONE, 6),
+    ],
+)
+def test_draw_at_the_edges(weights, uniform, token):
+    uniform_N = torch.tensor([uniform], dtype=torch.float64)
+    assert draw(torch.tensor([weights], dtype=torch.float32), uniform_N).tolist() == [token]
+
+
+def test_draw_reaches_the_tail_of_a_large_vocabulary():
+    """float32 sums would stop moving near 1: the last 100,000 tokens would never be drawn."""
+    weights_V = torch.full((150_000,), 1e-9)
+    weights_V[0] = 1.0
+    cut = 1 / (1 + 149_999e-9)
+    uniform_N = torch.linspace(cut, ALMOST_ONE, 41, dtype=torch.float64)
+    tokens = draw(weights_V.expand(41, -1), uniform_N)
+    expected = torch.linspace(0, 149_999, 41)
+    assert int((tokens - expected).abs().max()) <= 2
+
+
+def test_rows_of_draw_have_their_own_weights_and_totals():
+    weights_NV = torch.tensor([[1.0, 0, 0], [0, 5, 5], [0, 0, 1e-4]])
+    uniform_N = torch.tensor([0.9, 0.6, 0.1], dtype=torch.float64)
+    assert draw(weights_NV, uniform_N).tolist() == [0, 2, 2]
+
+
+# Rejection sampling
+
+
+def rejection_oracle(p, q, draft, noise):
+    """One position at a time, in Python's numbers."""
+    native, choice = [], []
+    for j, token in enumerate(draft):
+        if q is None:
+            own = drawn_by_definition(p[j], noise.choose[j].item())
+            stands = own == token
+        else:
+            stands = noise.accept[j].item() < p[j][token] / q[j][token]
+            rest = [max(0.0, a - b) for a, b in zip(p[j], q[j])]
+            own = drawn_by_definition(rest if sum(rest) else p[j], noise.choose[j].item())
+        native.append(stands)
+        choice.append(token if stands else own)
+    return native, [*choice, drawn_by_definition(p[len(draft)], noise.choose[len(draft)].item())]
+
+
+def distributions(generator, count, vocab, cut):
+    """[count, vocab], some tokens excluded as top-p excludes them."""
+    logits = 2 * torch.randn(count, vocab, generator=generator, dtype=torch.float64)
+    if cut:
+        logits = logits.masked_fill(logits < logits.median(-1, keepdim=True).values, -math.inf)
+    return torch.softmax(logits, -1)
+
+
+@pytest.mark.parametrize("with_q", [True, False])
+def test_rejection_sampling_equals_the_scalar_oracle(with_q):
+    generator = torch.Generator().manual_seed(2)
+    natives = 0
+    for trial in range(400):
+        k, limit = trial % 5, trial % 5 + trial % 2  # noise for more than was drafted, too
+        p_NV = distributions(generator, k + 1, 6, trial % 3 == 0)
+        q_KV = distributions(generator, k, 6, trial % 4 == 0)
+        noise = Noise.drawn(limit, generator)
+        draft_K = draw(q_KV, noise.draft[:k])
+        native_K, choice_N = rejection_sample(p_NV, q_KV if with_q else None, draft_K, noise)
+        q = q_KV.tolist() if with_q else None
+        expected = rejection_oracle(p_NV.tolist(), q, draft_K.tolist(), noise)
+        assert (native_K.tolist(), choice_N.tolist()) == expected
+        natives += sum(expected[0])
+    assert 100 < natives < 700  # of 800
+
+
+P = torch.tensor([0.40, 0.30, 0.15, 0.15, 0.0])
+Q = torch.tensor([0.10, 0.50, 0.00, 0.30, 0.10])
+
+
+def midpoints(count):
+    return (torch.arange(count, dtype=torch.float64) + 0.5) / count
+
+
+def integrated(sample, with_q=True):
+    """The emitted token's distribution for a draft from Q, over a grid of both uniforms.
+
+    Positions do not look at each other, so each grid point is a position of one long chain.
+    """
+    accepts, chooses = (1500, 300) if with_q else (1, 20_000)  # a rule's draft needs no acceptance
+    accept_G = midpoints(accepts).repeat_interleave(chooses)
+    choose_G = midpoints(chooses).repeat(accepts)
+    size = len(accept_G)
+    noise = Noise(choose_G, accept_G, torch.cat([choose_G, choose_G[:1]]))
+    result_V = torch.zeros(len(P), dtype=torch.float64)
+    for token, weight in enumerate(Q.tolist()):
+        if weight:
+            draft_K = torch.full((size,), token)
+            q_KV = Q.expand(size, -1) if with_q else None
+            native_K, choice_N = sample(P.expand(size + 1, -1), q_KV, draft_K, noise)
+            emitted_K = torch.where(native_K, draft_K, choice_N[:-1])
+            result_V += weight * torch.bincount(emitted_K, minlength=len(P)) / size
+    return result_V
+
+
+def distance(result_V):
+    return float((result_V - P).abs().max())
+
+
+@pytest.mark.parametrize("with_q", [True, False], ids=["drawn", "by rule"])
+def test_the_emitted_token_follows_p_exactly(with_q):
+    """The definition of lossless, integrated rather than sampled: 450,000 points per token."""
+    assert distance(integrated(rejection_sample, with_q)) < 1e-3
+
+
+def either_of_two(p_NV, q_KV, draft_K, noise):
+    k = len(draft_K)
+    second_K = draw(p_NV[:k], noise.accept[:k])
+    choice_N = draw(p_NV, noise.choose[: k + 1])
+    return (choice_N[:k] == draft_K) | (second_K == draft_K), choice_N
+
+
+def without_residual(p_NV, q_KV, draft_K, noise):
+    native_K, choice_N = rejection_sample(p_NV, q_KV, draft_K, noise)
+    own_N = draw(p_NV, noise.choose[: len(choice_N)])
+    own_N[:-1] = torch.where(native_K, draft_K, own_N[:-1])
+    return native_K, own_N
+
+
+def at_another_temperature(p_NV, q_KV, draft_K, noise):
+    return rejection_sample(p_NV, torch.softmax(q_KV.log() / 1.5, -1), draft_K, noise)
+
+
+def one_uniform(p_NV, q_KV, draft_K, noise):
+    k = len(draft_K)
+    return rejection_sample(p_NV, q_KV, draft_K, Noise(noise.draft, noise.choose[:k], noise.choose))
+
+
+@pytest.mark.parametrize(
+    "mutant", [either_of_two, without_residual, at_another_temperature, one_uniform]
+)
+def test_mutants_of_rejection_sampling_are_far_from_p(mutant):
+    """What the test above would catch: each is a plausible slip, and off by percents."""
+    assert distance(integrated(mutant)) > 0.01
+
+
+def test_equal_distributions_reject_nothing():
+    p_NV = distributions(torch.Generator().manual_seed(4), 6, 5, False).float()
+    ones = torch.full((5,), ALMOST_ONE, dtype=torch.float64)
+    noise = Noise(ones, ones, torch.full((6,), 0.5, dtype=torch.float64))
+    for token in range(5):
+        native_K, choice_N = rejection_sample(p_NV, p_NV[:5], torch.full((5,), token), noise)
+        assert native_K.all()
+        assert choice_N[:5].tolist() == [token] * 5
+
+
+def test_a_token_the_target_excludes_never_stands():
+    """accept = 0 is drawn sometimes; `<=` would let in what top-p has cut."""
+    p_NV, q_KV = torch.tensor([[0.0, 1.0], [0.5, 0.5]]), torch.tensor([[1.0, 0.0]])
+    zeros = torch.zeros(2, dtype=torch.float64)
+    for q in (q_KV, None):
+        native_K, choice_N = rejection_sample(
+            p_NV, q, torch.tensor([0]), Noise(zeros, zeros, zeros)
+        )
+        assert native_K.tolist() == [False]
+        assert choice_N.tolist() == [1, 0]
+
+
+def test_without_a_draft_the_choice_is_a_plain_draw():
+    noise = Noise.drawn(0, torch.Generator().manual_seed(0))
+    p_NV = P[None]
+    for q_KV in (None, torch.empty(0, 5)):
+        native_K, choice_N = rejection_sample(p_NV, q_KV, torch.empty(0, dtype=torch.long), noise)
+        assert native_K.shape == (0,)
+        assert torch.equal(choice_N, draw(p_NV, noise.choose))
+
+
+# Noise and settings
+
+
+@pytest.mark.parametrize("limit", [0, 1, 5])
+def test_noise_takes_the_same_count_for_the_same_limit(limit):
+    """Were it to depend on what was drafted, a row's tokens would depend on its neighbours."""
+    one, other = (torch.Generator().manual_seed(9) for _ in range(2))
+    noise = Noise.drawn(limit, one)
+    torch.rand(3 * limit + 1, dtype=torch.float64, generator=other)
+    assert torch.equal(one.get_state(), other.get_state())
+    assert [len(part) for part in (noise.draft, noise.accept, noise.choose)] == [
+        limit,
+        limit,
+        limit + 1,
+    ]
+    together = torch.cat([noise.draft, noise.accept, noise.choose])
+    assert len(set(together.tolist())) == 3 * limit + 1  # no number serves twice
+    assert together.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.01),
+        ("top_p", -0.5),
+        ("top_p", math.nan),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", -1.0),
+    ],
+)
+def test_bad_settings_are_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        Sampling(**{name: value})
+
+
+def test_what_is_greedy_and_what_is_plain():
+    assert GREEDY.is_greedy
+    assert GREEDY.is_plain
+    assert not Sampling(repetition_penalty=1.1).is_plain
+    assert Sampling(top_k=5, top_p=0.5, min_p=0.3).is_plain  # filters do not move an argmax
+    assert not Sampling(1e-3).is_greedy
+
+
+def test_greedy_rows_keep_the_penalty_only():
+    logits_NV = torch.randn(2, 8, generator=torch.Generator().manual_seed(6))
+    filtered = Sampling(top_k=2, top_p=0.3, min_p=0.5).process(logits_NV, [1], [2])
+    assert torch.equal(filtered, logits_NV)
