@@ -244,7 +244,13 @@ class Engine:
         ]
         matches = None if row.open is None else row.open.matches
         matched = [bool(match) for match in native]
-        resolution = resolve(matched, may_wait, self._relaxation, matches)
+        if self._relaxation is not None and self._relaxation.room is None:
+            # what is drafted past a natively matched end must not take a window back
+            end = row.draft_until_stop(draft)
+            judged = end if end is not None and matched[end - 1] else length
+        else:
+            judged = length
+        resolution = resolve(matched[:judged], may_wait[:judged], self._relaxation, matches)
         shown = entropies[: length + 1] or None
         return RowVerdict(draft, matched, choice, resolution, shown)
 

@@ -28,7 +28,7 @@ class Counts:
     corrections: int = 0
     bonus: int = 0
     emitted: int = 0
-    discarded: int = 0  # provisional tokens that a rollback dropped; in no other count
+    discarded: int = 0  # tokens of earlier rounds that a rollback dropped; in no other count
 
     def add(self, other: Counts) -> None:
         for item in fields(Counts):

@@ -119,6 +119,15 @@ class Sequence:
         """How many of `tokens` no rollback can take back."""
         return len(self.request.prompt) + self._counted
 
+    def draft_until_stop(self, draft: list[int]) -> int | None:
+        """How many of the draft tokens complete the row's first stop string, if all are let in."""
+        provisional = self.generated[self._counted :]
+        new = [*provisional, *draft]
+        matched = self._stops.tokens_until_match(self.generated[: self._counted], new)
+        if matched is None or matched <= len(provisional):
+            return None
+        return matched - len(provisional)
+
     def begin_round(self, limit: int) -> None:
         """Draw the row's random numbers for a round of at most `limit` draft tokens."""
         if self._generator is not None:
@@ -130,12 +139,13 @@ class Sequence:
         Counts are of tokens that became final in this round.
         """
         counts = Counts(rounds=1, drafted=len(verdict.draft))
+        before = len(self.generated)
         if verdict.resolution.reopened:
-            counts.discarded += self._roll_back()
+            counts.discarded += self._roll_back(before)
         else:
             self._extend(verdict)
         if not self._end() and self.open is not None and self.remaining <= 0:
-            counts.discarded += self._roll_back()  # the window cannot be filled any more
+            counts.discarded += self._roll_back(before)  # the window cannot be filled any more
             self._end()
         self._count(counts)
         self.counts.add(counts)
@@ -165,10 +175,13 @@ class Sequence:
             at, own_token = self.open.at, self.open.own_token
         self.open = OpenDeferral(at, own_token, resolution.open_matches)
 
-    def _roll_back(self) -> int:
-        """Put the target's own token in place of the open deferral; how many tokens that drops."""
+    def _roll_back(self, before: int) -> int:
+        """Put the target's own token in place of the open deferral.
+
+        Returns how many tokens of earlier rounds that drops; the row had `before` of them.
+        """
         assert self.open is not None
-        at, dropped = self.open.at, len(self.generated) - self.open.at
+        at, dropped = self.open.at, max(0, before - self.open.at)
         self._truncate(at)
         self.tokens.append(self.open.own_token)
         self.sources.append(Source.ROLLBACK)
