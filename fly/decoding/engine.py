@@ -20,7 +20,7 @@ from fly.decoding.graphs import StaticPasses
 from fly.decoding.memory import is_out_of_memory
 from fly.decoding.records import Counts, RequestRecord
 from fly.decoding.runner import ModelRunner
-from fly.decoding.sampling import rejection_sample
+from fly.decoding.sampling import draw, rejection_sample
 from fly.decoding.sequence import Request, RowVerdict, Sequence
 from fly.decoding.stopping import Decode
 from fly.decoding.verification import Relaxation, judge, resolve
@@ -223,12 +223,12 @@ class Engine:
             if row.noise is None:
                 continue
             p_NV = torch.softmax(scores_NV, dim=-1)
-            native_K, choice_N = rejection_sample(
+            if self._relaxation is not None and self._relaxation.by_gates_alone:
+                choice_BK1[slot, : k + 1] = draw(p_NV, row.noise.choose[: k + 1])
+                continue
+            native_BK[slot, :k], choice_BK1[slot, : k + 1] = rejection_sample(
                 p_NV, draft.probabilities(slot), draft_BK[slot, :k], row.noise
             )
-            if self._relaxation is None or not self._relaxation.by_gates_alone:
-                native_BK[slot, :k] = native_K
-            choice_BK1[slot, : k + 1] = choice_N
         return logits_BKV, native_BK, choice_BK1
 
     def _resolve(self, row: Sequence, values: list[int], entropies: list[float]) -> RowVerdict:

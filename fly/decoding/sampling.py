@@ -11,6 +11,7 @@ the draft's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,12 +42,19 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            object.__setattr__(self, name, float(getattr(self, name)))  # transformers wants floats
+        is_count = isinstance(self.top_k, int) and not isinstance(self.top_k, bool)
         checks = {
-            "temperature": (self.temperature >= 0, "at least 0 (0 is greedy)"),
-            "top_k": (self.top_k >= 0, "at least 0 (0 is off)"),
+            # below, logits would overflow
+            "temperature": (
+                self.temperature == 0 or 1e-4 <= self.temperature < math.inf,
+                "0 (greedy) or at least 0.0001",
+            ),
+            "top_k": (is_count and self.top_k >= 0, "a whole number, at least 0 (0 is off)"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1 (1 is off)"),
             "min_p": (0 <= self.min_p <= 1, "between 0 (off) and 1"),
-            "repetition_penalty": (self.repetition_penalty > 0, "above 0 (1 is off)"),
+            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "above 0 (1 is off)"),
         }
         for name, (is_valid, wanted) in checks.items():
             if not is_valid:

@@ -121,14 +121,21 @@ class AdaptivePolicy:
         return gain > self.rate(rows) * cost
 
     def trim(self, chains: Seq[Chain]) -> None:
-        """Cut trailing columns whose tokens gain less than the target's pass grows by."""
+        """Keep columns from the front as long as each gains what the target's pass grows by.
+
+        From the front, so that whether a token stays cannot depend on it, nor on what was drafted
+        after it: under sampling that would bend the distribution.
+        """
+        if self._rounds < 2:
+            return
         stands = [self._stands(chain) for chain in chains]
-        width = max(len(chain.tokens) for chain in chains)
-        while width > int(self._explores) and self._rounds > 1:
-            gain = sum(row[width] for row in stands if len(row) > width)
-            if gain >= self.rate(len(chains)) * self._column_cost(len(chains), width):
+        longest = max(len(chain.tokens) for chain in chains)
+        width = min(int(self._explores), longest)
+        while width < longest:
+            gain = sum(row[width + 1] for row in stands if len(row) > width + 1)
+            if gain < self.rate(len(chains)) * self._column_cost(len(chains), width + 1):
                 break
-            width -= 1
+            width += 1
         for chain in chains:
             del chain.tokens[width:], chain.confidence[width:], chain.q[width:]
             chain.by = chain.by[:width]

@@ -32,7 +32,8 @@ def replay(rounds):
         assert start == len(tokens)
         own.update({p: choice[p - start] for p in line["deferred"]})
         if (at := line["rolled_back"]) is not None:
-            tokens = [*tokens, *draft][:at] + [choice[at - start] if at >= start else own[at]]
+            tokens = [*tokens, *draft][:at]
+            tokens.append(choice[at - start] if at >= start else own[at])
         else:
             kept = line["length"] - start
             stands = [

@@ -378,3 +378,19 @@ def test_greedy_rows_keep_the_penalty_only():
     logits_NV = torch.randn(2, 8, generator=torch.Generator().manual_seed(6))
     filtered = Sampling(top_k=2, top_p=0.3, min_p=0.5).process(logits_NV, [1], [2])
     assert torch.equal(filtered, logits_NV)
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 2}, {"repetition_penalty": 2}])
+def test_whole_numbers_are_good_settings(settings):
+    """lm-eval hands on `temperature=2` as an int, which transformers refuses in mid-run."""
+    logits_NV = torch.randn(1, 8, generator=torch.Generator().manual_seed(6))
+    assert torch.isfinite(Sampling(**settings).process(logits_NV, [1], [])).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("top_k", 2.5), ("top_k", True), ("temperature", 1e-40), ("temperature", float("inf"))],
+)
+def test_settings_that_would_fail_in_mid_run_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name}="):
+        Sampling(**{name: value})
