@@ -13,6 +13,7 @@ import time
 import torch
 from torch import Tensor
 
+from fly.decoding.choice import greedy
 from fly.decoding.runner import ModelRunner, common_prefix
 from fly.decoding.sequence import RowVerdict, Sequence
 from fly.drafters.base import Draft
@@ -88,8 +89,8 @@ class ModelDrafter:
         guesses = self._guess(rows, unseen)
         feeds = [fed + guess for fed, guess in zip(unseen, guesses)]
         start = time.perf_counter()
-        logits_BQV = self.runner.extend(feeds).float()
-        choices = logits_BQV.argmax(dim=-1).tolist()
+        logits_BQV = self.runner.extend(feeds)
+        choices = greedy(logits_BQV).tolist()
         confidence = self._confidence(logits_BQV)
         seconds = time.perf_counter() - start
         self.runner.costs.observe(len(feeds) * max(map(len, feeds)), seconds)
@@ -112,6 +113,7 @@ class ModelDrafter:
         """The draft's probability of its own choices, [B, Q], for policies that ask."""
         if not self._policy.needs_confidence:
             return None
+        logits_BQV = logits_BQV.float()
         best_BQ = logits_BQV.amax(dim=-1) - logits_BQV.logsumexp(dim=-1)
         result: list[list[float]] = best_BQ.exp().tolist()
         return result
