@@ -8,6 +8,7 @@ is: the first of the siblings that is called computes for all, the others hand o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 Kind = Callable[[nn.Linear], nn.Module]
 
 
-class Fused(nn.Module):
+class Fused:
     """The joined product of siblings, and the shares of the last one not handed out yet.
 
     A share is handed out once, only to siblings that come after the one that asked first, and only
@@ -25,7 +26,6 @@ class Fused(nn.Module):
     """
 
     def __init__(self, product: nn.Module, sizes: list[int]) -> None:
-        super().__init__()
         self.product = product
         self._sizes = sizes
         self._input: Tensor | None = None
@@ -51,11 +51,11 @@ class Sibling(nn.Module):
     def __init__(self, fused: Fused, index: int, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.fused = fused
-        self._index = index
+        self.product = fused.product  # a submodule of each sibling, for who looks through modules
+        self._share = partial(fused.share, index)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fused.share(self._index, x)
+        return self._share(x)
 
 
 def fuse(model: nn.Module, kind: Kind) -> int:

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from fly import loading
-from fly.decoding.fusion import Fused, fuse
+from fly.decoding.fusion import Sibling, fuse
 from fly.decoding.runner import ModelRunner
 from fly.decoding.sequence import Request
 from fly.errors import FlyError
@@ -324,7 +324,7 @@ def test_joined_siblings_answer_as_before(name):
     expected = logits_of(model, row)
     calls = []
     fuse(model, lambda linear: linear)
-    products = {module.product for module in model.modules() if isinstance(module, Fused)}
+    products = {module.product for module in model.modules() if isinstance(module, Sibling)}
     for product in products:
         product.register_forward_hook(lambda module, *args: calls.append(module))
     torch.testing.assert_close(logits_of(model, row), expected, atol=1e-4, rtol=1e-4)
