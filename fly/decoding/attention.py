@@ -21,6 +21,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 _NAME = "fly_grouped"
 _WIDE = 64  # on GPUs wider passes (prefill) repeat heads: there the mask would be the larger copy
+_SEVERAL = 16  # below so many query positions a K/V head sdpa is faster
+_MOST_SCORES = 1 << 22  # beyond, scores leave the cache
 _EXTRAS = ("position_bias", "softcap", "s_aux", "cache")  # not ours: transformers' sdpa decides
 
 
@@ -55,11 +57,32 @@ def grouped_attention(
             attention_mask = attention_mask.repeat(1, 1, group, 1)
         else:
             attention_mask = attention_mask.expand(-1, -1, group, -1)
-    output = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
-    )
+    if _as_products(query, key) and not dropout and scaling is not None:
+        output = _products(query, key, value, attention_mask, scaling)
+    else:
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
+        )
     output = output.reshape(rows, heads, width, value.shape[-1])
     return output.transpose(1, 2).contiguous(), None
+
+
+def _as_products(query: Tensor, key: Tensor) -> bool:
+    """Whether whole products beat sdpa's blocks: bfloat16 on a CPU, over scores that stay small."""
+    rows, heads, width, _ = query.shape
+    scores = rows * heads * width * key.shape[2]
+    is_bf16_on_cpu = query.device.type == "cpu" and query.dtype == torch.bfloat16
+    return is_bf16_on_cpu and width >= _SEVERAL and scores <= _MOST_SCORES
+
+
+def _products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
+    """Attention as two batched products; scores and softmax in float32, as in sdpa's kernel.
+
+    query [B, H, Q, D], key and value [B, H, T, D], additive mask [B, 1, Q, T]. [B, H, Q, D].
+    """
+    scores_BHQT = torch.matmul(query.float().mul_(scaling), key.float().transpose(2, 3))
+    weights_BHQT = scores_BHQT.add_(mask).softmax(dim=-1).to(value.dtype)
+    return torch.matmul(weights_BHQT, value)
 
 
 AttentionInterface.register(_NAME, grouped_attention)

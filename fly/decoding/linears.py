@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from fly.decoding.fusion import fuse
+
 NARROW_ROWS = 4  # ATen's int4 kernel works on blocks of 4 rows; wider passes are faster in int8
 _INT4_GROUP = 32
 _INT4_CHANNELS = 16  # ATen's kernel takes output channels by so many
@@ -54,7 +56,7 @@ class Int8Linear(nn.Module):
         self._zero = torch.zeros(self.out_features, dtype=torch.long)
 
     def forward(self, x: Tensor) -> Tensor:
-        unsigned, scale = _quantized.of(x)
+        unsigned, scale = _quantize(x.reshape(-1, self.in_features))
         result = torch.ops.onednn.qlinear_pointwise(
             unsigned, 1.0, 128, self._packed, self._scale, self._zero, None,
             1.0, 0, self._dtype, "none", [], "",
@@ -67,26 +69,11 @@ class Int8Linear(nn.Module):
         return result.view(*x.shape[:-1], self.out_features)
 
 
-class _Quantized:
-    """Activations as unsigned int8, [rows, in], and their scales, [rows, 1].
-
-    Layers that share an input (query, key and value; gate and up) follow each other, so the last
-    input is remembered.
-    """
-
-    def __init__(self) -> None:
-        self._last: tuple[Tensor, Tensor, Tensor] | None = None
-
-    def of(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        if self._last is None or self._last[0] is not x:
-            rows = x.reshape(-1, x.shape[-1])
-            scale = rows.abs().amax(dim=1, keepdim=True).float().clamp_min_(_TINY).div_(127)
-            unsigned = (rows / scale).round_().add_(128).to(torch.uint8)
-            self._last = (x, unsigned, scale.to(x.dtype))
-        return self._last[1:]
-
-
-_quantized = _Quantized()
+def _quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Activations [rows, in] as unsigned int8, 128 being zero, and their scales, [rows, 1]."""
+    scale = rows.abs().amax(dim=1, keepdim=True).float().clamp_min_(_TINY).div_(127)
+    # The cast cuts off what follows the point: adding a half rounds.
+    return (rows / scale).add_(128.5).to(torch.uint8), scale.to(rows.dtype)
 
 
 def quantized(linear: nn.Linear) -> nn.Module:
@@ -139,10 +126,12 @@ def why_not_packed(model: PreTrainedModel) -> str | None:
 def replace(model: PreTrainedModel, kind: Callable[[nn.Linear], nn.Module]) -> int:
     """Swap every plain nn.Linear in place, freeing its weight; returns how many.
 
+    Siblings that share an input become one product (fly/decoding/fusion.py).
+
     Embeddings tied to the output head keep their own, row-major copy. Subclasses of nn.Linear
     (quantised layers, adapters) stay as they are.
     """
-    count = 0
+    count = fuse(model, kind)
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:

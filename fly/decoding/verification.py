@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fly.decoding.choice import greedy
 from fly.decoding.gates import Gate, all_pass
 
 
@@ -70,7 +71,7 @@ def judge(
     """
     k = draft_BK.shape[1]
     if choice_BK1 is None:
-        choice_BK1 = logits_BKV.float().argmax(dim=-1)  # bfloat16 argmax is slow on CPUs
+        choice_BK1 = greedy(logits_BKV)
     valid_BK = torch.arange(k, device=draft_BK.device) < length_B[:, None]
     if native_BK is None:
         native_BK = draft_BK == choice_BK1[:, :k]

@@ -13,6 +13,7 @@ import time
 import torch
 from torch import Tensor
 
+from fly.decoding.choice import greedy
 from fly.decoding.runner import ModelRunner, common_prefix
 from fly.decoding.sampling import draw
 from fly.decoding.sequence import RowVerdict, Sequence
@@ -97,8 +98,8 @@ class ModelDrafter:
         guesses = self._guess(rows, unseen)
         feeds = [fed + guess for fed, guess in zip(unseen, guesses)]
         start = time.perf_counter()
-        logits_BQV = self.runner.extend(feeds).float()
-        choices = logits_BQV.argmax(dim=-1).tolist()
+        logits_BQV = self.runner.extend(feeds)
+        choices = greedy(logits_BQV).tolist()
         for slot, row in enumerate(rows):
             if unseen[slot] and not row.request.sampling.is_plain:
                 last = len(unseen[slot]) - 1
@@ -146,6 +147,7 @@ class ModelDrafter:
         """The draft's probability of its own choices, [B, Q], for policies that ask."""
         if not self._policy.needs_confidence:
             return None
+        logits_BQV = logits_BQV.float()
         best_BQ = logits_BQV.amax(dim=-1) - logits_BQV.logsumexp(dim=-1)
         result: list[list[float]] = best_BQ.exp().tolist()
         return result

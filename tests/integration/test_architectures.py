@@ -4,6 +4,7 @@ Tiny random models of each. The oracle of a row is a forward pass of that row's 
 without any cache; what must not pass comes as mutants of the runner and of what it tells the model.
 """
 
+import copy
 import functools
 import random
 
@@ -12,6 +13,7 @@ import torch
 import transformers
 
 from fly import loading
+from fly.decoding.fusion import Sibling, fuse
 from fly.decoding.runner import ModelRunner
 from fly.decoding.sequence import Request
 from fly.errors import FlyError
@@ -312,6 +314,24 @@ def test_engine_equals_generate(name):
         records = tiny.decode_all(engine, prompts, BUDGET)
         assert [record.tokens for record in records] == expected
         assert 0 < tiny.total(records, "native_accepted") < tiny.total(records, "drafted")
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_joined_siblings_answer_as_before(name):
+    """Every product is asked for once per pass, in the order that joining expects."""
+    model = copy.deepcopy(exact_model(name))
+    row = list(range(3, 40))
+    expected = logits_of(model, row)
+    calls = []
+    fuse(model, lambda linear: linear)
+    products = {module.product for module in model.modules() if isinstance(module, Sibling)}
+    for product in products:
+        product.register_forward_hook(lambda module, *args: calls.append(module))
+    torch.testing.assert_close(logits_of(model, row), expected, atol=1e-4, rtol=1e-4)
+    assert all(calls.count(product) <= 1 for product in products)
+    if name in ("llama", "qwen3", "opt"):
+        assert products
+    loading.check_cache_agrees(model, FIELD)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

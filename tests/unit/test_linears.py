@@ -57,7 +57,7 @@ def test_shapes_that_the_int4_kernel_does_not_take_become_int8():
         linears.replace(model, linears.quantized)
         actual = model(ids).logits.float()
     assert type(model.lm_head) is linears.Int8Linear
-    assert type(model.model.layers[0].mlp.up_proj) is linears.Int4Linear
+    assert type(model.model.layers[0].mlp.down_proj) is linears.Int4Linear
     assert (plain - actual).abs().max() <= 0.3 * plain.abs().max()
 
 
