@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fly.decoding.gates import EntropyGate
+from fly.decoding.gates import EntropyGate, RankGate
 from fly.decoding.runner import ModelRunner
 from fly.decoding.sampling import Noise, Sampling, draw, rejection_sample
 from fly.decoding.sequence import Request
@@ -498,6 +498,29 @@ def test_accepting_everything_samples_from_the_draft(settings):
     assert test.p_value > HONEST
     assert tiny.total(records, "rounds") == len(records)
     assert joint(records, chained([TARGET] * 3, settings)).p_value < REFUTED
+
+
+def test_rules_that_decide_by_gates_draw_anew_from_the_target():
+    """Catches a rejected token that comes back as its own correction: only the argmax stands here,
+    so a token is the argmax if that was drafted, and else drawn from p."""
+    settings = Sampling(1.0)
+    rule = Relaxation((RankGate(1),), 0, 0, by_gates_alone=True)
+    records = list(
+        table_engine("model", ANOTHER, k=1, relaxation=rule).run(
+            table_requests(4000, 2, (settings,), seed=5)
+        )
+    )
+    p_V, q_V = (
+        processed(logits_VVV, settings)[PROMPT[-2]][PROMPT[-1]] for logits_VVV in (TARGET, ANOTHER)
+    )
+    best = int(p_V.argmax())
+    expected_V = (1 - q_V[best]) * p_V
+    expected_V[best] += q_V[best]
+    first = Counter(record.tokens[0] for record in records)
+    for distribution_V, agrees in ((expected_V, True), (p_V, False)):
+        test = ChiSquare()
+        test.add([first[token] for token in range(V)], distribution_V.tolist())
+        assert (test.p_value > HONEST) == agrees
 
 
 class RolledBack:
