@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -26,17 +27,17 @@ ACROSS = {"defer_across_rounds": True}
 NO_ENTROPY = {"entropy_thre": None}
 SETTINGS: dict[str, dict[str, Any]] = {
     "target_only": {"use_sd": False},
-    "exact_k8": {"enable_fly": False},
-    "fly_k8": {},
+    "exact_k8": {"spd_k": 8, "enable_fly": False},
+    "fly_k8": {"spd_k": 8},
     "fly_k15": {"spd_k": 15},
     "across_k4": {"spd_k": 4, **ACROSS},
     "across_k6": {"spd_k": 6, **ACROSS},
-    "across_k8": ACROSS,
-    "margin_k8": {**ACROSS, **NO_ENTROPY, "margin_thre": 0.2},
-    "ratio_k8": {**ACROSS, **NO_ENTROPY, "draft_ratio_thre": 0.3, "draft_rank_max": 2},
-    "typical": {"verification": "typical"},
-    "top_k": {"verification": "top_k"},
-    "accept_all": {"verification": "accept_all"},
+    "across_k8": {"spd_k": 8, **ACROSS},
+    "margin_k8": {"spd_k": 8, **ACROSS, **NO_ENTROPY, "margin_thre": 0.2},
+    "ratio_k8": {"spd_k": 8, **ACROSS, **NO_ENTROPY, "draft_ratio_thre": 0.3, "draft_rank_max": 2},
+    "typical": {"spd_k": 8, "verification": "typical"},
+    "top_k": {"spd_k": 8, "verification": "top_k"},
+    "accept_all": {"spd_k": 8, "verification": "accept_all"},
 }
 TASKS: dict[str, dict[str, Any]] = {
     "humaneval_instruct": {"metric": "pass@1", "filter": None},
@@ -66,7 +67,7 @@ Tallies = dict[tuple[str, str], Tally]
 
 
 def read(path: Path) -> Tallies:
-    """What earlier runs appended, by (setting, task); a torn last line is dropped."""
+    """What earlier runs appended, by (setting, task); a torn line is dropped."""
     tallies: Tallies = defaultdict(Tally)
     if not path.exists():
         return tallies
@@ -91,6 +92,33 @@ def turns(limit: int, chunk: int, settings: list[str]) -> Iterator[tuple[str, st
         for setting in settings[shift:] + settings[:shift]:
             for task in TASKS:
                 yield setting, task, documents
+
+
+def check_same_experiment(path: Path, args: argparse.Namespace, settings: dict[str, Any]) -> None:
+    """Records of other models, budgets or settings must not be taken for this run's."""
+    if not path.exists():
+        return
+    text = path.read_text(encoding="utf-8")
+    for line in text.splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        now = {
+            "pair": args.config,
+            "max_gen_toks": args.max_gen_toks,
+            "batch_size": args.batch_size,
+            "config": settings.get(record["setting"], record["config"]),
+        }
+        for name, value in now.items():
+            if record[name] != value:
+                sys.exit(
+                    f"--output {args.output}: holds {record['setting']} with {name}="
+                    f"{record[name]!r}, this run has {value!r}: choose another folder"
+                )
+    if text and not text.endswith("\n"):  # a run was cut short in the middle of a line
+        with open(path, "a", encoding="utf-8") as file:
+            file.write("\n")
 
 
 def run(args: argparse.Namespace, settings: dict[str, dict[str, Any]], path: Path) -> None:
@@ -120,6 +148,7 @@ def run(args: argparse.Namespace, settings: dict[str, dict[str, Any]], path: Pat
         record = {
             "setting": setting,
             "task": task,
+            "pair": args.config,
             "config": settings[setting],
             "batch_size": args.batch_size,
             "max_gen_toks": args.max_gen_toks,
@@ -198,6 +227,7 @@ def main() -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     path = args.output / "records.jsonl"
     if not args.report:
+        check_same_experiment(path, args, settings)
         run(args, settings, path)
     tallies = read(path)
     rows = [row(tallies, *key) for key in list(tallies) if tallies[key].correct]

@@ -30,7 +30,7 @@ Quantization = Literal["auto", "none", "int4", "int8", "fp8"]
 class FlyConfig(BaseModel):
     """Every key of a pair's JSON. Keys of the reference code keep their names and meaning."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     target_model_path: str = Field(
         description="Target model: hub id, local folder, .gguf file, or pair:NAME/target for an "
@@ -293,8 +293,8 @@ def check_consistency(config: FlyConfig, where: str) -> None:
     if relaxed and config.win_len >= config.spd_k:
         raise FlyError(
             f"win_len={config.win_len} needs spd_k >= {config.win_len + 1}, got {config.spd_k}: "
-            f"lower win_len, raise spd_k, or set defer_across_rounds=true ({where}); "
-            "for exact verification set enable_fly=false"
+            f"lower win_len or raise spd_k ({where}); defer_across_rounds=true (with "
+            "window_rule='paper') needs neither; for exact verification set enable_fly=false"
         )
 
 
@@ -384,15 +384,16 @@ def _coerced(values: Mapping[str, Any]) -> dict[str, Any]:
 def coerce(key: str, value: Any) -> Any:
     """A command-line value in the type that its key takes.
 
-    lm-eval parses `key=3` to an int and `key=None` to a string; a float key given `1` is an int.
+    lm-eval parses `key=3` to an int and, depending on where it comes from, `key=None` to None or a
+    string; a float key given `1` is an int.
     """
     if key not in FlyConfig.model_fields:
         return value
     if key == "compile" and value is False:  # YAML's reading of off
         return "off"
-    is_none = isinstance(value, str) and value.lower() in ("none", "null")
-    if is_none and key != "draft_quantization":  # there, none is a value of its own
-        return None
+    is_none = value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
+    if is_none:
+        return "none" if key == "draft_quantization" else None  # there it is a value of its own
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
     kinds = get_args(FlyConfig.model_fields[key].annotation) or (

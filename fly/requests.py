@@ -35,6 +35,13 @@ _INERT: dict[str, tuple[Any, ...]] = {
     "num_return_sequences": (1,),
     "use_cache": (True,),
 }
+# What a generation_config may hold that transformers' generate would apply and fly does not.
+_UNAPPLIED = (
+    "no_repeat_ngram_size", "encoder_repetition_penalty", "bad_words_ids", "min_length",
+    "min_new_tokens", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens",
+    "begin_suppress_tokens", "sequence_bias", "guidance_scale", "exponential_decay_length_penalty",
+)  # fmt: skip
+_UNAPPLIED_SAMPLING = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
 _FILTERS = ("top_k", "top_p", "min_p")
 _KNOWN = (
     "until", "max_gen_toks", "max_length", "max_new_tokens",
@@ -80,7 +87,7 @@ def sampling(kwargs: dict[str, Any], given: dict[str, Any], lm: FlyLM, where: st
     sampling and nobody says otherwise.
     """
     config, of_model = lm.fly_config, lm.model.generation_config
-    temperature = kwargs.get("temperature", 0.0)  # 0 if the task says do_sample: false
+    temperature = kwargs.get("temperature") or 0.0  # 0 if the task says do_sample: false
     if "temperature" not in given and "do_sample" not in given:
         temperature = config.temperature
     elif kwargs["do_sample"] and "temperature" not in given:
@@ -91,19 +98,26 @@ def sampling(kwargs: dict[str, Any], given: dict[str, Any], lm: FlyLM, where: st
             "decoding, or a temperature above 0"
         )
 
-    def setting(name: str, default: float) -> Any:
-        for value in (given.get(name), getattr(config, name), getattr(of_model, name, None)):
+    def setting(name: str, off: float, default: float) -> Any:
+        if name in given:
+            return off if given[name] is None else given[name]
+        for value in (getattr(config, name), getattr(of_model, name, None)):
             if value is not None:
                 return value
         return default
 
-    values = {"repetition_penalty": setting("repetition_penalty", 1.0)}
+    values = {"repetition_penalty": setting("repetition_penalty", 1.0, 1.0)}
     if temperature:
-        values |= {"top_k": setting("top_k", 50), "top_p": setting("top_p", 1.0)}
-        values["min_p"] = setting("min_p", 0.0)
+        values["top_k"] = setting("top_k", 0, 50)
+        values["top_p"] = setting("top_p", 1.0, 1.0)
+        values["min_p"] = setting("min_p", 0.0, 0.0)
+    values["temperature"] = temperature
+    for name, value in values.items():
+        if not isinstance(value, (int, float)):
+            raise FlyError(f"gen_kwargs {name}={value!r} ({where}): must be a number")
     try:
-        return Sampling(temperature, **values)
-    except (ValueError, TypeError) as error:
+        return Sampling(**values)
+    except ValueError as error:
         raise FlyError(f"{error} ({where})") from None
 
 
@@ -123,6 +137,14 @@ def encode_prompt(context: str, lm: FlyLM, room: int) -> list[int]:
         return [lm.prefix_token_id]
     ids, _ = lm.tok_batch_encode([context], left_truncate_len=room, truncation=lm.truncation)
     return ids[0].tolist() or [lm.prefix_token_id]
+
+
+def unapplied(generation_config: Any, is_sampling: bool) -> list[str]:
+    """`name=value` of what the model's generation_config asks for and fly does not apply."""
+    names = _UNAPPLIED + (_UNAPPLIED_SAMPLING if is_sampling else ())
+    values = {name: getattr(generation_config, name, None) for name in names}
+    inert: tuple[Any, ...] = (None, 0, 1, 0.0, 1.0, [], {})
+    return [f"{name}={value}" for name, value in values.items() if value not in inert]
 
 
 def _refuse_unsupported(kwargs: dict[str, Any], settings: Sampling, where: str) -> None:

@@ -20,10 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Session:
-    """`output_dir`: where lm-eval will write samples; None without --output_path."""
+    """`output_dir`: where lm-eval will write samples; None without --output_path.
+
+    traced_requests: how many are in the trace file, which all of a run's calls share.
+    """
 
     output_dir: Path | None = None
     lm: FlyLM | None = None
+    traced_requests: int = 0
     started: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H-%M-%S"))
 
 

@@ -169,7 +169,8 @@ class Engine:
                 self._target.settle(slot, row.tokens, len(row.tokens) - 1)
             self._drafter.commit(rows, verdicts)
             for slot, row in enumerate(rows):
-                by, length = draft.drafted_by(slot), len(row.generated)
+                by = draft.drafted_by(slot, len(verdicts[slot].draft))
+                length = len(row.generated)
                 self._observer(
                     RoundRecord(row, all_counts[slot], verdicts[slot], by, starts[slot], length)
                 )

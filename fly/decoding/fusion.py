@@ -22,7 +22,9 @@ class Fused:
     """The joined product of siblings, and the shares of the last one not handed out yet.
 
     A share is handed out once, only to siblings that come after the one that asked first, and only
-    for the very tensor it was computed from, held until then so that no other takes its identity.
+    for the very tensor it was computed from, held until then so that no other takes its identity. A
+    write into that tensor between two siblings is noticed outside of inference mode only, which
+    keeps no count of writes; transformers' models do not do that.
     """
 
     def __init__(self, product: nn.Module, sizes: list[int]) -> None:

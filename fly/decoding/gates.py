@@ -127,8 +127,11 @@ class TypicalGate:
 
 
 def all_pass(gates: Sequence[Gate], logits_MV: Tensor, token_M: Tensor) -> Tensor:
-    """[M] bool: every gate passes."""
-    result_M = torch.ones_like(token_M, dtype=torch.bool)
+    """[M] bool: every gate passes; not for a token that the row's filters (top-p) exclude."""
+    if not gates:
+        return torch.ones_like(token_M, dtype=torch.bool)
+    logits_MV = logits_MV.float()
+    result_M = _of(token_M, logits_MV) > -math.inf
     for gate in gates:
         result_M &= gate.passes(logits_MV, token_M)
     return result_M

@@ -22,12 +22,22 @@ class ModelRunner:
     `lengths[slot]` is how many tokens of that row the cache holds; setting it lower rolls back.
     A slot keeps what was written to it until something else is, so that a later prompt may share
     it (`reuse_prefixes`).
+
+    vocabulary: logits past it are cut off. Models of one tokenizer pad theirs differently (Qwen2.5
+    has 151936 rows up to 3B, 152064 from 7B on), and the target must be able to read a draft.
     """
 
     def __init__(
-        self, model: PreTrainedModel, slots: int, max_length: int, *, reuse_prefixes: bool = True
+        self,
+        model: PreTrainedModel,
+        slots: int,
+        max_length: int,
+        *,
+        reuse_prefixes: bool = True,
+        vocabulary: int | None = None,
     ) -> None:
         self.model = model
+        self._vocabulary = vocabulary
         self.max_length = max_length
         self.cache = SlotCache(slots)
         self.lengths = [0] * slots
@@ -201,7 +211,7 @@ class ModelRunner:
                 logits_to_keep=logits_to_keep,
             )
         logits: Tensor = output.logits
-        return logits
+        return logits[..., : self._vocabulary]
 
     def _mask(self, positions_BQ: Tensor, read_length: int) -> Tensor:
         """[B, 1, Q, T], additive: a query sees every position up to its own."""

@@ -18,12 +18,12 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.generation.logits_process import (
     LogitsProcessor,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
-    TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
@@ -70,19 +70,14 @@ class Sampling:
         return self.is_greedy and self.repetition_penalty == 1
 
     @cached_property
-    def _warpers(self) -> list[LogitsProcessor]:
-        if self.is_greedy:
-            return []
-        warpers: list[LogitsProcessor] = []
-        if self.temperature != 1:
-            warpers.append(TemperatureLogitsWarper(self.temperature))
-        if self.top_k:
-            warpers.append(TopKLogitsWarper(self.top_k))
+    def _filters(self) -> list[LogitsProcessor]:
+        """What follows temperature and top-k; none of them moves a larger logit out for a less."""
+        filters: list[LogitsProcessor] = []
         if self.top_p < 1:
-            warpers.append(TopPLogitsWarper(self.top_p))
+            filters.append(TopPLogitsWarper(self.top_p))
         if self.min_p:
-            warpers.append(MinPLogitsWarper(self.min_p))
-        return warpers
+            filters.append(MinPLogitsWarper(self.min_p))
+        return filters
 
     def process(self, logits_NV: Tensor, before: Sequence[int], drafted: Sequence[int]) -> Tensor:
         """Logits after the row's processors, float32; excluded tokens are -inf. [N, V].
@@ -94,9 +89,21 @@ class Sampling:
             seen_NL = _histories(before, drafted[: len(scores_NV) - 1]).to(scores_NV.device)
             penalty = RepetitionPenaltyLogitsProcessor(self.repetition_penalty)
             scores_NV = penalty(seen_NL, scores_NV)
-        for warper in self._warpers:
-            scores_NV = warper(None, scores_NV)  # none of them looks at the tokens
-        return scores_NV
+        if self.is_greedy:
+            return scores_NV
+        if self.temperature != 1:
+            scores_NV = TemperatureLogitsWarper(self.temperature)(None, scores_NV)
+        if not 0 < self.top_k < scores_NV.shape[-1]:
+            return self._filter(scores_NV)
+        # what is left after top-k is little, and sorting a whole vocabulary is not
+        kept_NK, index_NK = scores_NV.topk(self.top_k)
+        excluded_NV = torch.full_like(scores_NV, -math.inf)
+        return excluded_NV.scatter(-1, index_NK, self._filter(kept_NK))
+
+    def _filter(self, scores: Tensor) -> Tensor:
+        for warper in self._filters:
+            scores = warper(None, scores)  # none of them looks at the tokens
+        return scores
 
 
 GREEDY = Sampling()
@@ -152,15 +159,25 @@ def rejection_sample(
     choice is the target's own token wherever the draft's does not stand natively, and after it.
     """
     k = len(draft_K)
-    uniform_N = noise.choose[: k + 1]
+    uniform_N = noise.choose[: k + 1].to(p_NV.device)
     if q_KV is None:  # drawing first and comparing stands with probability p(token) just the same
         choice_N = draw(p_NV, uniform_N)
         return choice_N[:k] == draft_K, choice_N
+    # models of one tokenizer pad their vocabularies differently; runners cut what p does not have
+    q_KV = pad(q_KV.to(p_NV.device), (0, p_NV.shape[-1] - q_KV.shape[-1]))
     token_K1 = draft_K[:, None]
     p_K, q_K = p_NV[:k].gather(-1, token_K1)[:, 0], q_KV.gather(-1, token_K1)[:, 0]
     native_K = noise.accept[:k].to(p_NV.device) * q_K < p_K
-    rest_KV = (p_NV[:k] - q_KV).clamp(min=0)
-    # where p and q agree everywhere nothing is left but rounding, and nothing is rejected
-    rest_KV = torch.where(rest_KV.sum(-1, keepdim=True) > 0, rest_KV, p_NV[:k])
-    own_N = draw(torch.cat([rest_KV, p_NV[k:]]), uniform_N)
-    return native_K, torch.cat([torch.where(native_K, draft_K, own_N[:k]), own_N[k:]])
+    # only rejected positions and the last are drawn: a draw reads the whole vocabulary
+    drawn = torch.cat([~native_K, native_K.new_ones(1)]).nonzero()[:, 0]
+    rest_MV = p_NV[drawn]
+    rest_MV[:-1] = _residual(rest_MV[:-1], q_KV[drawn[:-1]])
+    choice_N = torch.cat([draft_K, draft_K.new_zeros(1)])
+    choice_N[drawn] = draw(rest_MV, uniform_N[drawn])
+    return native_K, choice_N
+
+
+def _residual(p_MV: Tensor, q_MV: Tensor) -> Tensor:
+    """max(0, p - q); where they agree everywhere but for rounding, p. Not normalised."""
+    rest_MV = (p_MV - q_MV).clamp_(min=0)
+    return torch.where(rest_MV.sum(-1, keepdim=True) > 0, rest_MV, p_MV)

@@ -68,6 +68,11 @@ class RowVerdict:
     def accepted(self) -> int:
         return self.resolution.accepted
 
+    @property
+    def native_run(self) -> int:
+        """Leading draft tokens that are native matches."""
+        return [*self.native, False].index(False)
+
 
 @dataclass(frozen=True)
 class OpenDeferral:
@@ -129,8 +134,11 @@ class Sequence:
         return matched - len(provisional)
 
     def begin_round(self, limit: int) -> None:
-        """Draw the row's random numbers for a round of at most `limit` draft tokens."""
-        if self._generator is not None:
+        """Draw the row's random numbers for a round of at most `limit` draft tokens.
+
+        A round that failed (out of memory) is done again with the numbers it had.
+        """
+        if self._generator is not None and self.noise is None:
             self.noise = Noise.drawn(limit, self._generator)
 
     def commit(self, verdict: RowVerdict) -> Counts:
@@ -149,6 +157,7 @@ class Sequence:
             self._end()
         self._count(counts)
         self.counts.add(counts)
+        self.noise = None
         return counts
 
     def _extend(self, verdict: RowVerdict) -> None:

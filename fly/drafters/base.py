@@ -30,8 +30,9 @@ class Draft:
         self._by = by
         self._q = q
 
-    def drafted_by(self, slot: int) -> str:
-        return "" if self._by is None else self._by[slot]
+    def drafted_by(self, slot: int, length: int) -> str:
+        """`length` letters; a draft that was left on its device is the draft model's own."""
+        return "d" * length if self._by is None else self._by[slot]
 
     def probabilities(self, slot: int) -> Tensor | None:
         return None if self._q is None else self._q[slot]

@@ -66,7 +66,7 @@ class ModelDrafter:
         return Draft(
             [list(chain.tokens) for chain in self._chains],
             by=[chain.by for chain in self._chains],
-            q=[torch.stack(chain.q) if chain.q else None for chain in self._chains],
+            q=[_stacked(chain.q) for chain in self._chains],
         )
 
     def _on_device(self, rows: list[Sequence]) -> Draft | None:
@@ -163,7 +163,11 @@ class ModelDrafter:
         for slot, row in enumerate(rows):
             known = min(self.runner.lengths[slot], len(row.tokens) - 1)
             self.runner.settle(slot, row.tokens, known)
-        accepted = [verdict.accepted for verdict in verdicts]
+        # what matched tells of the draft, though an earlier deferral took the round back
+        accepted = [
+            verdict.native_run if verdict.resolution.reopened else verdict.accepted
+            for verdict in verdicts
+        ]
         self._policy.observe(self._chains, accepted, self._draft_seconds)
 
     def move(self, source: int, destination: int) -> None:
@@ -227,3 +231,12 @@ class CascadeDrafter(ModelDrafter):
     def resize(self, slots: int) -> None:
         super().resize(slots)
         del self._indexes[slots:]
+
+
+def _stacked(rows: list[Tensor]) -> Tensor | None:
+    """[K, V], and the rows let go: at a large vocabulary both would be held through the round."""
+    if not rows:
+        return None
+    result = torch.stack(rows)
+    rows.clear()
+    return result

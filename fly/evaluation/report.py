@@ -84,13 +84,27 @@ def print_summary(entry: dict[str, Any]) -> None:
     title = f"fly: {entry['mode']}"
     if entry["drafter"]:
         title += f", drafter {entry['drafter']}, K={config['spd_k']}"
-    if entry["mode"] == "fly":
-        title += f", W={config['win_len']}, theta={config['entropy_thre']}"
-        title += ", across rounds" if config["defer_across_rounds"] else ""
+    title += "".join(f", {part}" for part in _rule_in_words(entry["mode"], config))
     table = Table(title=title, title_justify="left", show_header=False)
     for name, value in _rows(stats, seconds, total):
         table.add_row(name, value)
     Console(width=100 if not sys.stdout.isatty() else None).print(table)
+
+
+def _rule_in_words(mode: str, config: dict[str, Any]) -> list[str]:
+    """The settings of the rule in force, so that runs under different rules do not look alike."""
+    if mode == "typical":
+        return [f"epsilon={config['typical_epsilon']}", f"delta={config['typical_delta']}"]
+    if mode == "top_k":
+        return [f"top_k={config['relaxed_top_k']}", f"delta={config['relaxed_delta']}"]
+    if mode != "fly":
+        return []
+    parts = ["W=0" if config["abla_no_window"] else f"W={config['win_len']}"]
+    gates = {"theta": "entropy_thre", "margin": "margin_thre", "ratio": "draft_ratio_thre"}
+    gates["rank"] = "draft_rank_max"
+    parts += [f"{name}={config[key]}" for name, key in gates.items() if config[key] is not None]
+    parts += ["across rounds"] if config["defer_across_rounds"] else []
+    return parts + (["reference windows"] if config["window_rule"] == "reference" else [])
 
 
 def _rows(stats: dict[str, Any], seconds: dict[str, float], total: float) -> list[tuple[str, str]]:

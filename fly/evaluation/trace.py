@@ -15,15 +15,15 @@ class Trace:
 
     def __init__(self, session: Session, rank: int) -> None:
         check_has_folder(session)
+        self._session = session
         self._lines = JsonLines(session, "fly_trace", rank)
-        self._requests = 0
         self._open: dict[int, list[int]] = {}  # by row: its number, its rounds so far
 
     def on_round(self, record: RoundRecord) -> None:
         row = record.row
         if id(row) not in self._open:
-            self._open[id(row)] = [self._requests, 0]
-            self._requests += 1
+            self._open[id(row)] = [self._session.traced_requests, 0]
+            self._session.traced_requests += 1
         number = self._open[id(row)]
         number[1] += 1
         whose = {"request": number[0], "round": number[1]}
@@ -48,15 +48,17 @@ def _document(row: Sequence) -> dict[str, Any]:
 def _decided(record: RoundRecord) -> dict[str, Any]:
     """Positions are indexes into the row's generated tokens."""
     verdict, row, start = record.verdict, record.row, record.start
-    is_rollback = row.sources[-1] is Source.ROLLBACK
+    rolled_back = record.length - 1 if row.sources[-1] is Source.ROLLBACK else None
+    deferred = [start + position for position in verdict.resolution.deferred]
+    kept = record.length if rolled_back is None else rolled_back
     line: dict[str, Any] = {
         "start": start,
         "draft": verdict.draft,
         "by": record.drafted_by,
         "native": "".join("1" if match else "0" for match in verdict.native),
         "choice": verdict.choice,
-        "deferred": [start + position for position in verdict.resolution.deferred],
-        "rolled_back": record.length - 1 if is_rollback else None,
+        "deferred": [index for index in deferred if index < kept],
+        "rolled_back": rolled_back,
         "open": None if row.open is None else row.open.at,
         "length": record.length,
         "finish": row.finish_reason,
