@@ -234,6 +234,11 @@ class FlyLM(HFLM):
         config = self.fly_config
         slots = max(1, min(self._rows_in_flight(requests), len(requests)))
         target = self._runner(self.model, slots, self.max_length)
+        if target.static is not None and not all(r.sampling.is_plain for r in requests):
+            logger.info(
+                "rows that sample or have a repetition penalty draft step by step, outside of the "
+                "graphed draft loop"
+            )
         return Engine(
             target,
             self._drafter(slots, target),

@@ -1,12 +1,14 @@
 """Continuous batching: results do not depend on rows in flight, order, shared prefixes, memory."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from fly.decoding import memory
 from fly.decoding.runner import ModelRunner
+from fly.decoding.sampling import Sampling
 from fly.decoding.sequence import Request
 from fly.drafters.model import CascadeDrafter
 from fly.drafters.policy import AdaptivePolicy
@@ -131,6 +133,14 @@ def test_out_of_memory_halves_the_rows_and_loses_nothing(pair, caplog):
     assert target.slots == 2
     assert "going on with 4 rows" in caplog.text
     assert "going on with 2 rows" in caplog.text
+
+
+def test_out_of_memory_changes_no_sample(pair):
+    """A round that is done again must not draw again: other numbers, another text."""
+    wanted = [replace(r, sampling=Sampling(1.0), seed=n) for n, r in enumerate(requests())]
+    target = out_of_memory_above(pair[0], 4, rows=1)
+    assert tokens(run(pair, wanted, 4, target=target)) == tokens(run(pair, wanted, 1))
+    assert target.slots == 1
 
 
 @pytest.mark.parametrize("where", ["prefill", "propose", "commit"])

@@ -10,6 +10,8 @@ import torch
 
 from fly.decoding import engine as engine_module
 from fly.decoding.runner import ModelRunner
+from fly.decoding.sampling import GREEDY, Sampling
+from fly.decoding.sequence import Request
 from fly.decoding.verification import judge, resolve
 from fly.drafters.model import ModelDrafter
 from tests import tiny
@@ -150,3 +152,22 @@ def test_seconds_are_shared_out_completely(target, draft):
     records = run(target, draft, "model", 4, slots=3)
     assert all(record.seconds["verify"] > 0 for record in records)
     assert all(torch.isfinite(torch.tensor(list(r.seconds.values()))).all() for r in records)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0, top_k=5)], ids=["greedy", "sampling"])
+@pytest.mark.parametrize("vocab", [56, 72])
+def test_models_that_pad_one_vocabulary_differently(vocab, sampling):
+    """Catches q and p of different widths, and draft ids that the target cannot read."""
+    target, small = tiny.model(seed=1), tiny.model(seed=5, vocab=vocab)
+    with torch.no_grad():
+        target.lm_head.weight[56:] = 0  # padding: never among the likeliest
+        small.lm_head.weight[64:] *= 50  # ids that only the draft has would be its favourites
+    drafting = tiny.runner(small, 2, vocabulary=64)
+    engine = tiny.engine(target, ModelDrafter(drafting, frozenset({tiny.EOS})), 4, slots=2)
+    requests = [
+        Request(tuple(p), 20, tag=n, sampling=sampling, seed=n)
+        for n, p in enumerate(tiny.prompts(vocab=56))
+    ]
+    records = list(engine.run(requests))
+    assert tiny.total(records, "drafted") > 0
+    assert all(token < 64 for record in records for token in record.tokens)

@@ -203,6 +203,29 @@ def test_repetition_penalty_of_the_target_is_applied_as_hf_applies_it(saved_pair
     assert texts != lm.generate_until(instances({"max_gen_toks": 40}, prompts))
 
 
+def test_none_in_gen_kwargs_switches_a_filter_off(saved_pair, monkeypatch):
+    lm = fly_lm(saved_pair, top_k=7)
+    assert resolved(lm, {"temperature": 1.0, "top_k": None}).top_k == 0
+    with pytest.raises(FlyError, match=r"gen_kwargs top_p='abc' .*must be a number"):
+        resolved(lm, {"temperature": 1.0, "top_p": "abc"})
+
+
+def test_what_the_target_asks_for_and_fly_does_not_apply_is_said(saved_pair, monkeypatch, caplog):
+    lm = fly_lm(saved_pair, temperature=0.7)
+    monkeypatch.setattr(lm.model.generation_config, "no_repeat_ngram_size", 3)
+    resolved(lm, {"do_sample": False})
+    assert "generation_config sets no_repeat_ngram_size=3" in caplog.text
+    assert "temperature=0.7 is overridden by task a_task" in caplog.text
+
+
+def test_a_cache_that_would_repeat_one_sample_is_refused(saved_pair, monkeypatch):
+    """lm-eval's cache skips requests that say do_sample, and no others."""
+    lm = fly_lm(saved_pair, temperature=0.7)
+    monkeypatch.setattr(lm.cache_hook, "dbdict", {})
+    with pytest.raises(FlyError, match=r"--use_cache with temperature=0\.7"):
+        lm.generate_until(instances({"max_gen_toks": 4}))
+
+
 def test_samples_depend_on_the_seed_alone(saved_pair):
     """Repeats of a document differ; batch size and order of arrival change none of them."""
     asked = {"max_gen_toks": 24, "do_sample": True, "temperature": 1.0}

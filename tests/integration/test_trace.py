@@ -7,6 +7,7 @@ import pytest
 
 from fly import session
 from fly.errors import FlyError
+from fly.lm import FlyLM
 from tests.integration.test_lm import PROMPTS, fly_lm, instances
 
 RELAXED = {"enable_fly": True, "entropy_thre": 0.0, "win_len": 3, "spd_k": 4, "dtype": "float32"}
@@ -88,3 +89,19 @@ def test_refused_without_a_folder(saved_pair):
     session.start(None)
     with pytest.raises(FlyError, match=r"trace=true: .* add --output_path DIR"):
         fly_lm(saved_pair, trace=True)
+
+
+def test_a_draft_that_stays_on_its_device_is_named_too(saved_pair, folder, monkeypatch):
+    honest = FlyLM._runner
+
+    def static(self, *args):
+        runner = honest(self, *args)
+        runner.use_static_passes(capture=False)
+        return runner
+
+    monkeypatch.setattr(FlyLM, "_runner", static)
+    lm = fly_lm(saved_pair, **RELAXED, trace=True, drafter="model")
+    lm.generate_until(instances({"max_gen_toks": 10}, PROMPTS[:2]))
+    lm.generate_until(instances({"max_gen_toks": 10}, PROMPTS[:1]))
+    assert all(line["by"] == "d" * len(line["draft"]) for line in lines(folder))
+    assert {line["request"] for line in lines(folder)} == {0, 1, 2}  # over all calls of the run

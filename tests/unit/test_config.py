@@ -44,6 +44,48 @@ def test_bad_files_get_one_clear_line(tmp_path, values, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"verification": "typical", "enable_fly": False}, "'typical' contradicts enable_fly=fal"),
+        ({"window_rule": "reference", "defer_across_rounds": True}, "knows no window across"),
+        ({"margin_thre": 1.5}, r"margin_thre=1\.5.*less than or equal to 1"),
+        ({"verification": "loose"}, "verification='loose'.*'fly', 'exact', 'typical'"),
+        ({"temperature": float("inf")}, "temperature=inf.*finite"),
+    ],
+)
+def test_rules_that_contradict_are_refused(tmp_path, values, message):
+    with pytest.raises(FlyError, match=message):
+        config.build({**GOOD, **values}, "x.json")
+
+
+def test_windows_across_rounds_need_no_room():
+    wide = {**GOOD, "spd_k": 4, "win_len": 6}
+    assert config.build({**wide, "defer_across_rounds": True}, "x.json").mode == "fly"
+    with pytest.raises(FlyError, match="defer_across_rounds=true"):
+        config.build(wide, "x.json")
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "value"),
+    [
+        ("draft_quantization", None, "none"),  # how lm-eval's API hands on `=None`
+        ("draft_quantization", "none", "none"),
+        ("margin_thre", "None", None),
+        ("margin_thre", None, None),
+        ("margin_thre", 1, 1.0),
+        ("top_p", "0.9", 0.9),
+        ("draft_rank_max", "2", 2),
+        ("defer_across_rounds", "True", True),
+        ("compile", False, "off"),
+    ],
+)
+def test_command_line_values_of_every_kind(key, given, value):
+    result = config.coerce(key, given)
+    assert result == value
+    assert type(result) is type(value)
+
+
 def test_missing_file_lists_the_shipped_ones():
     with pytest.raises(FlyError, match=r"no such file.*qwen2\.5-coder\.json"):
         config.load("nowhere.json")

@@ -213,6 +213,14 @@ def test_all_gates_must_pass():
     assert all_pass((), P.log(), torch.tensor([3, 3])).tolist() == [True, True]
 
 
+def test_what_the_filters_exclude_passes_no_gate():
+    """Every excluded token ranks right after the kept ones, and its distance is bounded."""
+    logits = torch.tensor([[0.0, -0.1, -math.inf, -math.inf]])
+    for gates in ((RankGate(10),), (DistanceGate(0.9),), (EntropyGate(0.0),)):
+        assert all_pass(gates, logits, torch.tensor([2])).tolist() == [False]
+        assert all_pass(gates, logits, torch.tensor([1])).tolist() == [True]
+
+
 def test_gates_stand_what_top_p_excludes():
     """-inf must not become NaN, which would shut every gate."""
     logits = torch.tensor([[0.0, -0.1, -math.inf, -math.inf]])

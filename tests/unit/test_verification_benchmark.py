@@ -1,0 +1,85 @@
+"""benchmarks/verification.py: resuming never mixes experiments nor loses a record."""
+
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SETTINGS = {"target_only": {"use_sd": False}, "exact_k8": {"spd_k": 8, "enable_fly": False}}
+
+
+@pytest.fixture(scope="module")
+def bench():
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import verification
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    return verification
+
+
+def record(setting, first, corrects, seconds=1.0, task="gsm8k"):
+    documents = [
+        {"doc_id": first + n, "correct": c, "text": f"{first + n}"} for n, c in enumerate(corrects)
+    ]
+    stats = {"emitted": 60, "rounds": 10, "drafted": 80, "discarded": 6}
+    stats["seconds"] = {"draft": seconds, "verify": 0.0, "other": 0.0}
+    where = {"pair": "x.json", "max_gen_toks": 320, "batch_size": 8, "config": SETTINGS[setting]}
+    return {"setting": setting, "task": task, "stats": stats, "documents": documents, **where}
+
+
+def write(path, *records, torn=""):
+    path.write_text("".join(json.dumps(r) + "\n" for r in records) + torn)
+
+
+def args(tmp_path, **given):
+    where = {"config": "x.json", "max_gen_toks": 320, "batch_size": 8, "output": tmp_path}
+    return Namespace(**{**where, **given})
+
+
+def test_a_torn_line_costs_itself_only(bench, tmp_path):
+    path = tmp_path / "records.jsonl"
+    write(path, record("target_only", 0, [1.0]), torn='{"setting": "targ')
+    bench.check_same_experiment(path, args(tmp_path), SETTINGS)
+    with open(path, "a") as file:
+        file.write(json.dumps(record("target_only", 1, [0.0])) + "\n")
+    assert bench.read(path)["target_only", "gsm8k"].correct == {0: 1.0, 1: 0.0}
+
+
+@pytest.mark.parametrize("changed", [{"config": "y.json"}, {"max_gen_toks": 99}, {"batch_size": 1}])
+def test_records_of_another_experiment_are_refused(bench, tmp_path, changed):
+    path = tmp_path / "records.jsonl"
+    write(path, record("target_only", 0, [1.0]))
+    with pytest.raises(SystemExit, match="choose another folder"):
+        bench.check_same_experiment(path, args(tmp_path, **changed), SETTINGS)
+    other = {"target_only": {"use_sd": False, "spd_k": 3}}
+    with pytest.raises(SystemExit, match="holds target_only with config="):
+        bench.check_same_experiment(path, args(tmp_path), other)
+
+
+def test_a_line_of_the_table(bench, tmp_path):
+    """McNemar over discordant pairs, speed over chunks that both have."""
+    path = tmp_path / "records.jsonl"
+    write(
+        path,
+        record("target_only", 0, [1.0, 1.0, 0.0, 1.0]),
+        record("exact_k8", 0, [0.0, 1.0, 1.0, 0.0], seconds=2.0),
+        record("exact_k8", 4, [1.0], seconds=100.0),
+    )
+    row = bench.row(bench.read(path), "exact_k8", "gsm8k")
+    assert (row["documents"], row["correct"], row["target_only_correct"]) == (4, 2.0, 3.0)
+    assert (row["lost"], row["won"]) == (2, 1)
+    assert row["mcnemar_p"] == pytest.approx(1.0)
+    assert row["tau"] == pytest.approx(6.0)
+    assert row["emitted_per_drafted"] == pytest.approx(0.75)
+    against_itself = bench.row(bench.read(path), "target_only", "gsm8k")
+    assert against_itself["speed_over_exact"] == pytest.approx(2.0)
+    assert against_itself["mcnemar_p"] == 1.0
+
+
+def test_every_setting_meets_every_document_once(bench):
+    seen = [(s, t, d) for s, t, ds in bench.turns(20, 8, list(SETTINGS)) for d in ds]
+    assert len(seen) == len(set(seen)) == 2 * len(bench.TASKS) * 20
