@@ -23,6 +23,7 @@ from typing import Any
 from provenance import commit
 from scipy.stats import binomtest
 
+SAMPLED = "do_sample=True,temperature=1.0,top_k=0"
 ACROSS = {"defer_across_rounds": True}
 NO_ENTROPY = {"entropy_thre": None}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -36,7 +37,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "margin_k8": {"spd_k": 8, **ACROSS, **NO_ENTROPY, "margin_thre": 0.2},
     "ratio_k8": {"spd_k": 8, **ACROSS, **NO_ENTROPY, "draft_ratio_thre": 0.3, "draft_rank_max": 2},
     "typical": {"spd_k": 8, "verification": "typical"},
+    "tie_k5": {"spd_k": 5, **ACROSS, **NO_ENTROPY, "draft_ratio_thre": 0.6, "draft_rank_max": 2},
+    "tie_k8": {"spd_k": 8, **ACROSS, **NO_ENTROPY, "draft_ratio_thre": 0.6, "draft_rank_max": 2},
     "top_k": {"spd_k": 8, "verification": "top_k"},
+    "exact_k8_t1": {"spd_k": 8, "enable_fly": False, "gen_kwargs": SAMPLED},
     "accept_all": {"spd_k": 8, "verification": "accept_all"},
 }
 TASKS: dict[str, dict[str, Any]] = {
@@ -134,14 +138,16 @@ def run(args: argparse.Namespace, settings: dict[str, dict[str, Any]], path: Pat
     for setting, task, documents in turns(args.limit, args.chunk, list(settings)):
         if task not in args.tasks or set(documents) <= set(done[setting, task].correct):
             continue
-        lm.fly_config = fly_config.build({**base, **settings[setting]}, setting)
+        own = dict(settings[setting])
+        sampled = own.pop("gen_kwargs", None)
+        lm.fly_config = fly_config.build({**base, **own}, setting)
         lm.stats = RunStats()
         how = TASKS[task]
         samples = evaluate(
             lm,
             task,
             documents,
-            gen_kwargs=f"max_gen_toks={args.max_gen_toks}",
+            gen_kwargs=",".join(filter(None, (f"max_gen_toks={args.max_gen_toks}", sampled))),
             num_fewshot=how.get("num_fewshot"),
         )
         kept = [s for s in samples if how["filter"] in (None, s["filter"])]

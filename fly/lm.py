@@ -33,7 +33,7 @@ from fly.drafters.policy import AdaptivePolicy, DraftPolicy, FixedPolicy
 from fly.errors import FlyError
 from fly.evaluation import progress, report
 from fly.evaluation.trace import Trace, check_has_folder
-from fly.requests import build_request, response_text, unapplied
+from fly.requests import build_request, check_decoding, response_text
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -198,37 +198,8 @@ class FlyLM(HFLM):
             wanted.append(build_request(instance, self, seen[key]))
             seen[key] += 1
         self.samplings.update(request.sampling for request in wanted)
-        self._check_sampled(wanted)
+        check_decoding(wanted, self)
         return wanted
-
-    def _check_sampled(self, wanted: list[Request]) -> None:
-        """What lm-eval would get wrong, or a user not notice."""
-        is_sampling = any(not request.sampling.is_greedy for request in wanted)
-        if missing := unapplied(self.model.generation_config, is_sampling):
-            logger.warning(
-                "the target's generation_config sets %s, which lm-eval's hf applies and fly does "
-                "not: compare with fly's own target-only run",
-                ", ".join(missing),
-            )
-        temperature = self.fly_config.temperature
-        for request in wanted:
-            gen_kwargs = request.tag.args[1]
-            if request.sampling.is_greedy and temperature > 0:
-                logger.warning(
-                    "temperature=%s is overridden by task %s (do_sample or temperature in its "
-                    "gen_kwargs): pass --gen_kwargs do_sample=True,temperature=%s",
-                    temperature,
-                    request.tag.task_name,
-                    temperature,
-                )
-                return
-            caches = getattr(self.cache_hook, "dbdict", None) is not None
-            if not request.sampling.is_greedy and not gen_kwargs.get("do_sample") and caches:
-                raise FlyError(
-                    f"--use_cache with temperature={request.sampling.temperature}: lm-eval would "
-                    "give all repeats one text: add --gen_kwargs do_sample=True, or leave "
-                    "--use_cache out"
-                )
 
     def _engine(self, requests: list[Request], observer: Observer) -> Engine:
         config = self.fly_config

@@ -7,6 +7,7 @@ aliases, left truncation, think_end_token, stop strings cut from the text.
 from __future__ import annotations
 
 import hashlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
     from fly.lm import FlyLM
+
+logger = logging.getLogger(__name__)
 
 # Values under which a transformers generation argument changes nothing.
 _INERT: dict[str, tuple[Any, ...]] = {
@@ -139,7 +142,36 @@ def encode_prompt(context: str, lm: FlyLM, room: int) -> list[int]:
     return ids[0].tolist() or [lm.prefix_token_id]
 
 
-def unapplied(generation_config: Any, is_sampling: bool) -> list[str]:
+def check_decoding(requests: list[Request], lm: FlyLM) -> None:
+    """Say what is easily overlooked; raise FlyError where lm-eval would score the wrong texts."""
+    sampled = [request for request in requests if not request.sampling.is_greedy]
+    if missing := _unapplied(lm.model.generation_config, bool(sampled)):
+        logger.warning(
+            "the target's generation_config sets %s, which lm-eval's hf applies and fly does not: "
+            "compare with fly's own target-only run",
+            ", ".join(missing),
+        )
+    temperature = lm.fly_config.temperature
+    greedy_tasks = {r.tag.task_name for r in requests if r.sampling.is_greedy}
+    if temperature > 0 and greedy_tasks:
+        logger.warning(
+            "temperature=%s is overridden by gen_kwargs of %s: pass --gen_kwargs "
+            "do_sample=True,temperature=%s",
+            temperature,
+            ", ".join(sorted(map(str, greedy_tasks))),
+            temperature,
+        )
+    for request in sampled:
+        # lm-eval's cache is not asked for requests that say do_sample, and for no others
+        caches = getattr(lm.cache_hook, "dbdict", None) is not None
+        if caches and not request.tag.args[1].get("do_sample"):
+            raise FlyError(
+                f"--use_cache with temperature={request.sampling.temperature}: lm-eval would give "
+                "all repeats one text: add --gen_kwargs do_sample=True, or leave --use_cache out"
+            )
+
+
+def _unapplied(generation_config: Any, is_sampling: bool) -> list[str]:
     """`name=value` of what the model's generation_config asks for and fly does not apply."""
     names = _UNAPPLIED + (_UNAPPLIED_SAMPLING if is_sampling else ())
     values = {name: getattr(generation_config, name, None) for name in names}

@@ -215,7 +215,7 @@ def test_what_the_target_asks_for_and_fly_does_not_apply_is_said(saved_pair, mon
     monkeypatch.setattr(lm.model.generation_config, "no_repeat_ngram_size", 3)
     resolved(lm, {"do_sample": False})
     assert "generation_config sets no_repeat_ngram_size=3" in caplog.text
-    assert "temperature=0.7 is overridden by task a_task" in caplog.text
+    assert "temperature=0.7 is overridden by gen_kwargs of a_task" in caplog.text
 
 
 def test_a_cache_that_would_repeat_one_sample_is_refused(saved_pair, monkeypatch):
