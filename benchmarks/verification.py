@@ -115,10 +115,10 @@ def check_same_experiment(path: Path, args: argparse.Namespace, settings: dict[s
             "config": settings.get(record["setting"], record["config"]),
         }
         for name, value in now.items():
-            if record[name] != value:
+            if record.get(name) != value:
                 sys.exit(
                     f"--output {args.output}: holds {record['setting']} with {name}="
-                    f"{record[name]!r}, this run has {value!r}: choose another folder"
+                    f"{record.get(name)!r}, this run has {value!r}: choose another folder"
                 )
     if text and not text.endswith("\n"):  # a run was cut short in the middle of a line
         with open(path, "a", encoding="utf-8") as file:
