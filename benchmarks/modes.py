@@ -18,7 +18,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from harness import evaluate
+from fly.evaluation.harness import evaluate
 from lm_eval.models.huggingface import HFLM
 from provenance import commit
 

@@ -126,7 +126,7 @@ def check_same_experiment(path: Path, args: argparse.Namespace, settings: dict[s
 
 
 def run(args: argparse.Namespace, settings: dict[str, dict[str, Any]], path: Path) -> None:
-    from harness import evaluate
+    from fly.evaluation.harness import evaluate
 
     from fly import config as fly_config
     from fly.decoding.records import RunStats

@@ -17,10 +17,13 @@ from lm_eval.utils import sanitize_model_name, setup_logging, simple_parse_args_
 
 import fly
 from fly import config as fly_config
-from fly import loading, pairs, session
+from fly import loading, session
+from fly.commands import config as config_command
+from fly.commands import pair as pair_command
 from fly.errors import FlyError
 from fly.paths import data_dir
 
+_COMMANDS = (config_command, pair_command)
 _HF_NAMES = ("hf", "hf-auto", "huggingface")
 
 
@@ -31,8 +34,8 @@ class FlyCLI(HarnessCLI):
         super().__init__()
         self._parser.prog = "fly"
         self._parser.add_argument("--version", action="version", version=f"fly {fly.__version__}")
-        _add_config_command(self._subparsers)
-        pairs.add_pair_command(self._subparsers)
+        for command in _COMMANDS:
+            command.add_command(self._subparsers)
 
     def execute(self, args: argparse.Namespace) -> None:
         if hasattr(args, "include_path"):
@@ -143,36 +146,6 @@ def _output_folder(path: Path, model_args: dict[str, Any]) -> Path:
         if key in model_args:
             return path / sanitize_model_name(str(model_args[key]))
     return path
-
-
-def _add_config_command(subparsers: Any) -> None:
-    parser = subparsers.add_parser("config", help="Check, show or describe a pair's JSON")
-    commands = parser.add_subparsers(dest="config_command", metavar="check|show|schema")
-    parser.set_defaults(func=lambda args: parser.print_help())
-    check = commands.add_parser("check", help="validate a file")
-    check.add_argument("file")
-    check.set_defaults(func=_config_check)
-    show = commands.add_parser("show", help="print the resolved configuration")
-    show.add_argument("file")
-    show.add_argument("overrides", nargs="*", metavar="key=value")
-    show.set_defaults(func=_config_show)
-    schema = commands.add_parser("schema", help="print the JSON schema")
-    schema.set_defaults(func=lambda args: print(json.dumps(fly_config.schema(), indent=2)))
-
-
-def _config_check(args: argparse.Namespace) -> None:
-    config = fly_config.load(args.file)
-    print(f"{args.file}: valid ({config.mode}, drafter {config.drafter_name}, {config.hash()})")
-
-
-def _config_show(args: argparse.Namespace) -> None:
-    for item in args.overrides:
-        if "=" not in item:
-            raise FlyError(f"override {item!r}: write it as key=value")
-    overrides = simple_parse_args_string(",".join(args.overrides))
-    own, unknown = fly_config.split_model_args(overrides)
-    config = fly_config.load(args.file, {**own, **unknown})
-    print(json.dumps(config.model_dump(), indent=2))
 
 
 def _not_about_our_tasks(record: logging.LogRecord) -> bool:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fly
-from fly import sandbox
+from fly import sandbox, session
 
 if TYPE_CHECKING:
     from fly.lm import FlyLM
@@ -56,6 +56,7 @@ def results_entry(lm: FlyLM) -> dict[str, Any]:
     """`config.fly` of the results file. Plain Python values: lm-eval drops what json cannot."""
     draft = lm.draft_model
     return {
+        "started": session.current().started,
         "mode": lm.fly_config.mode,
         "drafter": lm.fly_config.drafter_name,
         "config": lm.fly_config.model_dump(),

@@ -3,7 +3,6 @@
 Importing this package is cheap; torch and transformers load only while a pair is converted.
 """
 
-from fly.pairs.command import add_pair_command
 from fly.pairs.store import PairPaths, fetch, locate, resolve_model_path
 
-__all__ = ["PairPaths", "add_pair_command", "fetch", "locate", "resolve_model_path"]
+__all__ = ["PairPaths", "fetch", "locate", "resolve_model_path"]

@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 
 from fly import pairs
+from fly.commands import pair as pair_command
 from fly.errors import FlyError
 from fly.pairs import convert, download, store
 from fly.pairs.progress import PlainReporter, Reporter
@@ -413,7 +414,7 @@ def test_plain_progress_counts_bytes_of_all_threads(capsys):
 
 def test_the_subcommand(shop, home, capsys):
     parser = argparse.ArgumentParser()
-    pairs.add_pair_command(parser.add_subparsers())
+    pair_command.add_command(parser.add_subparsers())
 
     def run(*words: str) -> str:
         args = parser.parse_args(["pair", *words])

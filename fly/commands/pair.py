@@ -9,7 +9,7 @@ from fly.pairs import store
 from fly.pairs.registry import PAIRS
 
 
-def add_pair_command(subparsers: Any) -> None:
+def add_command(subparsers: Any) -> None:
     """Register the subcommand with the CLI's parser."""
     parser = subparsers.add_parser("pair", help="Fetch and list the embedded draft-target pairs")
     commands = parser.add_subparsers(dest="pair_command", metavar="fetch|list|path")

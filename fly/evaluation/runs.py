@@ -1,0 +1,203 @@
+"""Finished runs read back from disk: lm-eval's results and samples, fly's records beside them.
+
+A run's folder (what lm-eval makes of --output_path) holds `results_*.json`, one
+`samples_<task>_*.jsonl` per task (with --log_samples), and, if fly's backend decoded,
+`fly_requests_<started>*.jsonl` and perhaps `fly_trace_<started>*.jsonl`; `config.fly.started` of
+the results says which. Runs of lm-eval's own `hf` are read, too, and have no records.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from fly.errors import FlyError
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One document of a task under one filter, as lm-eval scored it.
+
+    scores: by metric, numbers only. responses: the model's texts, one per repeat, before the
+    filter; answer: after it. hashes: lm-eval's, of document, prompt and target.
+    """
+
+    doc_id: int
+    doc: dict[str, Any]
+    hashes: tuple[str, str, str]
+    prompt: str
+    target: str
+    responses: tuple[str, ...]
+    answer: str
+    scores: dict[str, float]
+
+
+@dataclass(frozen=True)
+class TaskRun:
+    """One task of a run under one filter. aggregated: by metric, (value, standard error)."""
+
+    name: str
+    filter: str
+    version: str
+    num_fewshot: int
+    higher_is_better: dict[str, bool]
+    aggregated: dict[str, tuple[float, float | None]]
+    samples: dict[int, Sample] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One results file. `name`: what tables call it. `entry`: `config.fly`, None for other models.
+
+    `tasks`: by (task, filter), in the order of the results file.
+    """
+
+    path: Path
+    name: str
+    results: dict[str, Any] = field(repr=False)
+    tasks: dict[tuple[str, str], TaskRun] = field(repr=False)
+
+    @property
+    def folder(self) -> Path:
+        return self.path.parent
+
+    @property
+    def entry(self) -> dict[str, Any] | None:
+        return self.results["config"].get("fly")
+
+    @property
+    def mode(self) -> str:
+        """`target-only`, `strict`, `fly`, ... or the name of another backend, such as `hf`."""
+        return str(self.entry["mode"] if self.entry else self.results["config"]["model"])
+
+    @cached_property
+    def requests(self) -> list[dict[str, Any]]:
+        """fly's record of every request; empty for other models, or with enable_statistics=false.
+
+        docs/definitions.md defines the keys.
+        """
+        return self._records("fly_requests")
+
+    @cached_property
+    def rounds(self) -> list[dict[str, Any]]:
+        """The trace, one line per row and round (docs/traces.md); empty without trace=true."""
+        return self._records("fly_trace")
+
+    def _records(self, kind: str) -> list[dict[str, Any]]:
+        started = self.entry.get("started") if self.entry else None
+        if started is None:
+            return []
+        paths = sorted(self.folder.glob(f"{kind}_{started}*.jsonl"))
+        return [record for path in paths for record in read_lines(path)]
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a JSONL file. A torn last line is dropped; any other is an error."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FlyError(f"{path}: cannot be read: {error}") from None
+    last = lines.pop()  # empty unless the writer was killed in the middle of a line
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise FlyError(f"{path}, line {number}: not valid JSON: {error.msg}") from None
+    try:
+        return records + ([json.loads(last)] if last else [])
+    except json.JSONDecodeError:
+        return records
+
+
+def find_results(path: str | Path) -> Path:
+    """The results file that `path` names: itself, or the newest in the folder or one below it."""
+    given = Path(path).expanduser()
+    if given.is_file():
+        return given
+    if not given.is_dir():
+        raise FlyError(f"{path}: no such run: give a results_*.json or the folder that holds it")
+    found = [*given.glob("*results_*.json"), *given.glob("*/*results_*.json")]
+    if not found:
+        raise FlyError(
+            f"{path}: holds no results_*.json: the run has not ended, or had no --output_path"
+        )
+    return max(found, key=lambda file: file.name.rsplit("results_", 1)[1])
+
+
+def load(path: str | Path, name: str | None = None) -> Run:
+    """Read a finished run; `name` defaults to its mode. Raises FlyError if its samples are gone."""
+    file = find_results(path)
+    try:
+        results = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise FlyError(f"{file}: cannot be read: {error}") from None
+    if not isinstance(results, dict) or not {"results", "configs", "config"} <= results.keys():
+        raise FlyError(f"{file}: not a results file of lm-eval")
+    date = file.stem.rsplit("results_", 1)[1]
+    tasks = {}
+    for task in results["configs"]:
+        samples = file.parent / f"samples_{task}_{date}.jsonl"
+        if not samples.is_file():
+            raise FlyError(f"{file}: {samples.name} is not beside it: run with --log_samples")
+        for filter_name, lines in _by_filter(read_lines(samples)).items():
+            tasks[task, filter_name] = _task_run(results, task, filter_name, lines)
+    run = Run(file, name or "", results, tasks)
+    return run if name else Run(file, run.mode, results, tasks)
+
+
+def _by_filter(lines: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for line in lines:
+        groups.setdefault(line["filter"], []).append(line)
+    return groups
+
+
+def _task_run(
+    results: dict[str, Any], task: str, filter_name: str, lines: list[dict[str, Any]]
+) -> TaskRun:
+    aggregated = {}
+    of_task = results["results"].get(task, {})
+    for metric in lines[0]["metrics"]:
+        value = of_task.get(f"{metric},{filter_name}")
+        error = of_task.get(f"{metric}_stderr,{filter_name}")
+        if isinstance(value, (int, float)):
+            aggregated[metric] = (value, error if isinstance(error, (int, float)) else None)
+    known = results.get("higher_is_better", {}).get(task, {})
+    return TaskRun(
+        name=task,
+        filter=filter_name,
+        version=str(results.get("versions", {}).get(task)),
+        num_fewshot=int(results.get("n-shot", {}).get(task) or 0),
+        higher_is_better={m: known.get(m) is not False for m in lines[0]["metrics"]},
+        aggregated=aggregated,
+        samples={line["doc_id"]: _sample(line) for line in lines},
+    )
+
+
+def _sample(line: dict[str, Any]) -> Sample:
+    arguments = line["arguments"].get("gen_args_0", {})
+    responses = line["resps"][0] if line["resps"] else []
+    return Sample(
+        doc_id=line["doc_id"],
+        doc=line["doc"] if isinstance(line["doc"], dict) else {"doc": line["doc"]},
+        hashes=(line["doc_hash"], line["prompt_hash"], line["target_hash"]),
+        prompt=_text(arguments.get("arg_0", "")),
+        target=line["target"],
+        responses=tuple(_text(response) for response in responses),
+        answer=_text(line["filtered_resps"][0] if line["filtered_resps"] else ""),
+        scores={
+            metric: float(line[metric])
+            for metric in line["metrics"]
+            if isinstance(line.get(metric), (bool, int, float))
+        },
+    )
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list) and len(value) == 1:
+        return _text(value[0])
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

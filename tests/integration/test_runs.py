@@ -1,0 +1,72 @@
+"""Runs read back from disk: what lm-eval and fly wrote is what compare, report and plot see."""
+
+import json
+
+import pytest
+
+from fly.errors import FlyError
+from fly.evaluation import runs
+from tests.integration.test_cli import config_file, evaluate, task_dir  # noqa: F401  fixtures
+
+
+@pytest.fixture
+def folder(saved_pair, config_file, task_dir, tmp_path):  # noqa: F811
+    out = tmp_path / "out"
+    assert evaluate(saved_pair, config_file, task_dir, "--log_samples", "--output_path", out) == 0
+    return out
+
+
+def test_a_run_reads_back(folder):
+    run = runs.load(folder)
+    assert run.name == run.mode == "fly"
+    (task,) = run.tasks.values()
+    assert (task.name, task.filter) == ("tiny_task", "none")
+    assert task.higher_is_better == {"exact_match": True}
+    assert task.aggregated["exact_match"][0] == 0
+    assert sorted(task.samples) == [0, 1, 2, 3]
+    assert len(run.requests) == 4
+    by_document = {record["doc_id"]: record for record in run.requests}
+    for sample in task.samples.values():
+        assert sample.prompt == f"q{sample.doc_id} "
+        assert sample.target == "a"
+        assert sample.scores == {"exact_match": 0.0}
+        assert sample.responses == (by_document[sample.doc_id]["text"],)
+    assert sum(r["emitted"] for r in run.requests) == run.entry["stats"]["emitted"]
+    assert run.rounds == []  # no trace was asked for
+
+
+def test_the_newest_results_of_a_folder_are_read(folder):
+    newest = runs.find_results(folder)
+    older = newest.with_name("results_2020-01-01T00-00-00.000000.json")
+    older.write_text(newest.read_text())
+    assert runs.find_results(newest.parent) == newest
+    assert runs.find_results(older) == older
+    with pytest.raises(FlyError, match=r"samples_tiny_task_2020-.* is not beside it: .*--log_samp"):
+        runs.load(older)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [("{", "cannot be read"), ("[]", "not a results file"), ('{"results": {}}', "not a results")],
+)
+def test_what_is_no_run_is_refused(tmp_path, text, match):
+    with pytest.raises(FlyError, match="no such run"):
+        runs.load(tmp_path / "nowhere")
+    with pytest.raises(FlyError, match="the run has not ended"):
+        runs.load(tmp_path)
+    path = tmp_path / "results_x.json"
+    path.write_text(text)
+    with pytest.raises(FlyError, match=match):
+        runs.load(path)
+
+
+def test_a_torn_last_line_is_dropped_and_no_other(tmp_path):
+    path = tmp_path / "fly_requests_x.jsonl"
+    whole = json.dumps({"doc_id": 0})
+    path.write_text(whole + "\n" + '{"doc_id"')
+    assert runs.read_lines(path) == [{"doc_id": 0}]
+    path.write_text(whole + "\n" + whole)
+    assert len(runs.read_lines(path)) == 2
+    path.write_text('{"doc_id"\n' + whole + "\n")
+    with pytest.raises(FlyError, match="line 1: not valid JSON"):
+        runs.read_lines(path)
