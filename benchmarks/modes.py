@@ -18,7 +18,6 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from fly.evaluation.harness import evaluate
 from lm_eval.models.huggingface import HFLM
 from provenance import commit
 
@@ -26,6 +25,7 @@ from fly import config as fly_config
 from fly import loading
 from fly.decoding.records import RunStats
 from fly.evaluation import report
+from fly.evaluation.harness import evaluate
 from fly.lm import FlyLM
 
 MODES: dict[str, dict[str, Any]] = {

@@ -126,10 +126,9 @@ def check_same_experiment(path: Path, args: argparse.Namespace, settings: dict[s
 
 
 def run(args: argparse.Namespace, settings: dict[str, dict[str, Any]], path: Path) -> None:
-    from fly.evaluation.harness import evaluate
-
     from fly import config as fly_config
     from fly.decoding.records import RunStats
+    from fly.evaluation.harness import evaluate
     from fly.lm import FlyLM
 
     lm = FlyLM(config_path=args.config, device=args.device, batch_size=args.batch_size)
