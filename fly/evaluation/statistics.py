@@ -250,15 +250,19 @@ def _bootstrap(
 ) -> Interval | None:
     """Percentile interval. What is resampled are document indices, so that pairs stay together.
 
-    Resamples without a value (zero denominators) are left out, up to the tails' share.
+    Widened for few documents as t is wider than the normal distribution (Hesterberg 2015, sec.
+    4.1; BCa was tried, and covered no better). None from one document, and if resamples without a
+    value (zero denominators) are more than a tail.
     """
+    total = sum(map(len, indices))
+    if total < 2:
+        return None
     result = stats.bootstrap(
         indices,
         statistic,
         vectorized=True,
         n_resamples=resamples,
-        batch=max(1, _MOST_AT_ONCE // sum(map(len, indices))),
-        confidence_level=LEVEL,
+        batch=max(1, _MOST_AT_ONCE // total),
         method="percentile",
         rng=np.random.default_rng(seed),
     )
@@ -266,7 +270,8 @@ def _bootstrap(
     defined = values[np.isfinite(values)]
     if len(defined) < (1 + LEVEL) / 2 * len(values):
         return None
-    low, high = np.quantile(defined, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    width = math.sqrt(total / (total - 1)) * stats.t.ppf((1 + LEVEL) / 2, total - 1)
+    low, high = np.quantile(defined, stats.norm.cdf([-width, width]))
     return Interval(float(low), float(high))
 
 
