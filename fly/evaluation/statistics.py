@@ -258,7 +258,7 @@ def _bootstrap(
     total = sum(map(len, indices))
     if min(map(len, indices), default=0) < 2:
         return None
-    with warnings.catch_warnings():  # scipy's own interval, unused here, may be undefined
+    with warnings.catch_warnings(), np.errstate(invalid="ignore"):  # in scipy's own interval
         warnings.simplefilter("ignore", stats.DegenerateDataWarning)
         result = stats.bootstrap(
             indices,
