@@ -1,6 +1,9 @@
 """`fly compare` that makes its own runs, on the tiny pair, in real processes."""
 
+# ruff: noqa: F811  fixtures by their names
+
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -10,6 +13,7 @@ from xml.etree import ElementTree
 import pytest
 import transformers
 import yaml
+from lm_eval._cli import HarnessCLI
 
 from fly.evaluation import modes
 from tests import tiny
@@ -26,7 +30,7 @@ def process_results(doc, results):
 
 
 @pytest.fixture
-def graded_tasks(task_dir, saved_pair):  # noqa: F811
+def graded_tasks(task_dir, saved_pair):
     """The tiny task, solved where the text is the target's own, as transformers generates it."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(saved_pair / "target")
     target = transformers.AutoModelForCausalLM.from_pretrained(saved_pair / "target")
@@ -44,7 +48,7 @@ def graded_tasks(task_dir, saved_pair):  # noqa: F811
     return task_dir
 
 
-def flags(saved_pair, config_file, tasks, out):  # noqa: F811
+def flags(saved_pair, config_file, tasks, out):
     return [
         "compare", "--model_args",
         f"pretrained={saved_pair / 'draft'},config_path={config_file},dtype=float32",
@@ -57,7 +61,7 @@ def test_modes_are_run_once_compared_and_judged(
     config_file,
     graded_tasks,
     tmp_path,
-    capfd,  # noqa: F811
+    capfd,
 ):
     """One walk through form two, as each run costs seconds: an unchanged engine passes the gate, a
     rule that takes every draft token does not, finished runs and a stored baseline are reused."""
@@ -93,7 +97,7 @@ def test_a_failing_mode_ends_with_one_line_and_keeps_the_finished(
     config_file,
     graded_tasks,
     tmp_path,
-    capfd,  # noqa: F811
+    capfd,
 ):
     out = tmp_path / "out"
     common = flags(saved_pair, config_file, graded_tasks, out)
@@ -114,7 +118,7 @@ def test_bad_modes_are_refused_before_anything_runs(
     config_file,
     graded_tasks,
     tmp_path,
-    capsys,  # noqa: F811
+    capsys,
 ):
     common = flags(saved_pair, config_file, graded_tasks, tmp_path / "out")
     for more, message in [
@@ -134,7 +138,7 @@ def test_a_run_of_another_configuration_is_not_taken_for_finished(
     saved_pair,
     config_file,
     tmp_path,
-    monkeypatch,  # noqa: F811
+    monkeypatch,
 ):
     """Another K, another limit, a killed run: each must run again."""
     calls = []
@@ -154,9 +158,46 @@ def test_a_run_of_another_configuration_is_not_taken_for_finished(
         assert len(calls) == expected
 
 
-def test_hf_mode_is_lm_evals_backend_on_the_target(saved_pair, config_file):  # noqa: F811
+def test_hf_mode_is_lm_evals_backend_on_the_target(saved_pair, config_file):
     given = {"pretrained": "x", "config_path": str(config_file), "dtype": "float32", "spd_k": 6}
     given["pretrained"] = str(saved_pair / "draft")
     mode = modes.plan(["hf"], [], given)["hf"]
     assert mode.model == "hf"
     assert mode.model_args == {"pretrained": str(saved_pair / "target"), "dtype": "float32"}
+
+
+def test_the_ci_examples_parse_and_their_commands_run(
+    saved_pair,
+    config_file,
+    graded_tasks,
+    tmp_path,
+):
+    """Both files' own command lines, with the tiny pair in FLY_ARGS; the second reuses the runs."""
+    github = yaml.safe_load((ROOT / "docs/examples/github-actions.yml").read_text())
+    gitlab = yaml.safe_load((ROOT / "docs/examples/gitlab-ci.yml").read_text())
+    steps = {step.get("name"): step for step in github["jobs"]["scores"]["steps"]}
+    assert gitlab["scores"]["allow_failure"]["exit_codes"] == 3
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "GITHUB_STEP_SUMMARY": str(tmp_path / "summary")}
+    env["FLY_ARGS"] = shlex.join(
+        str(flag) for flag in flags(saved_pair, config_file, graded_tasks, tmp_path)[1:-2]
+    )
+    shell = f'set -e; fly() {{ {shlex.quote(sys.executable)} -m fly "$@"; }}\n'
+    for script in (
+        steps["Compare"]["run"] + steps["Summary"]["run"],
+        "\n".join(gitlab["scores"]["script"]),
+    ):
+        done = subprocess.run(
+            ["bash", "-c", shell + script],
+            cwd=tmp_path, env=env, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode in (0, 1), done.stderr[-2000:]  # fly may lose texts, by design
+        assert ElementTree.parse(tmp_path / "compare.xml").find("testsuite") is not None
+        (tmp_path / "compare.xml").unlink()
+    assert "tiny_task: as_target" in (tmp_path / "summary").read_text()
+    assert done.stdout.count("finished before") == 2
+    for text in (
+        github["jobs"]["scores"]["env"]["FLY_ARGS"],
+        gitlab["scores"]["variables"]["FLY_ARGS"],
+    ):
+        given = HarnessCLI()._parser.parse_args(["run", *shlex.split(text)])
+        assert (ROOT / given.model_args["config_path"]).is_file()
