@@ -130,7 +130,8 @@ def compare_tasks(
     change = np.concatenate([task.change / len(task.base) for task in pairs]) / len(pairs)
     lost, won = int((change < 0).sum()), int((change > 0).sum())
     binary = all(np.isin(values, (0, 1)).all() for task in arrays for values in task)
-    p = _mcnemar(lost, won) if binary else _sign_flips(change, resamples, seed)
+    mcnemar = binary and len(pairs) == 1  # tasks weigh by their size: counts alone do not do
+    p = _mcnemar(lost, won) if mcnemar else _sign_flips(change, resamples, seed)
     base = float(np.mean([task.base.mean() for task in pairs]))
     kept = float(np.mean([task.kept.mean() for task in pairs]))
     undefined = _undefined(pairs, base)
@@ -154,7 +155,7 @@ def compare_tasks(
         lost=lost,
         won=won,
         p=p,
-        test="McNemar" if binary else "sign flips",
+        test="McNemar" if mcnemar else "sign flips",
         probability=probability,
         verdict=verdict,
         decides=decides,

@@ -114,8 +114,8 @@ def test_a_failing_mode_ends_with_one_line_and_keeps_the_finished(
         assert run(*command) == 2
         captured = capfd.readouterr()
         assert captured.err.splitlines()[-1] == (
-            "fly: error: mode bad failed (exit status 2); finished modes are kept: the same command "
-            "goes on with bad"
+            "fly: error: mode bad failed (exit status 2); finished modes are kept: "
+            "the same command goes on with bad"
         )
         assert captured.out.count("target-only: finished before") == finished_before
     assert list(out.glob("target-only/*/results_*.json"))

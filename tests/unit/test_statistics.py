@@ -138,7 +138,15 @@ def test_tasks_count_the_same_whatever_their_size():
     assert found.baseline == pytest.approx((0.9 + 1) / 2)
     assert found.recovery == pytest.approx((0.9 + 0.5) / (0.9 + 1))
     assert (found.documents, found.lost, found.won) == (110, 5, 0)
-    assert found.p == pytest.approx(2 * 0.5**5)
+    assert (found.test, found.p) == ("sign flips", pytest.approx(2 * 0.5**5))
+
+
+def test_a_small_task_that_falls_is_not_hidden_by_a_big_one_that_rises():
+    """As many lost as won in all: the counts pooled (p = 1) would say that nothing happened."""
+    found = statistics.compare_tasks([table(500, 0, 30, 470), table(10, 30, 0, 0)])
+    assert (found.lost, found.won) == (30, 30)
+    assert found.p < 0.001
+    assert found.verdict == "fell"
 
 
 @pytest.mark.parametrize("scores", [([], []), ([1], [1, 0]), ([[1]], [[1]]), ([np.nan], [1])])
