@@ -96,10 +96,11 @@ function intervals(width, rows, low, high, name) {
 
 /**
  * Columns. groups: one per category, {label, columns: [[{value, kind, title}, ...stacked], ...]}.
- * axis: {x, y} names; format: of the y axis; dots: per category, values joined by a line.
+ * axis: {x, y} names, end: the x axis is a scale from 0 to it; format: of the y axis; dots: per
+ * category, values joined by a line; line: a mark at a share of the x axis.
  */
 function columns(width, groups, most, axis, name, { format = String, dots = [], line = null, high = 200 } = {}) {
-  const left = 44, bottom = 36, top = 16, room = width - left - 6, deep = high - top - bottom;
+  const left = 44, bottom = 36, top = 26, room = width - left - 6, deep = high - top - bottom;
   const step = room / groups.length, y = (value) => top + deep - (value / most) * deep;
   const nodes = ticks(most, 4).map((tick) => svg("g", { class: "axis" },
     svg("line", { x1: left, x2: width - 6, y1: y(tick), y2: y(tick) }),
@@ -116,11 +117,14 @@ function columns(width, groups, most, axis, name, { format = String, dots = [], 
         base += part.value;
       }
     });
-    if (number % every === 0 && group.label !== "") {
-      nodes.push(label(left + (axis.edges ? number : number + 0.5) * step, high - bottom + 15, group.label,
-        { "text-anchor": "middle", class: "tick" }));
+    if (number % every === 0 && !axis.end) {
+      nodes.push(label(left + (number + 0.5) * step, high - bottom + 15, group.label, { "text-anchor": "middle" }));
     }
   });
+  if (axis.end) {
+    ticks(axis.end, 5).forEach((tick) => nodes.push(
+      label(left + (tick / axis.end) * room, high - bottom + 15, String(tick), { "text-anchor": "middle" })));
+  }
   const points = dots.map((value, number) => [left + (number + 0.5) * step, y(value)]);
   if (points.length) {
     nodes.push(svg("polyline", { class: "curve", points: points.map((point) => point.join(",")).join(" ") }),

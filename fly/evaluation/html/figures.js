@@ -184,10 +184,9 @@ function entropyFigures(summary) {
     const most = Math.max(1, ...Object.values(counts).flat());
     const part = (width, [fate, name, style], isLast) => {
       const total = counts[fate].reduce((sum, count) => sum + count, 0);
-      const groups = counts[fate].map((count, number) => ({ label: number % 5 ? "" : fixed(edges[number], 1),
-        columns: [[{ value: count, kind: style, title: `${fixed(edges[number])} to ${fixed(edges[number + 1])}: ${count}` }]] }));
+      const groups = counts[fate].map((count, number) => ({ columns: [[{ value: count, kind: style, title: `${fixed(edges[number])} to ${fixed(edges[number + 1])}: ${count}` }]] }));
       const line = isNumber(theta) && theta <= last ? { at: theta / last, text: `theta ${theta}` } : null;
-      return columns(width, groups, most, { x: isLast ? `entropy (${kind}, ${unit})` : "", y: `${name}: ${total}`, edges: true }, `Entropy, ${name}`, { line, high: 130 });
+      return columns(width, groups, most, { x: isLast ? `entropy (${kind}, ${unit})` : "", y: `${name}: ${total}`, end: last }, `Entropy, ${name}`, { line, high: 130 });
     };
     return figure(`Entropy at mismatches: ${run.name}`, "How unsure the target was where the draft differed from its choice, by what became of the draft token.",
       (width) => svg("svg", { width, height: 390, role: "group" }, FATES.map((fate, number) => svg("g", { transform: `translate(0 ${number * 130})` }, part(width, fate, number === 2)))),

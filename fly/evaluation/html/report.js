@@ -121,7 +121,7 @@ function build() {
     section("speed", "Speed", el("div", { class: "grid" }, speedFigure(summary), timeFigure(summary))),
     section("drafts", "What was drafted, and what stood",
       charts.length && untraced.length ? el("p", { class: "note" }, `Without a trace (trace=true): ${untraced.join(", ")}.`) : null,
-      charts.length ? el("div", { class: "grid" }, charts) : missing(summary.traced.all ? "The traced runs drafted nothing." : NO_TRACE)),
+      charts.length ? el("div", { class: "grid thirds" }, charts) : missing(summary.traced.all ? "The traced runs drafted nothing." : NO_TRACE)),
     traceSection(),
     section("documents-section", "Documents", documentTable(summary, openDocument)),
     section("runs", "Runs", settings(summary)),

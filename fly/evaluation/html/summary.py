@@ -61,23 +61,25 @@ def of_run(run: Run, name: str, replayed: list[Generation]) -> dict[str, Any]:
 def _settings(run: Run) -> dict[str, str]:
     """For the table of runs: only what the run says of itself."""
     entry, own = run.entry or {}, run.results["config"]
-    config, device = entry.get("config", {}), entry.get("device", {})
+    config = entry.get("config", {})
     model = config.get("target_model_path") or (own.get("model_args") or {}).get("pretrained")
+    drafter = entry.get("drafter")
+    relaxed = run.mode == "fly"
+    across = "yes" if config.get("defer_across_rounds") else "no"
     found = {
         "target": model,
-        "draft": config.get("draft_model_path") if entry.get("drafter") != "ngram" else None,
-        "drafter": entry.get("drafter"),
+        "draft": config.get("draft_model_path") if drafter in ("model", "cascade") else None,
+        "drafter": drafter,
+        "K": config.get("spd_k") if drafter else None,
+        "W": config.get("win_len") if relaxed else None,
+        "theta": config.get("entropy_thre") if relaxed else None,
+        "windows across rounds": across if relaxed else None,
         "dtype": entry.get("dtype") or own.get("model_dtype"),
         "batch size": own.get("batch_size"),
-        "device": _device(device),
+        "device": _device(entry.get("device", {})),
         "configuration": entry.get("config_hash"),
         "results": run.path.name,
     }
-    if entry.get("drafter"):
-        found["K"] = config.get("spd_k")
-    if run.mode == "fly":
-        found |= {"W": config.get("win_len"), "theta": config.get("entropy_thre")}
-        found["across rounds"] = "yes" if config.get("defer_across_rounds") else "no"
     return {key: str(value) for key, value in found.items() if value is not None}
 
 

@@ -39,6 +39,7 @@ function traceView(generation, texts, unit) {
   };
   const under = (event) => event.target.closest(".token");
   text.addEventListener("pointerover", (event) => under(event) && show(under(event)));
+  text.addEventListener("click", (event) => under(event) && show(under(event)));  // a second tap
   text.addEventListener("pointerleave", hide);
   text.addEventListener("focusin", (event) => under(event) && show(under(event)));
   text.addEventListener("focusout", hide);
