@@ -9,12 +9,17 @@ from typing import Any
 
 def add_command(subparsers: Any) -> None:
     """Register the subcommand with the CLI's parser."""
-    parser = subparsers.add_parser("report", help="Write finished runs as one HTML page")
+    parser = subparsers.add_parser(
+        "report",
+        help="Write finished runs as one HTML page",
+        description="Write finished runs as one HTML page that needs no network. Others are compared "
+        "with the target-only run, else with the first.",
+    )
     parser.add_argument(
         "runs",
         nargs="+",
         metavar="RUN",
-        help="folder or results_*.json of a finished run; the others are compared with the first",
+        help="folder or results file of a finished run; NAME=PATH names it",
     )
     parser.add_argument(
         "--output", default="report.html", metavar="FILE", help="default: %(default)s"
@@ -39,7 +44,8 @@ def _report(args: argparse.Namespace) -> None:
     output = Path(args.output).expanduser()
     if output.is_dir():
         raise FlyError(f"--output {output}: is a folder: name a file, such as {output}/report.html")
-    loaded = [runs.load(path) for path in args.runs]
+    paths = [runs.named(text) for text in args.runs]
+    loaded = [runs.load(path, name) for name, path in paths]
     text = report.page(loaded, max_traces=args.traces)
     write(output, text)
     print(f"report: {output} ({len(text.encode(errors='replace')) / 1e6:.1f} MB)")

@@ -135,6 +135,12 @@ def find_results(path: str | Path) -> Path:
     return max(found, key=lambda file: file.name.rsplit("results_", 1)[1])
 
 
+def named(text: str) -> tuple[str | None, str]:
+    """`NAME=PATH` or a path alone, as (name, path)."""
+    name, equals, path = text.partition("=")
+    return (name, path) if equals and name and not Path(text).exists() else (None, text)
+
+
 def load(path: str | Path, name: str | None = None) -> Run:
     """Read a finished run; `name` defaults to its mode. Raises FlyError if its samples are gone."""
     file = find_results(path)

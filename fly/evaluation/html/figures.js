@@ -29,28 +29,30 @@ function headline(summary) {
 }
 
 function comparedCards(run, base, comparison) {
-  const speed = comparison && comparison.speed;
-  const range = speed && speed.low !== null ? `95 % interval ${times(speed.low)} to ${times(speed.high)}; ` : "";
-  const decode = `${range}decoding alone ${times(speedRatio(run, base, "decode_tok_s"))}`;
+  if (comparison.refused) return [card("Not comparable", NONE, comparison.refused)];
+  const speed = comparison.end_to_end;
   return [
-    run.stats && base.stats
-      ? card("Speed, end to end", times(speed ? speed.value : speedRatio(run, base, "end_to_end_tok_s")), decode)
-      : card("Speed", NONE, "A run without fly\u2019s records has no times to compare."),
-    comparison ? recoveryCard(comparison) : null,
+    recoveryCard(comparison),
+    speed
+      ? card("Speed, end to end", times(speed.value), `${interval(speed, times)}decoding alone ${times(comparison.decode && comparison.decode.value)}`)
+      : card("Speed", NONE, "Both runs need fly\u2019s records of the same documents."),
   ];
 }
 
-function recoveryCard(comparison) {
-  const { recovery, low, high, verdict, reason, documents, decides, lost, won } = comparison;
-  const range = isNumber(low) ? `95 % interval ${percent(low)} to ${percent(high)}; ` : "";
-  const more = verdict === "not enough evidence" && decides
-    ? ` About ${whole(decides)} documents would decide.` : "";
-  const card_ = card("Recovery of the score", percent(recovery),
-    `${range}${plural(documents, "document")}, ${lost} lost, ${won} won.`,
-    { held: "held", fell: "fell" }[verdict] || "open");
-  card_.append(el("p", { class: "verdict" }, `${{ held: "\u2713", fell: "\u2717" }[verdict] || "?"} ${verdict}`),
-    el("p", { class: "note" }, `${reason}.${more}`.replace(/^./, (first) => first.toUpperCase())));
-  return card_;
+function interval({ low, high }, format) {
+  return isNumber(low) ? `95 % interval ${format(low)} to ${format(high)}; ` : "";
+}
+
+const SIGNS = { held: ["\u2713", "held"], fell: ["\u2717", "fell"] };
+
+function recoveryCard({ main, verdict, reason, decides }) {
+  const [sign, style] = SIGNS[verdict] || ["?", "open"];
+  const more = verdict === "not enough evidence" && decides ? ` About ${whole(decides)} documents would decide.` : "";
+  const result = card("Recovery of the score", percent(main.recovery),
+    `${interval(main, percent)}${plural(main.documents, "document")}: ${main.lost} lost, ${main.won} won`, style);
+  result.append(el("p", { class: "verdict" }, `${sign} ${verdict}`),
+    el("p", { class: "note" }, `${reason[0].toUpperCase()}${reason.slice(1)}.${more}`));
+  return result;
 }
 
 function ownCards(run, summary) {
@@ -98,16 +100,18 @@ function scoreSection(summary) {
   });
 }
 
-/** Per task, what the statistics say of the pairs; empty for one run. */
-function comparisonTable(summary) {
-  const lines = summary.comparisons.filter(Boolean).flatMap((comparison) => comparison.tasks.map((task) => [
-    `${comparison.name}: ${task.name}`, score(task.baseline), score(task.other), percent(task.recovery),
-    isNumber(task.low) ? `${percent(task.low)} to ${percent(task.high)}` : NONE,
-    `${task.lost} / ${task.won}`, `${fixed(task.p, 3)} (${task.test})`,
-    task.verdict + (task.verdict === "not enough evidence" && task.decides ? `; ${whole(task.decides)} documents would decide` : "")]));
+/** Every metric of every compared run: the pairs and their verdict. Null for one run. */
+function comparisonFigure(summary) {
+  const compared = summary.comparisons.filter((comparison) => !comparison.refused);
+  const lines = compared.flatMap(({ name, rows }) => rows.map((row) => [
+    `${name}: ${row.label}`, score(row.baseline), score(row.other), percent(row.recovery),
+    isNumber(row.low) ? `${percent(row.low)} to ${percent(row.high)}` : NONE, `${row.lost} / ${row.won}`, `${fixed(row.p, 3)} (${row.test})`,
+    el("b", { class: (SIGNS[row.verdict] || ["", "undecided"])[1] }, `${(SIGNS[row.verdict] || ["?"])[0]} ${row.verdict}`),
+    row.verdict === "not enough evidence" && row.decides ? `${whole(row.decides)} documents` : NONE]));
   if (!lines.length) return null;
-  return figure("Did the scores hold?", "Pairs of the same documents. Recovery is the share of the baseline\u2019s score that is kept, with a paired 95 % bootstrap interval.",
-    () => canvas(1, 1, ""), null, table(["run: task", "baseline", "score", "recovery", "95 % interval", "lost / won", "p", "verdict"], lines, "Recovery by task"));
+  return el("figure", {}, el("figcaption", {}, el("h3", {}, "Did the scores hold?"),
+    el("p", { class: "note" }, `Against ${summary.runs[0].name}, in pairs of the same documents. Recovery is the share of its score that is kept, with a paired 95 % bootstrap interval; docs/compare.md defines the verdicts.`)),
+  table(["run: task and metric", summary.runs[0].name, "score", "recovery", "95 % interval", "lost / won", "p", "verdict", "what would decide"], lines, "Recovery"));
 }
 
 function missing(text) {

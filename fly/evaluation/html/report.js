@@ -117,7 +117,7 @@ function build() {
   const charts = [...positionFigures(summary), blockFigure(summary), ...entropyFigures(summary)].filter(Boolean);
   const untraced = summary.runs.filter((run) => !run.traced).map((run) => run.name);
   const sections = [
-    section("scores", "Scores", comparisonTable(summary), el("div", { class: "grid" }, scoreSection(summary))),
+    section("scores", "Scores", comparisonFigure(summary), el("div", { class: "grid" }, scoreSection(summary))),
     section("speed", "Speed", el("div", { class: "grid" }, speedFigure(summary), timeFigure(summary))),
     section("drafts", "What was drafted, and what stood",
       charts.length && untraced.length ? el("p", { class: "note" }, `Without a trace (trace=true): ${untraced.join(", ")}.`) : null,

@@ -5,17 +5,18 @@ from __future__ import annotations
 from datetime import datetime, timezone
 
 import fly
-from fly.evaluation.html import documents, summary, traces
+from fly.evaluation.html import comparison, documents, summary, traces
 from fly.evaluation.html.page import render
 from fly.evaluation.runs import Run
 
 
 def page(runs: list[Run], max_traces: int = 200) -> str:
-    """The whole file's text. The other runs are compared with the first.
+    """The whole file's text. The others are compared with the target-only run, else the first.
 
     max_traces: how many documents' traces the page holds; its charts use every trace.
     """
-    names = summary.distinct_names(runs)
+    runs, measured = comparison.ordered(runs, summary.distinct_names(runs))
+    names = [run.name for run in measured]
     wanted = documents.keys(runs)
     per_run = [traces.replayed(run) for run in runs]
     traced = {(g.task, g.doc_id) for done in per_run for g in done}
@@ -29,7 +30,7 @@ def page(runs: list[Run], max_traces: int = 200) -> str:
                 "created": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
                 "runs": [summary.of_run(*each) for each in zip(runs, names, per_run)],
                 "scores": summary.scores(runs),
-                "comparisons": [],
+                "comparisons": comparison.against_first(measured),
                 "traced": {"shown": [numbers[key] for key in shown], "all": len(traced)},
             },
             "documents": documents.rows(runs, wanted),

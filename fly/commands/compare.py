@@ -1,0 +1,237 @@
+"""`fly compare RUN RUN ...`, or `fly compare --model_args ... --tasks ...`: did the scores hold?"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fly.errors import FlyError
+
+if TYPE_CHECKING:
+    from fly.evaluation.compare import Result
+    from fly.evaluation.measured import Measured
+
+STATUS = {"held": 0, "fell": 1, "not enough evidence": 3}
+_USAGE = """fly compare RUN RUN ... [options]
+       fly compare --model_args config_path=<pair>.json --tasks <task> ... --output_path <folder>
+                   [options] [any flag of fly run]"""
+_DESCRIPTION = """Compare runs on the same documents: scores, recovery, speed, and a verdict per
+task (docs/compare.md). With --min-recovery, --confidence or --allow-inconclusive the exit status
+is the verdict: 0 held, 1 fell, 3 not enough evidence; 2 is bad usage or a failed run."""
+
+
+def add_command(subparsers: Any) -> None:
+    """Register the subcommand, with every flag of `run` besides its own."""
+    parser = subparsers.add_parser(
+        "compare",
+        help="Did the scores hold? Compare runs, or make them and compare",
+        usage=_USAGE,
+        description=_DESCRIPTION,
+        parents=[subparsers.choices["run"]],  # brings its own -h
+        add_help=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "runs", nargs="*", metavar="RUN", help="folder or results file; NAME=PATH names it"
+    )
+    _add_options(parser)
+    parser.set_defaults(func=_execute, usage_error=parser.error)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    """What `fly run` does not know."""
+    group = parser.add_argument_group("comparison")
+    group.add_argument("--modes", nargs="+", metavar="MODE", help="target-only, exact, fly, hf")
+    group.add_argument(
+        "--mode",
+        action="append",
+        default=[],
+        metavar="NAME=key=value,...",
+        help="one more mode: the pair's file with these keys; may be repeated",
+    )
+    group.add_argument(
+        "--baseline-run", metavar="NAME", help="default: target-only, else the first"
+    )
+    group.add_argument(
+        "--baseline", type=Path, metavar="FILE", help="a stored target-only run instead of one"
+    )
+    group.add_argument("--save-baseline", type=Path, metavar="FILE", help="store the baseline")
+    group.add_argument("--metric", nargs="+", metavar="NAME", help="only these metrics")
+    group.add_argument("--min-recovery", type=float, metavar="SHARE", help="default: 0.99")
+    group.add_argument("--confidence", type=float, metavar="SHARE", help="default: 0.95")
+    group.add_argument(
+        "--allow-inconclusive", action="store_true", help="exit status 0 without enough evidence"
+    )
+    for name in ("json", "markdown", "junit"):
+        group.add_argument(f"--{name}", type=Path, metavar="FILE", help=f"write {name} there")
+
+
+def _execute(args: argparse.Namespace) -> None:
+    from fly.evaluation import compare, compare_table, measured
+
+    demand = _demand(args)
+    stored = measured.read(args.baseline) if args.baseline else None
+    if stored and args.baseline_run:
+        raise FlyError("--baseline-run contradicts --baseline: the file is the baseline")
+    _check_outputs(args)
+    found = _finished(args, stored) if args.runs else _made(args, stored)
+    if stored:
+        for run in found:
+            if reason := measured.why_not_reusable(stored, run):
+                raise FlyError(_not_reusable(args.baseline, reason))
+        baseline, others = stored, found
+    else:
+        baseline = compare.choose_baseline(found, args.baseline_run)
+        others = [run for run in found if run is not baseline]
+    if args.save_baseline:
+        measured.save(baseline, args.save_baseline)
+        print(f"baseline {baseline.name} saved: {args.save_baseline}")
+    if not others:  # a baseline alone was asked for
+        return
+    result = compare.compare(baseline, others, demand, args.metric)
+    compare_table.print_result(result)
+    _write(args, result)
+    gates = args.min_recovery is not None or args.confidence is not None or args.allow_inconclusive
+    inconclusive = result.verdict == "not enough evidence"
+    if gates and not (inconclusive and args.allow_inconclusive):
+        sys.exit(STATUS[result.verdict])
+
+
+def _demand(args: argparse.Namespace) -> Any:
+    from fly.evaluation.compare import Demand
+
+    default = Demand()
+    recovery = default.min_recovery if args.min_recovery is None else args.min_recovery
+    confidence = default.confidence if args.confidence is None else args.confidence
+    if not 0 < recovery <= 1:
+        raise FlyError(f"--min-recovery {recovery}: give a share above 0 and at most 1, as 0.99")
+    if not 0.5 < confidence < 1:
+        raise FlyError(f"--confidence {confidence}: give a share between 0.5 and 1, as 0.95")
+    return Demand(recovery, confidence)
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Before hours of decoding, not after."""
+    from fly import session
+
+    for name in ("json", "markdown", "junit", "save_baseline"):
+        path = getattr(args, name)
+        if path is None:
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        if path.is_dir():
+            raise FlyError(f"{flag} {path}: is a folder: give a file")
+        session.check_writable(path.absolute().parent, flag)
+
+
+def _write(args: argparse.Namespace, result: Result) -> None:
+    from fly.evaluation import compare_files, compare_table
+
+    texts = {
+        "json": lambda: compare_files.as_json(result),
+        "markdown": lambda: compare_table.markdown(result),
+        "junit": lambda: compare_files.as_junit(result, args.allow_inconclusive),
+    }
+    for name, text in texts.items():
+        path = getattr(args, name)
+        if path is not None:
+            path.write_text(text(), encoding="utf-8")
+            print(f"{name}: {path}")
+
+
+# -------------------------------------------------------------------------------- both forms
+
+
+def _finished(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
+    """Form one: runs that are on disk."""
+    if args.tasks or args.model_args or args.modes or args.mode:
+        raise FlyError(
+            f"{args.runs[0]}: finished runs are compared without --tasks, --model_args and --modes"
+        )
+    needed = 1 if stored or args.save_baseline else 2
+    if len(args.runs) < needed:
+        raise FlyError(f"fly compare {args.runs[0]}: give at least two runs, or --baseline FILE")
+    return _load([_named(text) for text in args.runs], [stored.name] if stored else [])
+
+
+def _named(text: str) -> tuple[str | None, Path]:
+    name, equals, path = text.partition("=")
+    if equals and name and not Path(text).expanduser().exists():
+        return name, Path(path)
+    return None, Path(text)
+
+
+def _load(paths: list[tuple[str | None, Path]], taken: list[str]) -> list[Measured]:
+    """Runs measured, with names of their own: a second `fly` is `fly-2`."""
+    from fly.evaluation import measured, runs
+
+    found: list[Measured] = []
+    names = list(taken)
+    for name, path in paths:
+        run = measured.measure(runs.load(path, name))
+        unique, number = run.name, 2
+        while unique in names:
+            unique, number = f"{run.name}-{number}", number + 1
+        names.append(unique)
+        found.append(run.model_copy(update={"name": unique}))
+    return found
+
+
+def _made(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
+    """Form two: the modes are run, where they have not been yet."""
+    from fly import session
+    from fly.evaluation import modes
+
+    if args.config:
+        raise FlyError("--config: fly compare takes flags: give --tasks and --model_args as such")
+    for flag in ("tasks", "model_args", "output_path"):
+        if not getattr(args, flag):
+            raise FlyError(f"fly compare needs --{flag}, or finished runs: fly compare RUN RUN ...")
+    names = args.modes or [name for name in modes.DEFAULT if not (stored and name == stored.mode)]
+    planned = modes.plan(names, args.mode, args.model_args)
+    needed = 1 if stored or args.save_baseline else 2
+    if len(planned) < needed:
+        raise FlyError("--modes: give at least two, or --baseline FILE")
+    if args.baseline_run and args.baseline_run not in planned:
+        raise FlyError(f"--baseline-run {args.baseline_run}: choose one of {', '.join(planned)}")
+    if stored:
+        _check_early(args, stored, planned)
+    output = Path(args.output_path)
+    session.check_writable(output, "output_path")
+    folders = modes.run_missing(planned, _run_flags(), output)
+    return _load(list(folders.items()), [stored.name] if stored else [])
+
+
+def _check_early(args: argparse.Namespace, stored: Measured, planned: Any) -> None:
+    """What can be told without running: the target and the command line's gen_kwargs."""
+    from fly import config as fly_config
+    from fly.evaluation import measured
+
+    own, rest = fly_config.split_model_args(args.model_args)
+    target = fly_config.resolve(rest.get("config_path"), own, log=False).target_model_path
+    files = measured.fingerprint(target)
+    reason = None
+    if files and stored.target["files"] and files != stored.target["files"]:
+        reason = f"another target (files: {stored.target['files']}, now {files})"
+    elif stored.decoding["gen_kwargs"] != (args.gen_kwargs or {}):
+        reason = f"decoded otherwise (gen_kwargs: {stored.decoding['gen_kwargs']}, now "
+        reason += f"{args.gen_kwargs or {}})"
+    if reason:
+        raise FlyError(_not_reusable(args.baseline, reason))
+
+
+def _not_reusable(path: Path, reason: str) -> str:
+    return f"--baseline {path}: cannot be reused: {reason}: store a new one with --save-baseline"
+
+
+def _run_flags() -> list[str]:
+    """The command line without what is compare's own, or set for each mode."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _add_options(parser)
+    parser.add_argument("--model", "-M")
+    parser.add_argument("--model_args", "-a", nargs="+")
+    parser.add_argument("--output_path", "-o")
+    parser.add_argument("--log_samples", "-s", action="store_true")
+    return parser.parse_known_args(sys.argv[2:])[1]

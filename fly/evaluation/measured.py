@@ -1,0 +1,262 @@
+"""What a comparison needs of a run: scores and work per document. Also kept as a baseline file.
+
+A baseline file is one JSON, small enough to commit: hashes instead of texts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from fly import loading
+from fly.errors import FlyError
+from fly.evaluation.runs import Run, TaskRun
+
+_HASH_DIGITS = 16
+
+
+class _Stored(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Document(_Stored):
+    """doc, prompt, target: the first digits of lm-eval's hashes."""
+
+    doc: str
+    prompt: str
+    target: str
+
+
+class Work(_Stored):
+    """Tokens, rounds and seconds of one document, all its requests together."""
+
+    tokens: int
+    rounds: int
+    decode: float
+    end_to_end: float
+
+
+class Metric(_Stored):
+    """One metric under one filter. scores: by document id."""
+
+    name: str
+    filter: str
+    higher_is_better: bool
+    scores: dict[int, float]
+
+    @property
+    def label(self) -> str:
+        return self.name if self.filter == "none" else f"{self.name},{self.filter}"
+
+
+class Task(_Stored):
+    """documents, work: by document id; work is empty for other backends than fly's."""
+
+    version: str
+    num_fewshot: int
+    generation: dict[str, Any]
+    documents: dict[int, Document]
+    metrics: list[Metric]
+    work: dict[int, Work]
+
+
+class Measured(_Stored):
+    """A run, reduced. target: whose scores these are. decoding: what its texts depend on.
+
+    notes: what was left out, for people.
+    """
+
+    format: Literal[1] = 1
+    name: str
+    mode: str
+    target: dict[str, str | None]
+    decoding: dict[str, Any]
+    tasks: dict[str, Task]
+    notes: list[str] = []
+
+
+def measure(run: Run) -> Measured:
+    """Reduce a finished run. Raises FlyError if it scored nothing."""
+    notes: list[str] = []
+    by_name: dict[str, list[TaskRun]] = defaultdict(list)
+    for task in run.tasks.values():
+        by_name[task.name].append(task)
+    tasks = {name: _task(run, parts, notes) for name, parts in by_name.items()}
+    if not tasks:
+        raise FlyError(f"{run.path}: holds no samples: nothing was scored")
+    return Measured(
+        name=run.name,
+        mode=run.mode,
+        target=_target(run),
+        decoding=_decoding(run),
+        tasks=tasks,
+        notes=notes,
+    )
+
+
+def _task(run: Run, parts: list[TaskRun], notes: list[str]) -> Task:
+    first = parts[0]
+    config = run.results["configs"].get(first.name, {})
+    return Task(
+        version=first.version,
+        num_fewshot=first.num_fewshot,
+        generation=config.get("generation_kwargs") or {},
+        documents={
+            doc_id: Document(**dict(zip(("doc", "prompt", "target"), _short(sample.hashes))))
+            for doc_id, sample in first.samples.items()
+        },
+        metrics=[metric for part in parts for metric in _metrics(part, notes)],
+        work=_work(run, first.name),
+    )
+
+
+def _short(hashes: tuple[str, ...]) -> list[str]:
+    return [text[:_HASH_DIGITS] for text in hashes]
+
+
+def _metrics(task: TaskRun, notes: list[str]) -> list[Metric]:
+    """The metrics that are means over documents; a note about each other one."""
+    found = []
+    for name, higher in task.higher_is_better.items():
+        scores = {i: s.scores[name] for i, s in task.samples.items() if name in s.scores}
+        metric = Metric(name=name, filter=task.filter, higher_is_better=higher, scores=scores)
+        mean = sum(scores.values()) / len(scores) if scores else math.nan
+        value = task.aggregated.get(name, (mean, None))[0]
+        if len(scores) < len(task.samples) or not math.isfinite(mean):
+            notes.append(f"{task.name} {metric.label}: not every document has a number; left out")
+        elif not math.isclose(mean, value, rel_tol=1e-6, abs_tol=1e-9):
+            notes.append(f"{task.name} {metric.label}: is no mean over documents; left out")
+        else:
+            found.append(metric)
+    return found
+
+
+def _work(run: Run, task: str) -> dict[int, Work]:
+    sums: dict[int, list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
+    for record in run.requests:
+        if record["task"] != task:
+            continue
+        seconds = record["seconds"]
+        decode = seconds["draft"] + seconds["verify"] + seconds["other"]
+        added = (record["emitted"], record["rounds"], decode, decode + seconds["prefill"])
+        sums[record["doc_id"]] = [a + b for a, b in zip(sums[record["doc_id"]], added)]
+    return {
+        doc_id: Work(
+            tokens=int(tokens),
+            rounds=int(rounds),
+            decode=round(decode, 6),
+            end_to_end=round(whole, 6),
+        )
+        for doc_id, (tokens, rounds, decode, whole) in sums.items()
+    }
+
+
+# ---------------------------------------------------------------------------- what was decoded
+
+
+def _target(run: Run) -> dict[str, str | None]:
+    config = run.results["config"]
+    arguments = config.get("model_args") or {}
+    name = arguments.get("pretrained") if isinstance(arguments, dict) else str(arguments)
+    if run.entry:
+        name = run.entry["config"]["target_model_path"]
+    dtype = run.entry["dtype"] if run.entry else config.get("model_dtype")
+    return {
+        "name": None if name is None else str(name),
+        "dtype": None if dtype is None else str(dtype),
+        "revision": str(config.get("model_sha") or "") or None,
+        "files": fingerprint(str(name)),
+    }
+
+
+def fingerprint(model: str) -> str | None:
+    """Hash of a local model's files: names, sizes, and the first and last MiB of each.
+
+    Enough to tell checkpoints apart without reading all of them. None for hub ids and for what
+    is not on this machine.
+    """
+    try:
+        source = loading.resolve_source(model, "target_model_path")
+    except FlyError:
+        return None
+    folder = Path(source.path)
+    if not folder.is_dir():
+        return None
+    names = [source.gguf_file] if source.gguf_file else ["*.safetensors", "*.bin", "config.json"]
+    digest = hashlib.sha256()
+    for path in sorted(path for name in names for path in folder.glob(name)):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}\n".encode())
+        with open(path, "rb") as file:
+            digest.update(file.read(2**20))
+            file.seek(max(0, size - 2**20))
+            digest.update(file.read())
+    return digest.hexdigest()[:_HASH_DIGITS]
+
+
+def _decoding(run: Run) -> dict[str, Any]:
+    """Settings that may change the target's own texts, besides those hashed in the prompts."""
+    config, entry = run.results["config"], run.entry
+    found: dict[str, Any] = {
+        "gen_kwargs": config.get("gen_kwargs") or {},
+        "max_length": run.results.get("max_length"),
+        "total_gen_tok": entry["config"]["total_gen_tok"] if entry else None,
+        "sampling": entry.get("sampling") if entry else None,
+    }
+    if any(sampling["temperature"] for sampling in found["sampling"] or []):
+        seed = entry["config"]["seed"] if entry else None
+        found["seed"] = config.get("torch_seed") if seed is None else seed
+    return found
+
+
+# ------------------------------------------------------------------------------ baseline files
+
+
+def save(measured: Measured, path: Path) -> None:
+    """Write a baseline file."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(measured.model_dump_json() + "\n", encoding="utf-8")
+    except OSError as error:
+        raise FlyError(f"--save-baseline {path}: cannot be written: {error.strerror}") from None
+
+
+def read(path: Path) -> Measured:
+    """Read a baseline file."""
+    try:
+        return Measured.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise FlyError(f"--baseline {path}: cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, ValidationError):
+        raise FlyError(
+            f"--baseline {path}: not a baseline file: make one with --save-baseline"
+        ) from None
+
+
+def why_not_reusable(baseline: Measured, run: Measured) -> str | None:
+    """Why this baseline's scores are not what the run's own target would score; None if they are.
+
+    Documents, prompts and versions are for `compare.pair` to check.
+    """
+    ours, theirs = baseline.target, run.target
+    keys = ["files"] if ours["files"] and theirs["files"] else ["name", "revision"]
+    for key in [*keys, "dtype"]:
+        if ours[key] != theirs[key]:
+            return f"another target ({key}: {ours[key]}, now {theirs[key]})"
+    for key, value in run.decoding.items():
+        stored = baseline.decoding.get(key)
+        if stored != value and not (key == "sampling" and None in (stored, value)):
+            return f"decoded otherwise ({key}: {stored}, now {value})"
+    for name, task in run.tasks.items():
+        stored_task = baseline.tasks.get(name)
+        if stored_task and stored_task.generation != task.generation:
+            return (
+                f"{name} is generated otherwise ({stored_task.generation}, now {task.generation})"
+            )
+    return None

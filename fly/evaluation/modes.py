@@ -1,0 +1,124 @@
+"""The runs that a comparison needs, each in a process of its own, one after the other."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lm_eval.utils import simple_parse_args_string
+
+import fly
+from fly import config as fly_config
+from fly import loading
+from fly.errors import FlyError
+from fly.evaluation import runs
+
+# What each mode changes in the pair's file; `hf` is lm-eval's own backend on the target.
+NAMED: dict[str, dict[str, Any]] = {
+    "target-only": {"use_sd": False},
+    "exact": {"use_sd": True, "enable_fly": False, "verification": "exact"},
+    "fly": {},
+    "hf": {},
+}
+DEFAULT = ("target-only", "exact", "fly")
+_MARK = "fly_compare.json"
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One run to be made: `fly run` with these model_args. identity: changes if the texts may."""
+
+    name: str
+    model: str
+    model_args: dict[str, Any]
+    identity: str
+
+
+def plan(
+    names: Sequence[str], custom: Sequence[str], model_args: Mapping[str, Any]
+) -> dict[str, Mode]:
+    """The modes by name, checked before anything runs. custom: NAME=key=value,..., in addition."""
+    overrides = {}
+    for name in names:
+        if name not in NAMED:
+            raise FlyError(f"--modes {name}: choose from {', '.join(NAMED)}, or define a --mode")
+        overrides[name] = NAMED[name]
+    for text in custom:
+        name, _, rest = text.partition("=")
+        if not re.fullmatch(r"[\w.-]+", name) or "=" not in rest:
+            raise FlyError(f"--mode {text}: write it as NAME=key=value,key=value")
+        if name in overrides or name in NAMED:
+            raise FlyError(f"--mode {text}: the name {name} is taken: choose another")
+        overrides[name] = simple_parse_args_string(rest)
+    return {name: _mode(name, {**model_args, **changes}) for name, changes in overrides.items()}
+
+
+def _mode(name: str, model_args: dict[str, Any]) -> Mode:
+    own, rest = fly_config.split_model_args(model_args)
+    config = fly_config.resolve(rest.pop("config_path", None), own, log=False)
+    target = loading.resolve_source(config.target_model_path, "target_model_path")
+    if config.needs_draft_model and config.draft_model_path:
+        loading.resolve_source(config.draft_model_path, "pretrained")
+    if name == "hf":
+        gguf = {"gguf_file": target.gguf_file} if target.gguf_file else {}
+        arguments = {"pretrained": target.path, **gguf, **rest}
+        return Mode(name, "hf", arguments, json.dumps(arguments, sort_keys=True, default=str))
+    identity = json.dumps([config.hash(), rest], sort_keys=True, default=str)
+    return Mode(name, "fly", model_args, identity)
+
+
+def run_missing(modes: Mapping[str, Mode], flags: Sequence[str], output: Path) -> dict[str, Path]:
+    """Run what is not finished yet; the folder of each mode. flags: of `fly run`, for all modes.
+
+    A mode is finished if its folder holds a run that this same command has made. A failed run
+    ends the comparison with FlyError; what has finished stays, and the next call goes on.
+    """
+    folders = {}
+    for name, mode in modes.items():
+        folder = folders[name] = output / name
+        mark = {"command": _hash(mode, flags), "fly": fly.__version__}
+        if _is_finished(folder, mark):
+            print(f"{name}: finished before, in {folder}", flush=True)
+            continue
+        print(f"\n--- {name} ({len(folders)} of {len(modes)}) ---", flush=True)
+        _run(mode, flags, folder)
+        (folder / _MARK).write_text(json.dumps(mark) + "\n", encoding="utf-8")
+    return folders
+
+
+def _hash(mode: Mode, flags: Sequence[str]) -> str:
+    text = json.dumps([mode.model, mode.identity, list(flags)])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _is_finished(folder: Path, mark: dict[str, str]) -> bool:
+    try:
+        found = json.loads((folder / _MARK).read_text(encoding="utf-8"))
+        return bool(found == mark and runs.load(folder))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, FlyError):
+        return False
+
+
+def _run(mode: Mode, flags: Sequence[str], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _MARK).unlink(missing_ok=True)  # until this run has ended, an older one's is untrue
+    command = [
+        *(sys.executable, "-m", "fly", "run"),
+        *flags,
+        *("--model", mode.model, "--model_args", json.dumps(mode.model_args)),
+        *("--output_path", str(folder), "--log_samples"),
+    ]
+    status = subprocess.run(command, check=False).returncode
+    if status:
+        how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+        raise FlyError(
+            f"mode {mode.name} failed ({how}); finished modes are kept: the same command goes on "
+            f"with {mode.name}"
+        )
