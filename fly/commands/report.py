@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ def add_command(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "report",
         help="Write finished runs as one HTML page",
-        description="Write finished runs as one HTML page that needs no network. Others are compared "
-        "with the target-only run, else with the first.",
+        description="Write finished runs as one HTML page that needs no network. The others are "
+        "compared with the target-only run, else with the first.",
     )
     parser.add_argument(
         "runs",
@@ -62,5 +63,6 @@ def write(output: Path, text: str) -> None:
         part.write_text(text, encoding="utf-8", errors="replace")
         part.replace(output)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink()
         raise FlyError(f"--output {output}: cannot be written: {error.strerror}") from None

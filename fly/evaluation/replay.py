@@ -210,12 +210,13 @@ def _with_texts(shown: list[Token], vocabulary: Mapping[int, bytes] | None) -> l
         return "" if token is None else piece(token).decode(errors="replace")
 
     decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+    last = max((number for number, token in enumerate(shown) if token.stands), default=-1)
     return [
         replace(
             token,
-            text=decode(piece(token.id)) if token.stands else alone(token.id),
+            text=decode(piece(token.id), number == last) if token.stands else alone(token.id),
             choice_text=alone(token.choice),
             replaced_text=alone(token.replaced),
         )
-        for token in shown
+        for number, token in enumerate(shown)
     ]

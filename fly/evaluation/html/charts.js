@@ -99,7 +99,7 @@ function intervals(width, rows, low, high, name) {
  * axis: {x, y} names, end: the x axis is a scale from 0 to it; format: of the y axis; dots: per
  * category, values joined by a line; line: a mark at a share of the x axis.
  */
-function columns(width, groups, most, axis, name, { format = String, dots = [], line = null, high = 200 } = {}) {
+function columns(width, groups, most, axis, name, { format = String, dots = [], line = null, high = 230 } = {}) {
   const left = 44, bottom = 36, top = 26, room = width - left - 6, deep = high - top - bottom;
   const step = room / groups.length, y = (value) => top + deep - (value / most) * deep;
   const nodes = ticks(most, 4).map((tick) => svg("g", { class: "axis" },

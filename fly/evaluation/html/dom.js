@@ -47,7 +47,7 @@ function times(value) {
 }
 
 function percent(value, digits = 1) {
-  return isNumber(value) ? `${(100 * value).toFixed(digits)} %` : NONE;
+  return isNumber(value) ? `${(100 * value).toFixed(digits)}\u00a0%` : NONE;
 }
 
 function whole(value) {
@@ -66,7 +66,7 @@ function plural(count, noun) {
 
 function seconds(value) {
   if (!isNumber(value)) return NONE;
-  return value < 100 ? `${value.toFixed(1)} s` : `${whole(value)} s`;
+  return value < 100 ? `${value.toFixed(1)}\u00a0s` : `${whole(value)}\u00a0s`;
 }
 
 /** A plain table: head is a list of texts, the first column heads its rows. */

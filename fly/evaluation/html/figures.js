@@ -46,7 +46,7 @@ function interval({ low, high }, format) {
 const SIGNS = { held: ["\u2713", "held"], fell: ["\u2717", "fell"] };
 
 function recoveryCard({ main, verdict, reason, decides }) {
-  const [sign, style] = SIGNS[verdict] || ["?", "open"];
+  const [sign, style] = SIGNS[verdict] || ["?", "undecided"];
   const more = verdict === "not enough evidence" && decides ? ` About ${whole(decides)} documents would decide.` : "";
   const result = card("Recovery of the score", percent(main.recovery),
     `${interval(main, percent)}${plural(main.documents, "document")}: ${main.lost} lost, ${main.won} won`, style);
@@ -58,7 +58,7 @@ function recoveryCard({ main, verdict, reason, decides }) {
 function ownCards(run, summary) {
   const first = summary.scores[0];
   return [
-    first && first.runs[0] ? card(`${first.task}, ${first.metric}`, score(first.runs[0].value), plural(first.runs[0].documents, "document")) : null,
+    first && first.runs[0] ? card(`${first.task}, ${first.metric}`, fixed(first.runs[0].value, 3), plural(first.runs[0].documents, "document")) : null,
     run.stats ? card("Speed, end to end", `${fixed(run.stats.end_to_end_tok_s, 1)} tok/s`, `decoding alone ${fixed(run.stats.decode_tok_s, 1)} tok/s`) : null,
   ];
 }
@@ -84,7 +84,7 @@ function scoreSection(summary) {
     const runs = entry.runs.map((found, number) => ({ found, number })).filter(({ found }) => found);
     const rows = runs.map(({ found, number }) => ({
       label: summary.runs[number].name, value: found.value, low: found.low, high: found.high, kind: kindOf(number),
-      text: found.right === undefined ? score(found.value) : `${score(found.value)} (${found.right} of ${found.documents})`,
+      text: found.right === undefined ? fixed(found.value, 3) : `${fixed(found.value, 3)} (${found.right} of ${found.documents})`,
     }));
     const bounded = runs.every(({ found }) => found.right !== undefined);
     const all = rows.flatMap((row) => [row.value, row.low, row.high]).filter(isNumber);
@@ -95,7 +95,7 @@ function scoreSection(summary) {
       `Lines are 95 % intervals of each run by itself${bounded ? " (Wilson)" : ""}.${direction}`,
       (width) => intervals(width, rows, low, high, `Scores of ${entry.task}`),
       table(["run", "score", "95 % interval", "documents"], runs.map(({ found, number }) => [
-        summary.runs[number].name, score(found.value),
+        summary.runs[number].name, fixed(found.value, 3),
         isNumber(found.low) ? `${fixed(found.low, 3)} to ${fixed(found.high, 3)}` : NONE, whole(found.documents)]), "Scores"));
   });
 }
@@ -104,14 +104,19 @@ function scoreSection(summary) {
 function comparisonFigure(summary) {
   const compared = summary.comparisons.filter((comparison) => !comparison.refused);
   const lines = compared.flatMap(({ name, rows }) => rows.map((row) => [
-    `${name}: ${row.label}`, score(row.baseline), score(row.other), percent(row.recovery),
+    `${name}: ${row.label.replace(",", ", ")}`, fixed(row.baseline, 3), fixed(row.other, 3), percent(row.recovery),
     isNumber(row.low) ? `${percent(row.low)} to ${percent(row.high)}` : NONE, `${row.lost} / ${row.won}`, `${fixed(row.p, 3)} (${row.test})`,
-    el("b", { class: (SIGNS[row.verdict] || ["", "undecided"])[1] }, `${(SIGNS[row.verdict] || ["?"])[0]} ${row.verdict}`),
-    row.verdict === "not enough evidence" && row.decides ? `${whole(row.decides)} documents` : NONE]));
+    verdictOf(row)]));
   if (!lines.length) return null;
   return el("figure", {}, el("figcaption", {}, el("h3", {}, "Did the scores hold?"),
     el("p", { class: "note" }, `Against ${summary.runs[0].name}, in pairs of the same documents. Recovery is the share of its score that is kept, with a paired 95 % bootstrap interval; docs/compare.md defines the verdicts.`)),
-  table(["run: task and metric", summary.runs[0].name, "score", "recovery", "95 % interval", "lost / won", "p", "verdict", "what would decide"], lines, "Recovery"));
+  table(["run: task and metric", summary.runs[0].name, "score", "recovery", "95 % interval", "lost / won", "p", "verdict"], lines, "Recovery"));
+}
+
+function verdictOf({ verdict, decides }) {
+  const [sign, style] = SIGNS[verdict] || ["?", "undecided"];
+  const more = style === "undecided" && decides ? `; ${whole(decides)} documents would decide` : "";
+  return [el("b", { class: style }, `${sign} ${verdict}`), more];
 }
 
 function missing(text) {

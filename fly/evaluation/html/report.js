@@ -17,27 +17,32 @@ function documentName(row) {
   return `${row.task}, document ${row.doc}`;
 }
 
-/** The trace of one document, with choices of run and of repeat. */
-function documentTrace(number, preferred) {
+/** Fills `view` with the trace of one document; returns the controls that choose run and repeat. */
+function documentTrace(number, preferred, view) {
   const { texts, documents } = block("traces");
   const byRun = documents[number] || {};
   const runs = Object.keys(byRun).map(Number);
-  if (!runs.length) return missing(summary.traced.all ? "This document\u2019s trace is not in the page: `fly report --traces N` takes more." : NO_TRACE);
-  const state = { run: runs.includes(preferred) ? preferred : runs[0], request: 0 };
-  const holder = el("div");
-  const draw = () => {
-    const requests = byRun[state.run], generation = requests[state.request];
-    const unit = summary.runs[state.run].entropy ? summary.runs[state.run].entropy.unit : "nats";
+  if (!runs.length) {
+    view.replaceChildren(missing(summary.traced.all ? "This document\u2019s trace is not in the page: `fly report --traces N` takes more." : NO_TRACE));
+    return [];
+  }
+  const repeats = el("span", { class: "slot" }), note = el("p", { class: "note" });
+  const draw = (run, request) => {
+    const generation = byRun[run][request];
+    const unit = summary.runs[run].entropy ? summary.runs[run].entropy.unit : "nats";
     const tokens = [...generation.source].filter((letter) => letter !== "r").length;
     const rounds = generation.round[generation.round.length - 1];
-    holder.replaceChildren(el("div", { class: "controls" },
-      runs.length > 1 ? choice("Run", runs.map((run) => [run, summary.runs[run].name]), state.run, (run) => { state.run = run; state.request = 0; draw(); }) : el("p", {}, summary.runs[state.run].name),
-      requests.length > 1 ? choice("Repeat", requests.map((_, at) => [at, String(at + 1)]), state.request, (at) => { state.request = at; draw(); }) : null,
-      el("p", { class: "note" }, `${plural(tokens, "token")} in ${plural(rounds, "round")}, ended by ${generation.finish || "the run being cut short"}`)),
-    traceView(generation, texts, unit));
+    note.textContent = `${plural(tokens, "token")} in ${plural(rounds, "round")}, ended by ${generation.finish || "the run being cut short"}`;
+    view.replaceChildren(traceView(generation, texts, unit));
   };
-  draw();
-  return holder;
+  const take = (run) => {
+    const all = byRun[run].map((_, at) => [at, String(at + 1)]);
+    repeats.replaceChildren(...(all.length > 1 ? [choice("Repeat", all, 0, (request) => draw(run, request))] : []));
+    draw(run, 0);
+  };
+  const first = runs.includes(preferred) ? preferred : runs[0];
+  take(first);
+  return [choice("Run", runs.map((run) => [run, summary.runs[run].name]), first, take), repeats, note];
 }
 
 function traceSection() {
@@ -45,20 +50,20 @@ function traceSection() {
   if (!shown.length) return section("traces", "Where the tokens came from", missing(summary.traced.all ? "Traces were left out: --traces 0." : NO_TRACE));
   const rows = block("documents");
   const preferred = summary.runs.findIndex((run) => run.acceptance && run.acceptance.positions.length);
-  const holder = el("div");
-  const draw = (number) => holder.replaceChildren(documentTrace(number, preferred));
+  const slot = el("span", { class: "slot" }), view = el("div");
+  const draw = (number) => slot.replaceChildren(...documentTrace(number, preferred, view));
   const left = summary.traced.all > shown.length ? el("p", { class: "note" }, `${shown.length} of ${plural(summary.traced.all, "traced document")} are in this page (--traces).`) : null;
   draw(shown[0]);
   return section("traces", "Where the tokens came from",
     el("p", { class: "note" }, "Point at a token, or move with the arrow keys, for the target\u2019s entropy, its own choice and the window."),
-    left, el("div", { class: "controls" }, choice("Document", shown.map((number) => [number, documentName(rows[number])]), shown[0], draw)), holder);
+    left, el("div", { class: "controls" }, choice("Document", shown.map((number) => [number, documentName(rows[number])]), shown[0], draw), slot), view);
 }
 
 /** One document: texts side by side, scores, prompt, trace. order: the table's, for next and previous. */
 function openDocument(number, order) {
   const dialog = document.getElementById("document");
   const row = block("documents")[number], found = block("texts")[number];
-  const at = order.indexOf(number);
+  const at = order.indexOf(number), view = el("div");
   const go = (step, name) => el("button", { type: "button", disabled: order[at + step] === undefined, onclick: () => openDocument(order[at + step], order) }, name);
   dialog.replaceChildren(
     el("header", { class: "dialog-head" }, el("h2", { id: "document-title", tabindex: "-1" }, documentName(row)),
@@ -66,8 +71,7 @@ function openDocument(number, order) {
     outputs(found),
     el("h3", {}, "Scores"), scoreTable(found),
     el("details", {}, el("summary", {}, "Prompt and target"), el("h4", {}, "Prompt"), el("pre", { tabindex: "0" }, found.prompt), el("h4", {}, "Target"), el("pre", { tabindex: "0" }, String(found.target))),
-    el("h3", {}, "Where the tokens came from"),
-    documentTrace(number, summary.runs.length - 1));
+    el("h3", {}, "Where the tokens came from"), el("div", { class: "controls" }, documentTrace(number, summary.runs.length - 1, view)), view);
   if (!dialog.open) dialog.showModal();
   dialog.scrollTop = 0;
   document.getElementById("document-title").focus();
