@@ -25,7 +25,7 @@ def written(tmp_path):
 
 
 def blocks(text):
-    found = re.findall(r'<script type="application/json" id="(\w+)">(.*?)</script>', text)
+    found = re.findall(r'<script type="application/json" id="data-(\w+)">(.*?)</script>', text)
     return {name: json.loads(value) for name, value in found}
 
 

@@ -28,7 +28,7 @@ const parsed = new Map();
 
 /** An embedded JSON block, parsed when it is first asked for: texts and traces may be large. */
 function block(id) {
-  if (!parsed.has(id)) parsed.set(id, JSON.parse(document.getElementById(id).textContent));
+  if (!parsed.has(id)) parsed.set(id, JSON.parse(document.getElementById(`data-${id}`).textContent));
   return parsed.get(id);
 }
 

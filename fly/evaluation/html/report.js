@@ -127,12 +127,12 @@ function build() {
       charts.length && untraced.length ? el("p", { class: "note" }, `Without a trace (trace=true): ${untraced.join(", ")}.`) : null,
       charts.length ? el("div", { class: "grid thirds" }, charts) : missing(summary.traced.all ? "The traced runs drafted nothing." : NO_TRACE)),
     traceSection(),
-    section("documents-section", "Documents", documentTable(summary, openDocument)),
+    section("documents", "Documents", documentTable(summary, openDocument)),
     section("runs", "Runs", settings(summary)),
   ];
   document.getElementById("main").replaceChildren(
     el("h1", { class: "hidden" }, document.title), el("div", { class: "headlines" }, headline(summary)), ...sections);
-  document.getElementById("sections").append(...sections.map((one) => el("a", { href: `#${one.id}` }, { drafts: "Drafts", traces: "Tokens", "documents-section": "Documents", scores: "Scores", speed: "Speed", runs: "Runs" }[one.id])));
+  document.getElementById("sections").append(...sections.map((one) => el("a", { href: `#${one.id}` }, { drafts: "Drafts", traces: "Tokens", documents: "Documents", scores: "Scores", speed: "Speed", runs: "Runs" }[one.id])));
   document.getElementById("footer").append(`fly ${summary.version}, written ${summary.created}. docs/definitions.md defines every number.`);
   document.documentElement.dataset.ready = "true";
 }

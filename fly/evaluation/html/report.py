@@ -25,7 +25,7 @@ def page(runs: list[Run], max_traces: int = 200) -> str:
     return render(
         f"fly report: {', '.join(names)}",
         {
-            "summary": {
+            "data-summary": {
                 "version": fly.__version__,
                 "created": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
                 "runs": [summary.of_run(*each) for each in zip(runs, names, per_run)],
@@ -33,8 +33,8 @@ def page(runs: list[Run], max_traces: int = 200) -> str:
                 "comparisons": comparison.against_first(measured),
                 "traced": {"shown": [numbers[key] for key in shown], "all": len(traced)},
             },
-            "documents": documents.rows(runs, wanted),
-            "texts": documents.texts(runs, wanted),
-            "traces": traces.block(per_run, {key: numbers[key] for key in shown}),
+            "data-documents": documents.rows(runs, wanted),
+            "data-texts": documents.texts(runs, wanted),
+            "data-traces": traces.block(per_run, {key: numbers[key] for key in shown}),
         },
     )

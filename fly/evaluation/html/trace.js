@@ -10,6 +10,9 @@ const SOURCES = {
 };
 const PROPOSERS = { n: "the n-gram lookup", d: "the draft model", t: "the target" };
 let traceViews = 0;
+let shownFacts = null;  // {tip, token}: at most one is open
+
+addEventListener("scroll", () => shownFacts && place(shownFacts.tip, shownFacts.token), { capture: true, passive: true });
 
 /** generation: columns as traces.py writes them; texts: what their numbers mean. */
 function traceView(generation, texts, unit) {
@@ -21,16 +24,15 @@ function traceView(generation, texts, unit) {
   const text = el("div", {
     class: "tokens", role: "group", "aria-label": "Generated tokens; arrow keys move between them",
   }, tokens);
-  let shown = null;
   const hide = () => {
     tip.hidden = true;
+    if (shownFacts && shownFacts.tip === tip) shownFacts = null;
     text.querySelectorAll(".in-window").forEach((node) => node.classList.remove("in-window"));
-    shown = null;
   };
   const show = (token) => {
-    if (token === shown) return;
+    if (shownFacts && shownFacts.token === token) return;
     hide();
-    shown = token;
+    shownFacts = { tip, token };
     const number = Number(token.dataset.number);
     tip.replaceChildren(...facts(generation, texts, number, unit));
     tip.hidden = false;
@@ -44,7 +46,6 @@ function traceView(generation, texts, unit) {
   text.addEventListener("focusin", (event) => under(event) && show(under(event)));
   text.addEventListener("focusout", hide);
   text.addEventListener("keydown", (event) => moveFocus(event, tokens, hide, tip));
-  addEventListener("scroll", hide, { passive: true });
   return el("div", { class: "trace" }, traceOptions(generation, text), text, tip);
 }
 
