@@ -147,17 +147,24 @@ def _roll_back(shown: list[Token], line: dict[str, Any], deferred: list[int]) ->
     shown += [_drafted(line, position) for position in range(end)]
     if at < start:
         # an earlier round's deferral: its own choice is the target's token there
-        fallen = next(token for token in shown if token.stands and token.index == at)
+        fallen = _standing(shown, at)
         own = replace(
             fallen, id=fallen.choice, round=line["round"], position=None, by="", native=True
         )
     else:
         own = _own(line, at - start, None)
-        fallen = next(token for token in shown if token.stands and token.index == at)
+        fallen = _standing(shown, at)
     for number, token in enumerate(shown):
         if token.stands and token.index >= at:
             shown[number] = replace(token, source="rolled_back")
     shown.append(replace(own, source="correction", replaced=fallen.id))
+
+
+def _standing(shown: list[Token], at: int) -> Token:
+    for token in shown:
+        if token.stands and token.index == at:
+            return token
+    raise ValueError(f"token {at} is rolled back, but is not there")
 
 
 def _drafted(line: dict[str, Any], position: int) -> Token:

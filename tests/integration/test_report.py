@@ -119,7 +119,7 @@ def test_model_texts_cannot_leave_their_block(written, tmp_path):
     folder = traced_runs.write(tmp_path / "a", "fly", (1, 0), [EVIL, "ok"], traced=[0])
     data, text = written(folder)
     assert data["texts"][0]["runs"][0]["responses"] == [EVIL]
-    assert EVIL not in text
+    assert text.count(EVIL) == 0
     assert (
         "pwned>" in data["traces"]["texts"][data["traces"]["documents"]["0"]["0"][0]["choice"][2]]
     )

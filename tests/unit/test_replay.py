@@ -88,6 +88,11 @@ def test_a_missing_line_is_noticed():
         replay.replay([lines[0], lines[2]])
 
 
+def test_a_rollback_of_what_is_not_there_is_noticed():
+    with pytest.raises(ValueError, match="token 2 is rolled back, but is not there"):
+        replayed([line(0, [1, 2], "10", [1, 9, 3], 3, rolled_back=2)])
+
+
 def test_rows_in_flight_take_turns_and_a_cut_short_request_starts_again():
     """A run that was killed and goes on writes the same request anew; both must not be joined."""
     one, other = traced_runs.lines(0, 0), traced_runs.lines(1, 1)

@@ -28,7 +28,7 @@ def replayed(run: Run) -> list[Generation]:
     """All traced requests of the run; empty without a trace."""
     try:
         return list(generations(run.rounds, run.vocabulary, window_of(run)))
-    except (ValueError, KeyError, IndexError, StopIteration) as error:
+    except (ValueError, KeyError, IndexError) as error:
         raise FlyError(f"{run.folder}: its trace cannot be replayed: {error}") from None
 
 
