@@ -184,40 +184,52 @@ def _made(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
     from fly import session
     from fly.evaluation import modes
 
-    if args.config:
-        raise FlyError("--config: fly compare takes flags: give --tasks and --model_args as such")
     for flag in ("tasks", "model_args", "output_path"):
-        if not getattr(args, flag):
+        if not _given(args, flag):
             raise FlyError(f"fly compare needs --{flag}, or finished runs: fly compare RUN RUN ...")
     names = args.modes or [name for name in modes.DEFAULT if not (stored and name == stored.mode)]
-    planned = modes.plan(names, args.mode, args.model_args)
+    planned = modes.plan(names, args.mode, _given(args, "model_args"))
     needed = 1 if stored or args.save_baseline else 2
     if len(planned) < needed:
         raise FlyError("--modes: give at least two, or --baseline FILE")
     if args.baseline_run and args.baseline_run not in planned:
         raise FlyError(f"--baseline-run {args.baseline_run}: choose one of {', '.join(planned)}")
     if stored:
-        _check_early(args, stored, planned)
-    output = Path(args.output_path)
+        _check_early(args, stored)
+    output = Path(_given(args, "output_path"))
     session.check_writable(output, "output_path")
     folders = modes.run_missing(planned, _run_flags(), output)
     return _load(list(folders.items()), [stored.name] if stored else [])
 
 
-def _check_early(args: argparse.Namespace, stored: Measured, planned: Any) -> None:
+def _given(args: argparse.Namespace, name: str) -> Any:
+    """A flag of `fly run`, from the command line or else from --config."""
+    if getattr(args, name) or not args.config:
+        return getattr(args, name)
+    from lm_eval.config.evaluate_config import EvaluatorConfig
+    from lm_eval.utils import simple_parse_args_string
+
+    try:
+        value = EvaluatorConfig.load_yaml_config(args.config).get(name)
+    except (OSError, ValueError, TypeError) as error:
+        raise FlyError(f"--config {args.config}: {error}") from None
+    keyed = name in ("model_args", "gen_kwargs") and isinstance(value, str)
+    return simple_parse_args_string(value) if keyed else value
+
+
+def _check_early(args: argparse.Namespace, stored: Measured) -> None:
     """What can be told without running: the target and the command line's gen_kwargs."""
     from fly import config as fly_config
     from fly.evaluation import measured
 
-    own, rest = fly_config.split_model_args(args.model_args)
+    own, rest = fly_config.split_model_args(_given(args, "model_args"))
     target = fly_config.resolve(rest.get("config_path"), own, log=False).target_model_path
     files = measured.fingerprint(target)
     reason = None
     if files and stored.target["files"] and files != stored.target["files"]:
         reason = f"another target (files: {stored.target['files']}, now {files})"
-    elif stored.decoding["gen_kwargs"] != (args.gen_kwargs or {}):
-        reason = f"decoded otherwise (gen_kwargs: {stored.decoding['gen_kwargs']}, now "
-        reason += f"{args.gen_kwargs or {}})"
+    elif stored.decoding["gen_kwargs"] != (now := _given(args, "gen_kwargs") or {}):
+        reason = f"decoded otherwise (gen_kwargs: {stored.decoding['gen_kwargs']}, now {now})"
     if reason:
         raise FlyError(_not_reusable(args.baseline, reason))
 

@@ -54,7 +54,7 @@ def _test(
         suite, "testcase", classname=f"{other.name}.{row.task}", name=row.metric, time="0"
     )
     scores = row.scores
-    words = "; ".join(in_words(scores, result.demand.confidence)) or scores.reason
+    words = "; ".join(in_words(scores, result.demand)) or scores.reason
     recovery = "undefined" if scores.recovery is None else f"{scores.recovery:.4f}"
     numbers = (
         f"{result.baseline} {scores.baseline:.4g}, {other.name} {scores.other:.4g}, recovery "

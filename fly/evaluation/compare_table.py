@@ -5,52 +5,75 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from rich.console import Console
+from rich import box
+from rich.console import Console, JustifyMethod
 from rich.table import Table
+from rich.text import Text
 
-from fly.evaluation.compare import Against, Pace, Result, Row
-from fly.evaluation.statistics import Comparison, Ratio, bound_of_no_loss
+from fly.evaluation.compare import Demand, Pace, Result
+from fly.evaluation.statistics import Comparison, Interval, Ratio, bound_of_no_loss
 
 _WIDTH = 100
 _COLOURS = {"held": "green", "fell": "red", "not enough evidence": "yellow"}
-_SCORES = ("task", "run", "score", "recovery [95 %]", "lost/won", "p", "verdict")
+_SCORES = ("run", "score", "recovery [95 %]", "lost/won", "p", "verdict")
 _SPEED = ("task", "run", "tok/s", "decoding x [95 %]", "end to end x [95 %]", "tau", "saved")
+_WIDTHS = {"run": 14, "score": 7, "recovery [95 %]": 20, "lost/won": 8, "p": 6, "verdict": 33}
+_NUMBERS = ("score", "lost/won", "p", "tok/s", "tau", "saved")
 
 
 def print_result(result: Result) -> None:
-    """Both tables, what the columns mean in a line, and the notes. 100 columns suffice."""
+    """A table of scores per task, one of speeds, and the notes. 100 columns suffice."""
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
-    console.print()
-    console.print(_table(_title(result), _SCORES, _score_rows(result, colours=True)))
+    console.print(f"\n{_title(result)}\n", markup=False)
+    for label, rows in _score_rows(result):
+        console.print(_table(label, _SCORES, rows))
     speed = list(_speed_rows(result))
     if speed:
         console.print(_table(f"speed, against {result.baseline}", _SPEED, speed))
     for line in _notes(result):
-        console.print(line, markup=False, soft_wrap=False)
+        console.print(line, markup=False)
 
 
 def markdown(result: Result) -> str:
     """The tables for a pull request or a job's summary."""
-    parts = [f"### {_title(result)}", _markdown(_SCORES, _score_rows(result))]
+    rows = [
+        [label if index == 0 else "", *row]
+        for label, group in _score_rows(result)
+        for index, row in enumerate(group)
+    ]
+    parts = [f"### {_title(result)}", _markdown(("task", *_SCORES), rows)]
     speed = list(_speed_rows(result))
     if speed:
         parts += [f"Speed, against {result.baseline}:", _markdown(_SPEED, speed)]
-    return "\n\n".join([*parts, *(f"- {line}" for line in _notes(result))]) + "\n"
+    return "\n\n".join([*parts, "\n".join(f"- {line}" for line in _notes(result))]) + "\n"
 
 
-def _table(
-    title: str, header: tuple[str, ...], rows: Iterator[list[str]] | list[list[str]]
-) -> Table:
-    table = Table(title=title, title_justify="left", pad_edge=False)
+def _table(title: str, header: tuple[str, ...], rows: list[list[str]]) -> Table:
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
     for name in header:
-        number = name in ("score", "lost/won", "p", "tok/s", "tau", "saved")
-        table.add_column(name, justify="right" if number else "left", overflow="fold")
+        justify: JustifyMethod = "right" if name in _NUMBERS else "left"
+        width = _WIDTHS.get(name) if header is _SCORES else None
+        table.add_column(name, justify=justify, overflow="fold", width=width)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(_coloured(cell) for cell in row))
     return table
 
 
-def _markdown(header: tuple[str, ...], rows: Iterator[list[str]] | list[list[str]]) -> str:
+def _coloured(cell: str) -> Text:
+    text = Text(cell)
+    for verdict, colour in _COLOURS.items():
+        if cell.startswith(verdict):
+            text.stylize(colour, 0, len(verdict))
+    return text
+
+
+def _markdown(header: tuple[str, ...], rows: list[list[str]]) -> str:
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     for row in rows:
         cells = [cell.replace("\n", "<br>").replace("|", "\\|") for cell in row]
@@ -61,60 +84,61 @@ def _markdown(header: tuple[str, ...], rows: Iterator[list[str]] | list[list[str
 def _title(result: Result) -> str:
     demand = result.demand
     return (
-        f"scores, against {result.baseline}: held if recovery is at least "
+        f"Scores, against {result.baseline}: held is a recovery of at least "
         f"{demand.min_recovery:g}, with confidence {demand.confidence:g}"
     )
 
 
-def _score_rows(result: Result, colours: bool = False) -> Iterator[list[str]]:
-    """Task by task: the baseline's line, then every other run's."""
+def _score_rows(result: Result) -> Iterator[tuple[str, list[list[str]]]]:
+    """Task by task, a label and lines: the baseline's, then every other run's."""
     for index, row in enumerate(result.others[0].judged):
         first = row.scores
-        task = f"{row.task}\n{row.metric}" + ("" if row.higher_is_better else "\n(lower is better)")
-        yield [task, result.baseline, f"{first.baseline:.4g}", "", "", "", _documents(first)]
+        label = f"{row.task}: {row.metric}" + ("" if row.higher_is_better else " (lower is better)")
+        count = f"{first.documents:,} document{'s' if first.documents != 1 else ''}"
+        lines = [[result.baseline, _number(first.baseline), "", "", "", count]]
         for other in result.others:
-            yield ["", other.name, *_cells(_same(other, index), result, colours)]
+            scores = other.judged[index].scores
+            lines.append([other.name, *_cells(scores, result)])
+        yield label, lines
 
 
-def _same(other: Against, index: int) -> Row:
-    return other.judged[index]
+def _number(score: float) -> str:
+    return f"{score:.4g}"
 
 
-def _documents(scores: Comparison) -> str:
-    return f"{scores.documents:,} document{'s' if scores.documents != 1 else ''}"
-
-
-def _cells(row: Row, result: Result, colours: bool) -> list[str]:
-    scores = row.scores
+def _cells(scores: Comparison, result: Result) -> list[str]:
     recovery = "undefined"
     if scores.recovery is not None:
-        recovery = f"{scores.recovery:.3f}"
-        if scores.interval is not None:
-            recovery += f" [{scores.interval.low:.3f}, {scores.interval.high:.3f}]"
-    verdict = scores.verdict
-    text = f"[{_COLOURS[verdict]}]{verdict}[/]" if colours else verdict
-    recovery = recovery.replace("[", r"\[") if colours else recovery
+        recovery = f"{scores.recovery:.3f}{_interval(scores.interval, 3)}"
     return [
-        f"{scores.other:.4g}",
+        _number(scores.other),
         recovery,
         f"{scores.lost} / {scores.won}",
         f"{scores.p:.3f}" if scores.p >= 0.001 else "<0.001",
-        "\n".join([text, *in_words(scores, result.demand.confidence)]),
+        "\n".join([scores.verdict, *in_words(scores, result.demand)]),
     ]
 
 
-def in_words(scores: Comparison, confidence: float) -> list[str]:
+def _interval(interval: Interval | None, digits: int) -> str:
+    if interval is None:
+        return ""
+    return f" [{interval.low:.{digits}f}, {interval.high:.{digits}f}]"
+
+
+def in_words(scores: Comparison, demand: Demand) -> list[str]:
     """What stands below a verdict: why, or how many documents would decide."""
     if scores.recovery is None:
         return [scores.reason]
     if scores.verdict == "held" and scores.lost == 0:
-        bound = bound_of_no_loss(scores.documents, confidence)
-        shown = "" if scores.decides is None else f"; {scores.decides:,} for the demand"
-        return [scores.reason, f"shows loss < {bound:.1%}{shown}"]
+        bound = bound_of_no_loss(scores.documents, demand.confidence)
+        lines = [scores.reason, f"this rules out losses above {bound:.1%}"]
+        if scores.decides is not None and scores.decides > scores.documents:
+            lines.append(f"{scores.decides:,} documents would show {demand.min_recovery:g}")
+        return lines
     if scores.verdict != "not enough evidence":
         return []
     if scores.decides is None:
-        return ["no number of documents would decide"]
+        return ["no number would decide"]
     return [f"~{scores.decides:,} documents would decide"]
 
 
@@ -136,11 +160,7 @@ def _speed_rows(result: Result) -> Iterator[list[str]]:
 
 
 def _ratio(ratio: Ratio | None) -> str:
-    if ratio is None:
-        return "-"
-    if ratio.interval is None:
-        return f"{ratio.value:.2f}"
-    return f"{ratio.value:.2f} ({ratio.interval.low:.2f} to {ratio.interval.high:.2f})"
+    return "-" if ratio is None else f"{ratio.value:.2f}{_interval(ratio.interval, 2)}"
 
 
 def _tau(pace: Pace) -> tuple[str, str]:

@@ -8,6 +8,7 @@ always worse. docs/compare.md says what each number means and how the verdict is
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -129,7 +130,8 @@ def compare_tasks(
     change = np.concatenate([task.change / len(task.base) for task in pairs]) / len(pairs)
     lost, won = int((change < 0).sum()), int((change > 0).sum())
     binary = all(np.isin(values, (0, 1)).all() for task in arrays for values in task)
-    p = _mcnemar(lost, won) if binary else _sign_flips(change, resamples, seed)
+    mcnemar = binary and len(pairs) == 1  # tasks weigh by their size: counts alone do not do
+    p = _mcnemar(lost, won) if mcnemar else _sign_flips(change, resamples, seed)
     base = float(np.mean([task.base.mean() for task in pairs]))
     kept = float(np.mean([task.kept.mean() for task in pairs]))
     undefined = _undefined(pairs, base)
@@ -153,7 +155,7 @@ def compare_tasks(
         lost=lost,
         won=won,
         p=p,
-        test="McNemar" if binary else "sign flips",
+        test="McNemar" if mcnemar else "sign flips",
         probability=probability,
         verdict=verdict,
         decides=decides,
@@ -222,11 +224,11 @@ def _mcnemar(lost: int, won: int) -> float:
 def _sign_flips(change: Floats, resamples: int, seed: int) -> float:
     """Exact test of the mean difference where 2^n is small; McNemar's test, for any scores."""
     differing = change[change != 0]
-    if not len(differing):
+    if len(differing) < 2:
         return 1.0
     result = stats.permutation_test(
-        (differing,),
-        lambda x, axis: np.sum(x, axis=axis),
+        (differing / np.abs(differing).max(),),
+        lambda x, axis: np.round(np.sum(x, axis=axis), 9),  # equal sums must be equal
         permutation_type="samples",
         vectorized=True,
         n_resamples=resamples,
@@ -251,21 +253,23 @@ def _bootstrap(
     """Percentile interval. What is resampled are document indices, so that pairs stay together.
 
     Widened for few documents as t is wider than the normal distribution (Hesterberg 2015, sec.
-    4.1; BCa was tried, and covered no better). None from one document, and if resamples without a
-    value (zero denominators) are more than a tail.
+    4.1; BCa was tried, and covered no better). None for a task of one document, and if resamples
+    without a value (zero denominators) are more than a tail.
     """
     total = sum(map(len, indices))
-    if total < 2:
+    if min(map(len, indices), default=0) < 2:
         return None
-    result = stats.bootstrap(
-        indices,
-        statistic,
-        vectorized=True,
-        n_resamples=resamples,
-        batch=max(1, _MOST_AT_ONCE // total),
-        method="percentile",
-        rng=np.random.default_rng(seed),
-    )
+    with warnings.catch_warnings(), np.errstate(invalid="ignore"):  # in scipy's own interval
+        warnings.simplefilter("ignore", stats.DegenerateDataWarning)
+        result = stats.bootstrap(
+            indices,
+            statistic,
+            vectorized=True,
+            n_resamples=resamples,
+            batch=max(1, _MOST_AT_ONCE // total),
+            method="percentile",
+            rng=np.random.default_rng(seed),
+        )
     values = result.bootstrap_distribution
     defined = values[np.isfinite(values)]
     if len(defined) < (1 + LEVEL) / 2 * len(values):

@@ -1,0 +1,211 @@
+"""`fly compare` that makes its own runs, on the tiny pair, in real processes."""
+
+# ruff: noqa: F811  fixtures by their names
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import transformers
+import yaml
+from lm_eval._cli import HarnessCLI
+
+from fly.evaluation import modes
+from tests import tiny
+from tests.integration.test_cli import config_file, run, task_dir  # noqa: F401  fixtures
+
+ROOT = Path(__file__).resolve().parents[2]
+TASK_UTILS = """import datasets, json, pathlib
+def load(**kwargs):
+    rows = json.loads((pathlib.Path(__file__).parent / "documents.json").read_text())
+    return {"test": datasets.Dataset.from_list(rows)}
+def process_results(doc, results):
+    return {"as_target": float(results[0] == doc["answer"])}
+"""
+
+
+@pytest.fixture
+def graded_tasks(task_dir, saved_pair):
+    """The tiny task, solved where the text is the target's own, as transformers generates it."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(saved_pair / "target")
+    target = transformers.AutoModelForCausalLM.from_pretrained(saved_pair / "target")
+    rows = []
+    for number in range(12):
+        question = f"q{number} "
+        tokens = tiny.generate(target, tokenizer.encode(question), 12, eos=257)
+        answer = tokenizer.decode(tokens, skip_special_tokens=True)
+        rows.append({"question": question, "answer": answer})
+    (task_dir / "documents.json").write_text(json.dumps(rows))
+    path = task_dir / "tiny_task.yaml"
+    text = path.read_text().replace("exact_match", "as_target")
+    path.write_text(text + "process_results: !function tiny_utils.process_results\n")
+    (task_dir / "tiny_utils.py").write_text(TASK_UTILS)
+    return task_dir
+
+
+def flags(saved_pair, config_file, tasks, out):
+    return [
+        "compare", "--model_args",
+        f"pretrained={saved_pair / 'draft'},config_path={config_file},dtype=float32",
+        "--tasks", "tiny_task", "--include_path", tasks, "--device", "cpu", "--output_path", out,
+    ]  # fmt: skip
+
+
+def test_modes_are_run_once_compared_and_judged(
+    saved_pair,
+    config_file,
+    graded_tasks,
+    tmp_path,
+    capfd,
+):
+    """One walk through form two, as each run costs seconds: an unchanged engine passes the gate, a
+    rule that takes every draft token does not, finished runs and a stored baseline are reused."""
+    out, stored = tmp_path / "out", tmp_path / "baseline.json"
+    common = flags(saved_pair, config_file, graded_tasks, out)
+    gate = ("--min-recovery", "0.99", "--save-baseline", stored)
+    assert run(*common, "--modes", "target-only", "exact", *gate) == 0
+    printed = capfd.readouterr().out
+    assert "every document scored the same" in printed
+    assert "--- exact (2 of 2) ---" in printed
+    entry = json.loads(next(out.glob("exact/*/results_*.json")).read_text())["config"]["fly"]
+    assert (entry["mode"], entry["stats"]["requests"]) == ("strict", 12)
+    assert run(*common, "--modes", "target-only", "exact", *gate) == 0
+    assert capfd.readouterr().out.count("finished before") == 2
+    junit = tmp_path / "junit.xml"
+    code = run(
+        *common, "--baseline", stored, "--modes", "exact", "--mode", "any=verification=accept_all",
+        "--junit", junit, "--min-recovery", "0.99",
+    )  # fmt: skip
+    assert code == 1
+    printed = capfd.readouterr().out
+    assert printed.count("finished before") == 1
+    suites = ElementTree.parse(junit).getroot().findall("testsuite")
+    assert [suite.get("failures") for suite in suites] == ["0", "1"]
+    # a baseline that was decoded otherwise is refused before anything runs
+    code = run(*common, "--baseline", stored, "--gen_kwargs", "max_gen_toks=5")
+    assert code == 2
+    assert "decoded otherwise (gen_kwargs" in capfd.readouterr().err.splitlines()[-1]
+
+
+def test_a_failing_mode_ends_with_one_line_and_keeps_the_finished(
+    saved_pair,
+    config_file,
+    graded_tasks,
+    tmp_path,
+    capfd,
+):
+    out = tmp_path / "out"
+    common = flags(saved_pair, config_file, graded_tasks, out)
+    command = (
+        *common,
+        "--limit",
+        "1",
+        "--modes",
+        "target-only",
+        "--mode",
+        "bad=draft_dtype=float99",
+    )
+    for finished_before in (0, 1):
+        assert run(*command) == 2
+        captured = capfd.readouterr()
+        assert captured.err.splitlines()[-1] == (
+            "fly: error: mode bad failed (exit status 2); finished modes are kept: "
+            "the same command goes on with bad"
+        )
+        assert captured.out.count("target-only: finished before") == finished_before
+    assert list(out.glob("target-only/*/results_*.json"))
+
+
+def test_bad_modes_are_refused_before_anything_runs(
+    saved_pair,
+    config_file,
+    graded_tasks,
+    tmp_path,
+    capsys,
+):
+    common = flags(saved_pair, config_file, graded_tasks, tmp_path / "out")
+    for more, message in [
+        (("--modes", "fast"), "--modes fast: choose from target-only, exact, fly, hf"),
+        (("--modes", "fly"), "give at least two"),
+        (("--mode", "a/b=spd_k=1"), "write it as NAME=key=value"),
+        (("--mode", "fly=spd_k=1"), "the name fly is taken"),
+        (("--mode", "wide=win_len=9"), "win_len=9 needs spd_k >= 10"),
+        (("--baseline-run", "x"), "--baseline-run x: choose one of target-only, exact, fly"),
+    ]:
+        assert run(*common, *more) == 2
+        assert message in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_of_another_configuration_is_not_taken_for_finished(
+    saved_pair,
+    config_file,
+    tmp_path,
+    monkeypatch,
+):
+    """Another K, another limit, a killed run: each must run again."""
+    calls = []
+    monkeypatch.setattr(modes, "_run", lambda mode, given, folder: calls.append(mode.name))
+    monkeypatch.setattr(modes.runs, "load", lambda folder: True)
+    values = {"pretrained": str(saved_pair / "draft"), "config_path": str(config_file)}
+    out = tmp_path / "out"
+    (out / "fly").mkdir(parents=True)
+    for more, given, expected in [
+        ({}, ["--limit", "2"], 1),
+        ({}, ["--limit", "2"], 1),
+        ({}, ["--limit", "3"], 2),
+        ({"spd_k": 5}, ["--limit", "3"], 3),
+        ({"spd_k": 5}, ["--limit", "3"], 3),
+    ]:
+        modes.run_missing(modes.plan(["fly"], [], {**values, **more}), given, out)
+        assert len(calls) == expected
+
+
+def test_hf_mode_is_lm_evals_backend_on_the_target(saved_pair, config_file):
+    given = {"pretrained": "x", "config_path": str(config_file), "dtype": "float32", "spd_k": 6}
+    given["pretrained"] = str(saved_pair / "draft")
+    mode = modes.plan(["hf"], [], given)["hf"]
+    assert mode.model == "hf"
+    assert mode.model_args == {"pretrained": str(saved_pair / "target"), "dtype": "float32"}
+
+
+def test_the_ci_examples_parse_and_their_commands_run(
+    saved_pair,
+    config_file,
+    graded_tasks,
+    tmp_path,
+):
+    """Both files' own command lines, with the tiny pair in FLY_ARGS; the second reuses the runs."""
+    github = yaml.safe_load((ROOT / "docs/examples/github-actions.yml").read_text())
+    gitlab = yaml.safe_load((ROOT / "docs/examples/gitlab-ci.yml").read_text())
+    steps = {step.get("name"): step for step in github["jobs"]["scores"]["steps"]}
+    assert gitlab["scores"]["allow_failure"]["exit_codes"] == 3
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "GITHUB_STEP_SUMMARY": str(tmp_path / "summary")}
+    env["FLY_ARGS"] = shlex.join(
+        str(flag) for flag in flags(saved_pair, config_file, graded_tasks, tmp_path)[1:-2]
+    )
+    shell = f'set -e; fly() {{ {shlex.quote(sys.executable)} -m fly "$@"; }}\n'
+    for script in (
+        steps["Compare"]["run"] + steps["Summary"]["run"],
+        "\n".join(gitlab["scores"]["script"]),
+    ):
+        done = subprocess.run(
+            ["bash", "-c", shell + script],
+            cwd=tmp_path, env=env, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode in (0, 1), done.stderr[-2000:]  # fly may lose texts, by design
+        assert ElementTree.parse(tmp_path / "compare.xml").find("testsuite") is not None
+        (tmp_path / "compare.xml").unlink()
+    assert "tiny_task: as_target" in (tmp_path / "summary").read_text()
+    assert done.stdout.count("finished before") == 2
+    for text in (
+        github["jobs"]["scores"]["env"]["FLY_ARGS"],
+        gitlab["scores"]["variables"]["FLY_ARGS"],
+    ):
+        given = HarnessCLI()._parser.parse_args(["run", *shlex.split(text)])
+        assert (ROOT / given.model_args["config_path"]).is_file()

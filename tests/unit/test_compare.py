@@ -1,0 +1,278 @@
+"""Runs are paired or refused; verdicts become tables, files and exit statuses."""
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+from fly import cli
+from fly.errors import FlyError
+from fly.evaluation import compare, measured, runs
+from tests.written_runs import write
+
+SOLVED = [1] * 210 + [0] * 90
+
+
+def corrupted(scores, every=10):
+    """The planted regression: one of ten answers is wrong."""
+    return [0 if index % every == 0 else score for index, score in enumerate(scores)]
+
+
+def fly(*args):
+    with pytest.raises(SystemExit) as caught:
+        cli.main([str(arg) for arg in args])
+        raise SystemExit(0)
+    return caught.value.code
+
+
+def load(folder, name=None):
+    return measured.measure(runs.load(folder, name))
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """target-only, a run equal to it, and one with a tenth of its answers corrupted."""
+    return (
+        write(tmp_path / "base", "target-only", SOLVED, round_tokens=1, seconds=2.0),
+        write(tmp_path / "same", "fly", SOLVED),
+        write(tmp_path / "bad", "fly", corrupted(SOLVED)),
+    )
+
+
+def test_exit_statuses(folders, tmp_path, capsys):
+    base, same, bad = folders
+    gate = ("--min-recovery", "0.99", "--confidence", "0.95")
+    assert fly("compare", base, same, *gate) == 0
+    assert fly("compare", base, bad, *gate) == 1
+    assert "fell" in capsys.readouterr().out
+    few = write(tmp_path / "few", "fly", [0, *SOLVED[1:]])
+    assert fly("compare", base, few, *gate) == 3
+    assert fly("compare", base, few, *gate, "--allow-inconclusive") == 0
+    assert fly("compare", base, bad, *gate, "--allow-inconclusive") == 1
+    assert fly("compare", base, same, bad, few, *gate) == 1  # the worst counts
+    assert fly("compare", base, bad) == 0  # without a demand it is a look
+    assert fly("compare", base, bad, "--min-recovery", "1.5") == 2
+    assert "--min-recovery 1.5: give a share" in capsys.readouterr().err
+
+
+def test_the_table_fits_100_columns_and_says_all(folders, capsys):
+    assert fly("compare", *folders) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 100
+    for expected in ("0.7", "1.000 [1.000, 1.000]", "0 / 0", "21 / 0", "<0.001", "held", "fell",
+                     "every document scored the same", "300 documents", "2.00 [2.00, 2.00]",
+                     "4.00", "75%"):  # fmt: skip
+        assert expected in printed, expected
+    assert "fly-2" in printed  # two runs of one mode have names of their own
+
+
+def test_the_baseline_is_target_only_or_named(folders):
+    base, same, bad = (load(folder, name) for folder, name in zip(folders, "xyz"))
+    assert compare.choose_baseline([same, base]).name == "x"
+    assert compare.choose_baseline([same, bad]).name == "y"
+    assert compare.choose_baseline([same, base], "y").name == "y"
+    with pytest.raises(FlyError, match="--baseline-run w: no such run: choose one of y, x"):
+        compare.choose_baseline([same, base], "w")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"scores": SOLVED[:-1]},
+            "sums has 300 and 299 documents; document 299 is only in one of them",
+        ),
+        ({"prompt": "other"}, "sums, document 0: the prompt differs"),
+        ({"versions": {"sums": 2}}, "sums has version 1 and 2"),
+        ({"fewshot": 5}, "sums has num_fewshot 0 and 5"),
+        ({"tasks": {"products": SOLVED}}, "task products is only in one of them"),
+    ],
+)
+def test_runs_that_do_not_belong_together_are_refused(folders, tmp_path, capsys, change, message):
+    other = write(tmp_path / "other", "fly", **{"scores": SOLVED, **change})
+    assert fly("compare", folders[0], other) == 2
+    assert capsys.readouterr().err == (
+        f"fly: error: target-only and fly cannot be compared: {message}"
+        + (": use the same --limit or --samples\n" if "documents;" in message else "\n")
+    )
+
+
+@pytest.mark.parametrize(("field", "word"), [("doc_hash", "content"), ("target_hash", "target")])
+def test_changed_data_is_refused(folders, field, word):
+    base, same, _ = folders
+    path = next(same.glob("samples_*"))
+    lines = [json.loads(line) for line in path.open()]
+    lines[7][field] = "0" * 64
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(FlyError, match=f"document 7: the {word} differs"):
+        compare.compare(load(base), [load(same)])
+
+
+def test_documents_pair_by_id_not_by_order(folders):
+    """lm-eval may write samples in any order."""
+    base, same, _ = folders
+    path = next(same.glob("samples_*"))
+    path.write_text("".join(reversed(path.read_text().splitlines(keepends=True))))
+    (row,) = compare.compare(load(base), [load(same)]).others[0].rows
+    assert (row.scores.lost, row.scores.won) == (0, 0)
+
+
+def test_several_tasks_metrics_and_directions(tmp_path):
+    tasks = {
+        "a": {"acc": SOLVED, "f": [s / 2 for s in SOLVED]},
+        "b": {"acc": SOLVED[::-1]},
+    }
+    worse = {
+        "a": {"acc": corrupted(SOLVED), "f": [s / 2 for s in SOLVED]},
+        "b": {"acc": SOLVED[::-1]},
+    }
+    base = load(write(tmp_path / "a", "target-only", tasks=tasks))
+    other = load(write(tmp_path / "b", tasks=worse))
+    result = compare.compare(base, [other])
+    (found,) = result.others
+    assert [(r.label, r.primary, r.scores.verdict) for r in found.rows] == [
+        ("a acc", True, "fell"), ("a f", False, "held"), ("b acc", True, "held"),
+    ]  # fmt: skip
+    assert found.overall.scores.recovery == pytest.approx((0.7 * 0.9 + 0.7) / 1.4)
+    assert (found.overall.scores.documents, found.overall.scores.lost) == (600, 21)
+    assert result.verdict == "fell"
+    only = compare.compare(base, [other], metrics=["f"])
+    assert [row.label for row in only.others[0].rows] == ["a f"]
+    with pytest.raises(FlyError, match="--metric g: no such metric: choose from acc, f"):
+        compare.compare(base, [other], metrics=["g"])
+    assert [speed.task for speed in found.speeds] == ["a", "b", "overall"]
+
+
+def test_an_error_rate_that_rises_fell(tmp_path):
+    errors = [1] * 30 + [0] * 270
+    base = load(write(tmp_path / "a", "target-only", errors, higher_is_better=False))
+    more = load(write(tmp_path / "b", "fly", [1] * 60 + [0] * 240, higher_is_better=False))
+    assert compare.compare(base, [more]).verdict == "fell"
+    assert compare.compare(more, [base]).verdict == "held"
+
+
+def test_metrics_that_are_no_means_are_left_out_and_named(tmp_path):
+    """A perplexity's documents hold log likelihoods: their mean is another thing."""
+    aggregated = {"ppl,none": 4.5}
+    scores = {"acc": SOLVED, "ppl": [-1.5] * 300}
+    base = load(write(tmp_path / "a", tasks={"t": scores}, aggregated=aggregated))
+    result = compare.compare(base, [base])
+    assert [row.metric for row in result.others[0].rows] == ["acc"]
+    assert result.notes == ["t ppl: is no mean over documents; left out"]
+    alone = load(write(tmp_path / "b", tasks={"t": {"ppl": [-1.5]}}, aggregated=aggregated))
+    with pytest.raises(FlyError, match="no metric to compare"):
+        compare.compare(alone, [alone])
+
+
+def test_speed_sums_repeats_and_is_silent_without_records(tmp_path):
+    base = load(write(tmp_path / "a", "target-only", SOLVED, repeats=3, round_tokens=1, seconds=2))
+    other = load(write(tmp_path / "b", "fly", SOLVED, repeats=3, round_tokens=3, seconds=0.5))
+    plain = load(write(tmp_path / "c", None, SOLVED))
+    (speed,) = compare.compare(base, [other]).others[0].speeds
+    assert speed.decode.value == pytest.approx(4)
+    assert speed.end_to_end.value == pytest.approx(4)
+    assert (speed.pace.tokens, speed.pace.rounds) == (300 * 3 * 12, 300 * 3 * 4)
+    assert (speed.pace.tau, speed.pace.saved) == (3, pytest.approx(2 / 3))
+    assert speed.pace.decode_tok_s == pytest.approx(24)
+    (against_hf,) = compare.compare(plain, [other]).others
+    assert against_hf.speeds[0].decode is None
+    assert compare.compare(base, [plain]).others[0].speeds == []
+
+
+def test_a_stored_baseline_is_the_run(folders, tmp_path, capsys):
+    base, same, bad = folders
+    file = tmp_path / "stored" / "baseline.json"
+    assert fly("compare", base, "--save-baseline", file) == 0
+    gate = ("--baseline", file, "--min-recovery", "0.99")
+    assert fly("compare", same, *gate) == 0
+    assert fly("compare", bad, *gate) == 1
+    stored, direct = (compare.compare(b, [load(bad)]) for b in (measured.read(file), load(base)))
+    assert stored.others[0].rows == direct.others[0].rows
+    assert stored.others[0].speeds == direct.others[0].speeds
+    assert file.stat().st_size < 200 * 300
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target": "model-2"}, "another target (name: model, now model-2)"),
+        ({"dtype": "torch.bfloat16"}, "another target (dtype: torch.float32, now torch.bfloat16)"),
+        ({"gen_kwargs": {"max_gen_toks": 5}}, "decoded otherwise (gen_kwargs: {}, now"),
+    ],
+)
+def test_a_stored_baseline_of_something_else_is_refused(folders, tmp_path, capsys, change, message):
+    file = tmp_path / "baseline.json"
+    fly("compare", folders[0], "--save-baseline", file)
+    other = write(tmp_path / "other", "fly", SOLVED, **change)
+    assert fly("compare", other, "--baseline", file) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"{file}: cannot be reused: {message}" in error
+    assert error.endswith("store a new one with --save-baseline")
+
+
+def test_what_is_no_baseline_is_refused(folders, tmp_path, capsys):
+    file = tmp_path / "baseline.json"
+    assert fly("compare", folders[1], "--baseline", file) == 2
+    assert "cannot be read" in capsys.readouterr().err
+    file.write_text('{"format": 2}')
+    assert fly("compare", folders[1], "--baseline", file) == 2
+    assert "not a baseline file" in capsys.readouterr().err
+
+
+def test_a_retrained_model_in_the_same_folder_is_noticed(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    weights = model / "model.safetensors"
+    weights.write_bytes(b"\0" * 3_000_000)
+    before = measured.fingerprint(str(model))
+    assert before == measured.fingerprint(str(model))
+    weights.write_bytes(b"\0" * 2_999_999 + b"\1")
+    assert measured.fingerprint(str(model)) != before
+    assert measured.fingerprint("some/hub-id") is None
+
+
+def test_files(folders, tmp_path):
+    """JSON holds every number, Markdown the tables, JUnit one test per task and metric."""
+    base, same, bad = folders
+    out = {name: tmp_path / "out" / f"result.{name}" for name in ("json", "markdown", "junit")}
+    flags = [part for name, path in out.items() for part in (f"--{name}", path)]
+    few = write(tmp_path / "few", "fly", [0, *SOLVED[1:]])
+    names = (f"ok={same}", f"bad={bad}", f"few={few}")
+    assert fly("compare", base, *names, "--min-recovery", "0.99", *flags) == 1
+    found = json.loads(out["json"].read_text())
+    assert (found["verdict"], found["baseline"]["name"]) == ("fell", "target-only")
+    assert [other["verdict"] for other in found["others"]] == [
+        "held",
+        "fell",
+        "not enough evidence",
+    ]
+    assert found["others"][1]["rows"][0]["scores"]["lost"] == 21
+    text = out["markdown"].read_text()
+    assert text.count("\n|---") == 2
+    assert "| bad |" in text
+    suites = ElementTree.parse(out["junit"]).getroot().findall("testsuite")
+    assert [suite.get("name").split()[0] for suite in suites] == ["ok", "bad", "few"]
+    assert [suite.get("failures") for suite in suites] == ["0", "1", "1"]
+    (case,) = suites[1].findall("testcase")
+    assert (case.get("classname"), case.get("name")) == ("bad.sums", "exact_match")
+    assert case.find("failure").get("type") == "fell"
+    fly("compare", base, *names, "--allow-inconclusive", *flags)
+    suites = ElementTree.parse(out["junit"]).getroot().findall("testsuite")
+    assert suites[2].get("skipped") == "1"
+    assert suites[2].find("testcase/skipped") is not None
+
+
+def test_bad_usage(folders, tmp_path, capsys):
+    base, same, _ = folders
+    for args, message in [
+        ((base,), "give at least two runs, or --baseline FILE"),
+        ((), "fly compare needs --tasks"),
+        ((base, same, "--tasks", "x"), "compared without --tasks"),
+        ((base, tmp_path / "nowhere"), "no such run"),
+        ((base, same, "--baseline-run", "x"), "--baseline-run x: no such run"),
+        ((base, same, "--json", tmp_path), "is a folder: give a file"),
+    ]:
+        assert fly("compare", *args) == 2
+        assert message in capsys.readouterr().err.splitlines()[-1]
+    assert fly("compare", base, same, "--nonsense") == 2

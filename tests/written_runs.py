@@ -1,0 +1,101 @@
+"""Runs written as lm-eval and fly write them, with scores of the test's choice."""
+
+import hashlib
+import json
+from pathlib import Path
+
+DATE = "2026-01-01T00-00-00.000000"
+STARTED = "2026-01-01T00-00-00"
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def write(
+    folder: Path,
+    mode: str | None = "fly",
+    scores=None,
+    *,
+    metric="exact_match",
+    higher_is_better=True,
+    filter_name="none",
+    tasks=None,
+    versions=None,
+    fewshot=0,
+    prompt="question",
+    target="model",
+    dtype="torch.float32",
+    gen_kwargs=None,
+    round_tokens=4,
+    seconds=1.0,
+    repeats=1,
+    aggregated=None,
+) -> Path:
+    """Write one run; its folder. scores: of the task `sums`; tasks: by task instead.
+
+    A task's scores are a list, or by metric. mode None is lm-eval's own backend. A document takes
+    `seconds` of decoding and a tenth of it of prefill, 12 tokens in rounds of `round_tokens`.
+    """
+    tasks = tasks or {"sums": scores}
+    tasks = {name: s if isinstance(s, dict) else {metric: s} for name, s in tasks.items()}
+    config = {"model": mode or "hf", "model_args": {"pretrained": target}, "model_sha": ""}
+    config |= {"model_dtype": dtype, "gen_kwargs": gen_kwargs or {}, "torch_seed": 1}
+    if mode:
+        config["fly"] = {
+            "started": STARTED,
+            "mode": mode,
+            "dtype": dtype,
+            "sampling": [{"temperature": 0.0}],
+            "config": {"target_model_path": target, "total_gen_tok": None, "seed": None},
+        }
+    results = {}
+    records = []
+    folder.mkdir(parents=True)
+    for task, by_metric in tasks.items():
+        count = len(next(iter(by_metric.values())))
+        lines = []
+        for doc_id in range(count):
+            values = {name: values[doc_id] for name, values in by_metric.items()}
+            lines.append(_sample(doc_id, values, filter_name, f"{prompt} {doc_id}", repeats))
+            for _ in range(repeats if mode else 0):
+                record = {"task": task, "doc_id": doc_id, "emitted": 12}
+                record["rounds"] = 12 // round_tokens
+                record["seconds"] = {"prefill": seconds / 10, "draft": seconds / 4}
+                record["seconds"] |= {"verify": seconds / 2, "other": seconds / 4, "compile": 0}
+                records.append(record)
+        path = folder / f"samples_{task}_{DATE}.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        means = {f"{name},{filter_name}": sum(v) / count for name, v in by_metric.items()}
+        results[task] = {**means, **(aggregated or {})}
+    if mode:
+        path = folder / f"fly_requests_{STARTED}.jsonl"
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    whole = {
+        "results": results,
+        "configs": {name: {"generation_kwargs": {"until": ["x"]}} for name in tasks},
+        "versions": versions or dict.fromkeys(tasks, 1),
+        "n-shot": dict.fromkeys(tasks, fewshot),
+        "higher_is_better": {n: dict.fromkeys(m, higher_is_better) for n, m in tasks.items()},
+        "config": config,
+        "max_length": 512,
+    }
+    (folder / f"results_{DATE}.json").write_text(json.dumps(whole))
+    return folder
+
+
+def _sample(doc_id, values, filter_name, prompt, repeats):
+    return {
+        "doc_id": doc_id,
+        "doc": {"question": doc_id},
+        "target": "t",
+        "arguments": {"gen_args_0": {"arg_0": prompt}},
+        "resps": [["text"] * repeats],
+        "filtered_resps": ["text"],
+        "filter": filter_name,
+        "metrics": list(values),
+        "doc_hash": digest(f"doc {doc_id}"),
+        "prompt_hash": digest(prompt),
+        "target_hash": digest("t"),
+        **values,
+    }
