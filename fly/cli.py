@@ -21,10 +21,11 @@ from fly import loading, session
 from fly.commands import compare as compare_command
 from fly.commands import config as config_command
 from fly.commands import pair as pair_command
+from fly.commands import report as report_command
 from fly.errors import FlyError
 from fly.paths import data_dir
 
-_COMMANDS = (compare_command, config_command, pair_command)
+_COMMANDS = (compare_command, config_command, pair_command, report_command)
 _HF_NAMES = ("hf", "hf-auto", "huggingface")
 
 

@@ -1,0 +1,141 @@
+// Charts as inline SVG, drawn for the width there is, so that labels keep their size on a phone.
+
+/** A figure: title, sentence, chart and its numbers as a table. `draw(width)` returns an svg. */
+function figure(title, note, draw, numbers, legend = null) {
+  const holder = el("div", { class: "chart" });
+  let drawn = 0;
+  new ResizeObserver(([entry]) => {
+    const width = Math.floor(entry.contentRect.width);
+    if (width > 0 && width !== drawn) {
+      drawn = width;
+      holder.replaceChildren(draw(width));
+    }
+  }).observe(holder);
+  return el("figure", {},
+    el("figcaption", {}, el("h3", {}, title), note ? el("p", { class: "note" }, note) : null),
+    legend, holder,
+    numbers ? el("details", {}, el("summary", {}, "Numbers"), numbers) : null);
+}
+
+function legend(entries) {
+  return el("ul", { class: "legend" }, entries.map(([kind, text]) => el("li", {},
+    svg("svg", { width: 14, height: 14, "aria-hidden": "true" }, bar(0, 0, 14, 14, kind)), text)));
+}
+
+function canvas(width, height, label, ...children) {
+  return svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label },
+    ...children);
+}
+
+/** kind: a class of report.css, which also says whether the bar is hatched or dotted. */
+function bar(x, y, width, height, kind, title = null) {
+  const place = { x, y, width: Math.max(0, width), height: Math.max(0, height) };
+  return svg("g", { class: `bar ${kind}` },
+    title ? svg("title", {}, title) : null,
+    svg("rect", { ...place, class: "ink" }), svg("rect", { ...place, class: "pattern" }));
+}
+
+function label(x, y, text, attributes = {}) {
+  return svg("text", { x, y, ...attributes }, text);
+}
+
+/** Steps of 1, 2 or 5 times a power of ten, about `count` of them up to `most`. */
+function ticks(most, count = 4) {
+  if (!(most > 0)) return [0];
+  const raw = most / count;
+  const power = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((value) => value >= raw * 0.999);
+  const result = [];
+  for (let value = 0; value <= most * 1.001; value += step) result.push(Number(value.toPrecision(6)));
+  return result;
+}
+
+/** Horizontal bars under their labels. rows: {label, parts: [{value, kind, text, title}], text}. */
+function barRows(width, rows, most, name, mark = null) {
+  const thick = 16, pitch = 46, room = width - 64, nodes = [];
+  rows.forEach((row, number) => {
+    const top = number * pitch + 4;
+    nodes.push(label(0, top + 12, row.label, { class: "strong" }));
+    let x = 0;
+    for (const part of row.parts) {
+      const length = (part.value / most) * room;
+      nodes.push(bar(x, top + 18, length - (row.parts.length > 1 ? 1 : 0), thick, part.kind, part.title));
+      if (part.text && length > 7 * part.text.length + 8) {
+        nodes.push(label(x + length / 2, top + 30, part.text, { class: "on", "text-anchor": "middle" }));
+      }
+      x += length;
+    }
+    nodes.push(label(x + 6, top + 30.5, row.text));
+  });
+  const height = rows.length * pitch + 2;
+  if (mark !== null) {
+    const x = (mark / most) * room;
+    nodes.push(svg("line", { class: "mark", x1: x, x2: x, y1: 0, y2: height }));
+  }
+  return canvas(width, height, name, nodes);
+}
+
+/** Scores as dots with intervals. rows: {label, value, low, high, kind, text}. */
+function intervals(width, rows, low, high, name) {
+  const pitch = 42, left = 8, room = width - 16, bottom = rows.length * pitch + 4;
+  const at = (value) => left + ((value - low) / (high - low || 1)) * room;
+  const nodes = ticks(high - low).map((step) => svg("g", { class: "axis" },
+    svg("line", { x1: at(low + step), x2: at(low + step), y1: 0, y2: bottom }),
+    label(at(low + step), bottom + 14, String(Number((low + step).toPrecision(3))), { "text-anchor": "middle" })));
+  rows.forEach((row, number) => {
+    const y = number * pitch + 28;
+    nodes.push(label(left, y - 13, row.label, { class: "strong" }),
+      label(width - 8, y - 13, row.text, { "text-anchor": "end" }));
+    if (isNumber(row.low)) {
+      nodes.push(svg("line", { class: `whisker ${row.kind}`, x1: at(row.low), x2: at(row.high), y1: y, y2: y }));
+    }
+    nodes.push(svg("circle", { class: `dot ${row.kind}`, cx: at(row.value), cy: y, r: 5 }));
+  });
+  return canvas(width, bottom + 20, name, nodes);
+}
+
+/**
+ * Columns. groups: one per category, {label, columns: [[{value, kind, title}, ...stacked], ...]}.
+ * axis: {x, y} names, end: the x axis is a scale from 0 to it; format: of the y axis; dots: per
+ * category, values joined by a line; line: a mark at a share of the x axis.
+ */
+function columns(width, groups, most, axis, name, { format = String, dots = [], line = null, high = 230 } = {}) {
+  const left = 44, bottom = 36, top = 26, room = width - left - 6, deep = high - top - bottom;
+  const step = room / groups.length, y = (value) => top + deep - (value / most) * deep;
+  const nodes = ticks(most, 4).map((tick) => svg("g", { class: "axis" },
+    svg("line", { x1: left, x2: width - 6, y1: y(tick), y2: y(tick) }),
+    label(left - 6, y(tick) + 4, format(tick), { "text-anchor": "end" })));
+  const every = Math.max(1, Math.ceil((groups.length * 22) / room));
+  groups.forEach((group, number) => {
+    const gap = Math.min(step * 0.2, 8);
+    const thick = (step - gap) / group.columns.length;
+    group.columns.forEach((parts, column) => {
+      let base = 0;
+      for (const part of parts) {
+        nodes.push(bar(left + number * step + gap / 2 + column * thick, y(base + part.value),
+          thick - 1, y(base) - y(base + part.value), part.kind, part.title));
+        base += part.value;
+      }
+    });
+    if (number % every === 0 && !axis.end) {
+      nodes.push(label(left + (number + 0.5) * step, high - bottom + 15, group.label, { "text-anchor": "middle" }));
+    }
+  });
+  if (axis.end) {
+    ticks(axis.end, 5).forEach((tick) => nodes.push(
+      label(left + (tick / axis.end) * room, high - bottom + 15, String(tick), { "text-anchor": "middle" })));
+  }
+  const points = dots.map((value, number) => [left + (number + 0.5) * step, y(value)]);
+  if (points.length) {
+    nodes.push(svg("polyline", { class: "curve", points: points.map((point) => point.join(",")).join(" ") }),
+      points.map(([cx, cy]) => svg("circle", { class: "curve-dot", cx, cy, r: 3 })));
+  }
+  if (line) {
+    const x = left + line.at * room, flip = line.at > 0.7;
+    nodes.push(svg("line", { class: "mark", x1: x, x2: x, y1: top - 4, y2: top + deep }),
+      label(x + (flip ? -5 : 5), top + 5, line.text, { class: "strong", "text-anchor": flip ? "end" : "start" }));
+  }
+  nodes.push(label(left + room / 2, high - 4, axis.x, { "text-anchor": "middle" }),
+    label(0, 9, axis.y, {}));
+  return canvas(width, high, name, nodes);
+}

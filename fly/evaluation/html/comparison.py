@@ -1,0 +1,85 @@
+"""`fly compare`'s statistics for the page: every run against the baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fly.errors import FlyError
+from fly.evaluation import measured
+from fly.evaluation.compare import Against, Row, choose_baseline, compare
+from fly.evaluation.runs import Run
+from fly.evaluation.statistics import Interval, Ratio
+
+
+def ordered(runs: Sequence[Run], names: Sequence[str]) -> tuple[list[Run], list[measured.Measured]]:
+    """The runs with the baseline first (target-only, else the first), and what compare needs."""
+    found = [
+        measured.measure(run).model_copy(update={"name": name}) for run, name in zip(runs, names)
+    ]
+    first = found.index(choose_baseline(found))
+    order = [first, *(number for number in range(len(runs)) if number != first)]
+    return [runs[number] for number in order], [found[number] for number in order]
+
+
+def against_first(found: Sequence[measured.Measured]) -> list[dict[str, Any]]:
+    """One entry per other run; `refused` says why where the runs cannot be compared."""
+    result = []
+    for other in found[1:]:
+        try:
+            compared = compare(found[0], [other])
+        except FlyError as error:
+            result.append({"name": other.name, "refused": str(error)})
+        else:
+            result.append(_entry(compared.others[0]))
+    return result
+
+
+def _entry(against: Against) -> dict[str, Any]:
+    main = against.overall or next(row for row in against.rows if row.primary)
+    deciding = main
+    if main.scores.verdict != against.verdict:
+        deciding = next(row for row in against.judged if row.scores.verdict == against.verdict)
+    speed = against.speeds[-1] if against.speeds else None  # over all tasks, if there are several
+    return {
+        "name": against.name,
+        "main": _row(main),
+        "verdict": against.verdict,
+        "reason": deciding.scores.reason if deciding is main else _of_row(deciding),
+        "decides": deciding.scores.decides,
+        "rows": [_row(row) for row in against.judged],
+        "end_to_end": _ratio(speed.end_to_end) if speed else None,
+        "decode": _ratio(speed.decode) if speed else None,
+        "saved": speed.pace.saved if speed else None,
+    }
+
+
+def _of_row(row: Row) -> str:
+    return f"{row.label}: {row.scores.reason}"
+
+
+def _row(row: Row) -> dict[str, Any]:
+    scores = row.scores
+    return {
+        "label": row.label,
+        "baseline": scores.baseline,
+        "other": scores.other,
+        "recovery": scores.recovery,
+        **_bounds(scores.interval),
+        "documents": scores.documents,
+        "lost": scores.lost,
+        "won": scores.won,
+        "p": scores.p,
+        "test": scores.test,
+        "verdict": scores.verdict,
+        "decides": scores.decides,
+        "reason": scores.reason,
+    }
+
+
+def _ratio(ratio: Ratio | None) -> dict[str, Any] | None:
+    return {"value": ratio.value, **_bounds(ratio.interval)} if ratio else None
+
+
+def _bounds(interval: Interval | None) -> dict[str, float | None]:
+    return {"low": interval.low, "high": interval.high} if interval else {"low": None, "high": None}

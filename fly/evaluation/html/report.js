@@ -1,0 +1,141 @@
+// Puts the page together: sections, one document in a dialog, the trace section, the theme.
+
+const summary = block("summary");
+const NO_TRACE = "No run has a trace. Run with trace=true in model_args and --output_path DIR to see where every token came from; it changes no text.";
+
+function section(id, title, ...content) {
+  return el("section", { id, "aria-labelledby": `${id}-title` }, el("h2", { id: `${id}-title` }, title), content);
+}
+
+function choice(name, options, chosen, changed) {
+  const select = el("select", {}, options.map(([value, text]) => el("option", { value, selected: value === chosen }, text)));
+  select.addEventListener("change", () => changed(Number(select.value)));
+  return el("label", { class: "field" }, name, select);
+}
+
+function documentName(row) {
+  return `${row.task}, document ${row.doc}`;
+}
+
+/** Fills `view` with the trace of one document; returns the controls that choose run and repeat. */
+function documentTrace(number, preferred, view) {
+  const { texts, documents } = block("traces");
+  const byRun = documents[number] || {};
+  const runs = Object.keys(byRun).map(Number);
+  if (!runs.length) {
+    view.replaceChildren(missing(summary.traced.all ? "This document\u2019s trace is not in the page: `fly report --traces N` takes more." : NO_TRACE));
+    return [];
+  }
+  const repeats = el("span", { class: "slot" }), note = el("p", { class: "note" });
+  const draw = (run, request) => {
+    const generation = byRun[run][request];
+    const unit = summary.runs[run].entropy ? summary.runs[run].entropy.unit : "nats";
+    const tokens = [...generation.source].filter((letter) => letter !== "r").length;
+    const rounds = generation.round[generation.round.length - 1];
+    note.textContent = `${plural(tokens, "token")} in ${plural(rounds, "round")}, ended by ${generation.finish || "the run being cut short"}`;
+    view.replaceChildren(traceView(generation, texts, unit));
+  };
+  const take = (run) => {
+    const all = byRun[run].map((_, at) => [at, String(at + 1)]);
+    repeats.replaceChildren(...(all.length > 1 ? [choice("Repeat", all, 0, (request) => draw(run, request))] : []));
+    draw(run, 0);
+  };
+  const first = runs.includes(preferred) ? preferred : runs[0];
+  take(first);
+  return [choice("Run", runs.map((run) => [run, summary.runs[run].name]), first, take), repeats, note];
+}
+
+function traceSection() {
+  const shown = summary.traced.shown;
+  if (!shown.length) return section("traces", "Where the tokens came from", missing(summary.traced.all ? "Traces were left out: --traces 0." : NO_TRACE));
+  const rows = block("documents");
+  const preferred = summary.runs.findIndex((run) => run.acceptance && run.acceptance.positions.length);
+  const slot = el("span", { class: "slot" }), view = el("div");
+  const draw = (number) => slot.replaceChildren(...documentTrace(number, preferred, view));
+  const left = summary.traced.all > shown.length ? el("p", { class: "note" }, `${shown.length} of ${plural(summary.traced.all, "traced document")} are in this page (--traces).`) : null;
+  draw(shown[0]);
+  return section("traces", "Where the tokens came from",
+    el("p", { class: "note" }, "Point at a token, or move with the arrow keys, for the target\u2019s entropy, its own choice and the window."),
+    left, el("div", { class: "controls" }, choice("Document", shown.map((number) => [number, documentName(rows[number])]), shown[0], draw), slot), view);
+}
+
+/** One document: texts side by side, scores, prompt, trace. order: the table's, for next and previous. */
+function openDocument(number, order) {
+  const dialog = document.getElementById("document");
+  const row = block("documents")[number], found = block("texts")[number];
+  const at = order.indexOf(number), view = el("div");
+  const go = (step, name) => el("button", { type: "button", disabled: order[at + step] === undefined, onclick: () => openDocument(order[at + step], order) }, name);
+  dialog.replaceChildren(
+    el("header", { class: "dialog-head" }, el("h2", { id: "document-title", tabindex: "-1" }, documentName(row)),
+      el("div", { class: "buttons" }, go(-1, "\u2190 Previous"), go(1, "Next \u2192"), el("button", { type: "button", onclick: () => dialog.close() }, "Close"))),
+    outputs(found),
+    el("h3", {}, "Scores"), scoreTable(found),
+    el("details", {}, el("summary", {}, "Prompt and target"), el("h4", {}, "Prompt"), el("pre", { tabindex: "0" }, found.prompt), el("h4", {}, "Target"), el("pre", { tabindex: "0" }, String(found.target))),
+    el("h3", {}, "Where the tokens came from"), el("div", { class: "controls" }, documentTrace(number, summary.runs.length - 1, view)), view);
+  if (!dialog.open) dialog.showModal();
+  dialog.scrollTop = 0;
+  document.getElementById("document-title").focus();
+}
+
+function outputs(found) {
+  const there = found.runs.map((run, number) => number).filter((number) => found.runs[number]);
+  const state = { left: there[0], right: there[1], repeat: 0 };
+  const name = (number) => summary.runs[number].name;
+  const text = (number) => found.runs[number].responses[state.repeat] ?? "";
+  const repeats = Math.max(...there.map((number) => found.runs[number].responses.length));
+  const holder = el("div"), options = there.map((number) => [number, name(number)]);
+  const draw = () => holder.replaceChildren(there.length > 1
+    ? sideBySide([name(state.left), name(state.right)], text(state.left), text(state.right))
+    : el("pre", { tabindex: "0" }, text(state.left)));
+  const set = (key) => (value) => { state[key] = value; draw(); };
+  draw();
+  return el("div", {}, el("h3", {}, there.length > 1 ? "Outputs side by side" : "Output"),
+    el("div", { class: "controls" },
+      there.length > 2 ? [choice("Left", options, state.left, set("left")), choice("Right", options, state.right, set("right"))] : null,
+      repeats > 1 ? choice("Repeat", Array.from({ length: repeats }, (_, at) => [at, String(at + 1)]), 0, set("repeat")) : null),
+    holder);
+}
+
+function scoreTable(found) {
+  const lines = found.runs.flatMap((run, number) => run ? run.filters.map((filter) => [
+    summary.runs[number].name, filter.name, el("code", { class: "answer" }, filter.answer.length > 200 ? `${filter.answer.slice(0, 200)}\u2026` : filter.answer),
+    Object.entries(filter.scores).map(([metric, value]) => `${metric} ${score(value)}`).join(", ") || NONE]) : []);
+  return table(["run", "filter", "answer", "scores"], lines, "Scores of this document");
+}
+
+function theme() {
+  const button = document.getElementById("theme"), dark = matchMedia("(prefers-color-scheme: dark)");
+  let chosen = null;
+  const apply = () => {
+    const isDark = chosen === null ? dark.matches : chosen;
+    document.documentElement.dataset.theme = isDark ? "dark" : "light";
+    button.setAttribute("aria-pressed", String(isDark));
+    button.textContent = isDark ? "Light theme" : "Dark theme";
+  };
+  button.addEventListener("click", () => { chosen = document.documentElement.dataset.theme !== "dark"; apply(); });
+  dark.addEventListener("change", apply);
+  apply();
+}
+
+function build() {
+  const charts = [...positionFigures(summary), blockFigure(summary), ...entropyFigures(summary)].filter(Boolean);
+  const untraced = summary.runs.filter((run) => !run.traced).map((run) => run.name);
+  const sections = [
+    section("scores", "Scores", comparisonFigure(summary), el("div", { class: "grid" }, scoreSection(summary))),
+    section("speed", "Speed", el("div", { class: "grid" }, speedFigure(summary), timeFigure(summary))),
+    section("drafts", "What was drafted, and what stood",
+      charts.length && untraced.length ? el("p", { class: "note" }, `Without a trace (trace=true): ${untraced.join(", ")}.`) : null,
+      charts.length ? el("div", { class: "grid thirds" }, charts) : missing(summary.traced.all ? "The traced runs drafted nothing." : NO_TRACE)),
+    traceSection(),
+    section("documents", "Documents", documentTable(summary, openDocument)),
+    section("runs", "Runs", settings(summary)),
+  ];
+  document.getElementById("main").replaceChildren(
+    el("h1", { class: "hidden" }, document.title), el("div", { class: "headlines" }, headline(summary)), ...sections);
+  document.getElementById("sections").append(...sections.map((one) => el("a", { href: `#${one.id}` }, { drafts: "Drafts", traces: "Tokens", documents: "Documents", scores: "Scores", speed: "Speed", runs: "Runs" }[one.id])));
+  document.getElementById("footer").append(`fly ${summary.version}, written ${summary.created}. docs/definitions.md defines every number.`);
+  document.documentElement.dataset.ready = "true";
+}
+
+theme();
+build();

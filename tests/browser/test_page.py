@@ -1,0 +1,322 @@
+"""The report in a browser: what a reader clicks, types and sees, and what a model may not do."""
+
+import time
+
+import pytest
+
+from tests import traced_runs
+
+pytestmark = pytest.mark.browser
+EVIL = "<img src=x onerror=alert(1)></script><script>alert(2)</script><b id=pwned>x</b>"
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """12 documents: the second run loses document 2, wins document 4 and changes three texts."""
+    texts = [f"answer {i}" for i in range(12)]
+    base = traced_runs.write(
+        tmp_path / "base", "target-only", [1, 1, 1, 0, 0, 1] * 2, texts, traced=[0]
+    )
+    changed = {2: "answer 2 but wrong", 4: "another answer 4", 7: "answer\n\n7"}
+    other = traced_runs.write(
+        tmp_path / "fly", "fly", [1, 1, 0, 0, 1, 1, 1, 1, 1, 0, 0, 1],
+        [changed.get(i, text) for i, text in enumerate(texts)], traced=[0, 2], seconds=0.5,
+    )  # fmt: skip
+    return base, other
+
+
+def documents(page):
+    return [int(text) for text in page.locator("button.open").all_inner_texts()]
+
+
+def sort_by(page, name):
+    return page.locator("th:has(button.sort)", has_text=name).last
+
+
+def test_headline_and_sections(open_report, pair):
+    page = open_report(*pair)
+    cards = page.locator(".headline").inner_text()
+    assert "fly against target-only" in cards
+    assert "100.0\u00a0%" in cards  # one lost, one won
+    assert "? not enough evidence" in cards
+    assert "2.00\u00d7" in cards
+    for heading in ("Scores", "Speed", "Where the tokens came from", "Documents", "Runs"):
+        assert page.get_by_role("heading", name=heading, exact=True).first.is_visible()
+    assert page.locator("figure svg[role=img]").count() >= 6
+
+
+def test_sorting(open_report, pair):
+    page = open_report(*pair)
+    assert documents(page) == list(range(12))
+    head = sort_by(page, "tokens")
+    head.get_by_role("button").click()
+    assert head.get_attribute("aria-sort") == "ascending"
+    head.get_by_role("button").click()
+    assert head.get_attribute("aria-sort") == "descending"
+    assert documents(page) == list(reversed(range(12)))
+    change = sort_by(page, "change")
+    change.get_by_role("button").click()
+    assert documents(page)[0] == 2  # lost comes first
+    assert head.get_attribute("aria-sort") == "none"
+
+
+def test_filters(open_report, pair):
+    page = open_report(*pair)
+    page.get_by_label("only changed verdicts").check()
+    assert documents(page) == [2, 4]
+    assert page.get_by_role("status").inner_text() == "2 of 12 documents"
+    page.get_by_label("only changed verdicts").uncheck()
+    page.get_by_label("only different texts").check()
+    assert documents(page) == [2, 4, 7]
+    page.get_by_label("Search").fill("ANOTHER")
+    page.locator("button.open").nth(1).wait_for(state="detached")
+    assert documents(page) == [4]
+    page.get_by_label("Search").fill("in no document")
+    page.get_by_text("No document fits these filters.").wait_for()
+
+
+def test_side_by_side(open_report, pair):
+    page = open_report(*pair)
+    page.get_by_role("button", name="Open document 2 of sums").click()
+    dialog = page.get_by_role("dialog")
+    left, right = dialog.locator(".pane pre").all_inner_texts()
+    assert (left, right) == ("answer 2", "answer 2 but wrong")
+    assert dialog.locator("del").count() == 0
+    assert dialog.locator("ins").all_inner_texts() == [" but wrong"]
+    dialog.get_by_role("button", name="Next").click()
+    assert "The two texts are the same." in dialog.inner_text()
+    for _ in range(4):
+        dialog.get_by_role("button", name="Next").click()
+    assert dialog.locator("ins").all_inner_texts() == ["↵\n↵\n"]  # white space that differs is seen
+    page.keyboard.press("Escape")
+    assert not dialog.is_visible()
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [("a b c d", "a x c d e"), ("", "new"), ("gone", ""), ("a a a b", "b a a a"), ("é 中", "中 é"),
+     ("one two " * 400, "two one " * 400), ("x y", "x y")],
+)  # fmt: skip
+def test_differences_rebuild_both_texts(open_report, tmp_path, left, right):
+    """Common words are the same on both sides, and each side's words join to its text."""
+    page = open_report(traced_runs.write(tmp_path / "a", "fly", (1,)))
+    a, b = page.evaluate("([left, right]) => difference(left, right)", [left, right])
+    assert "".join(text for text, _ in a) == left
+    assert "".join(text for text, _ in b) == right
+    common = ["".join(text for text, same in side if same) for side in (a, b)]
+    assert common[0] == common[1]
+    assert (left == right) == all(same for side in (a, b) for _, same in side)
+
+
+def test_differences_are_shortest(open_report, tmp_path):
+    """Myers' algorithm against longest common subsequences from the textbook's table."""
+    page = open_report(traced_runs.write(tmp_path / "a", "fly", (1,)))
+    for left, right in [("a b c a b b a", "c b a b a c"), ("x a y b z", "a b"), ("q w", "e r t")]:
+        words = [page.evaluate("words", text) for text in (left, right)]
+        a, b = page.evaluate("([left, right]) => edits(left, right)", words)
+        assert len(words[0]) - len(a) == len(words[1]) - len(b) == longest_common(*words)
+
+
+def longest_common(a, b):
+    row = [0] * (len(b) + 1)
+    for x in a:
+        before = 0
+        for j, y in enumerate(b, 1):
+            before, row[j] = row[j], before + 1 if x == y else max(row[j], row[j - 1])
+    return row[-1]
+
+
+def test_trace_on_hover(open_report, pair):
+    page = open_report(*pair)
+    tokens = page.locator("#traces .tokens")
+    page.locator("#traces").get_by_label("Run").select_option("fly")
+    assert "alpha beta gamma delta epsilon↵\n" in tokens.inner_text()
+    deferred = tokens.locator(".token.deferred")
+    deferred.hover()
+    tip = page.locator("#traces .tip")
+    shown = tip.inner_text()
+    for part in ("deferred, stood", "0.900 nats", "<b␣id=pwned>bold</b>", "the draft model"):
+        assert part in shown
+    assert "opened here; the next 2 matched" in shown
+    assert tokens.locator(".in-window").count() == 3
+    tokens.locator(".token.correction").last.hover()
+    assert "␣gamma" in tip.inner_text()  # what it stands for
+    page.mouse.move(0, 0)
+    assert not tip.is_visible()
+    rolled = tokens.locator(".token.rolled")
+    assert rolled.count() == 2
+    page.locator("#traces").get_by_label("rolled-back tokens").uncheck()
+    assert not rolled.first.is_visible()
+
+
+def test_sources_differ_without_colour(open_report, pair):
+    """Every source has an underline of its own: a reader may not see colours."""
+    page = open_report(*pair)
+    styles = page.locator("#traces .legend .token").evaluate_all(
+        "nodes => nodes.map(node => { const s = getComputedStyle(node);"
+        " return s.textDecorationLine + ' ' + s.textDecorationStyle; })"
+    )
+    assert len(styles) == len(set(styles)) == 6
+
+
+def test_by_keyboard(open_report, pair):
+    page = open_report(*pair)
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "main"
+    assert page.locator("#traces .tokens [tabindex='0']").count() == 1  # one stop, arrows inside
+    page.locator("#traces .tokens [tabindex='0']").focus()
+    tip = page.locator("#traces .tip")
+    assert "token 1, round 1" in tip.inner_text()
+    page.keyboard.press("ArrowRight")
+    assert "token 2, round 1" in tip.inner_text()
+    page.keyboard.press("End")
+    assert "round 3" in tip.inner_text()
+    page.keyboard.press("Escape")
+    assert not tip.is_visible()
+    sort_by(page, "tau").get_by_role("button").focus()
+    outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+    assert outline == "solid"
+    page.keyboard.press("Enter")
+    assert sort_by(page, "tau").get_attribute("aria-sort") == "ascending"
+    opener = page.get_by_role("button", name="Open document 0 of sums")
+    opener.focus()
+    page.keyboard.press("Enter")
+    assert page.get_by_role("dialog").is_visible()
+    page.keyboard.press("Escape")
+    assert page.evaluate("document.activeElement.dataset.document") == "0"
+
+
+CONTRAST = """() => {
+  const parse = (text) => text.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)
+    .map((v) => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const ground = (node) => {
+    for (; node; node = node.parentElement) {
+      const colour = parse(getComputedStyle(node).backgroundColor);
+      if (colour.length < 4 || colour[3] === 1) return colour;
+    }
+  };
+  const ratio = (a, b) => (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+  const found = [];
+  for (const node of document.querySelectorAll("main :not(title), header *, dialog :not(title)")) {
+    const own = [...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim());
+    if (!own || node.closest("button:disabled")) continue;
+    const style = getComputedStyle(node);
+    const ink = node.closest("svg") ? style.fill : style.color;
+    if (node.classList.contains("on")) continue;  // on bars, checked below
+    const [a, b] = [light(parse(ink)), light(ground(node))];
+    found.push([ratio(a, b), node.getAttribute("class") + ": " + node.textContent.slice(0, 30)]);
+  }
+  for (const node of document.querySelectorAll("text.on")) {
+    for (const bar of node.parentElement.querySelectorAll(".ink")) {
+      const [ink, ground] = [node, bar].map((each) => getComputedStyle(each).fill);
+      found.push([ratio(light(parse(ink)), light(parse(ground))), "on a bar " + ground]);
+    }
+  }
+  return found;
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_contrast(open_report, pair, scheme):
+    """WCAG AA: 4.5 to 1 for every text there is, in both themes."""
+    page = open_report(*pair, color_scheme=scheme)
+    page.get_by_role("button", name="Open document 4 of sums").click()
+    found = page.evaluate(CONTRAST)
+    assert len(found) > 100
+    assert [entry for entry in found if entry[0] < 4.5] == []
+
+
+def test_dark_theme_and_toggle(open_report, pair):
+    page = open_report(*pair, color_scheme="dark")
+    paper = "getComputedStyle(document.body).backgroundColor"
+    dark = page.evaluate(paper)
+    assert sum(map(int, dark[4:-1].split(","))) < 150
+    page.get_by_role("button", name="Light theme").click()
+    assert page.evaluate(paper) == "rgb(255, 255, 255)"
+    page.emulate_media(color_scheme="light")
+    page.get_by_role("button", name="Dark theme").click()
+    assert page.evaluate(paper) == dark
+
+
+def test_on_a_phone(open_report, pair):
+    """No sideways scrolling of the page: tables scroll in themselves, charts fit."""
+    page = open_report(*pair, viewport={"width": 380, "height": 780}, has_touch=True)
+    wide = "[document.documentElement.scrollWidth, document.querySelector('dialog').scrollWidth]"
+    page.wait_for_timeout(200)
+    assert page.evaluate(wide)[0] <= 380
+    table = page.locator("#documents .scroll")
+    assert table.evaluate("node => node.scrollWidth > node.clientWidth")
+    page.locator("#traces").get_by_label("Run").select_option("fly")
+    page.locator("#traces .tokens .token.deferred").tap()
+    box = page.locator("#traces .tip").bounding_box()
+    assert box["x"] >= 0
+    assert box["x"] + box["width"] <= 380
+    page.get_by_role("button", name="Open document 2 of sums").tap()
+    assert page.evaluate(wide)[1] <= 380
+
+
+def test_model_output_does_nothing(open_report, tmp_path):
+    """`<script>` and handlers in texts, answers, prompts and tokens stay text everywhere."""
+    runs = [
+        traced_runs.write(tmp_path / name, name, (1, 0), [EVIL, f"{name} {EVIL}"], traced=[0],
+                          prompt=EVIL)
+        for name in ("target-only", "fly")
+    ]  # fmt: skip
+    page = open_report(*runs)
+    page.get_by_label("Search").fill("onerror")
+    page.get_by_role("button", name="Open document 1 of sums").click()
+    page.get_by_text("Prompt and target").click()
+    dialog = page.get_by_role("dialog")
+    assert EVIL in dialog.inner_text()
+    dialog.get_by_role("button", name="Previous").click()
+    for token in dialog.locator(".token").all()[:12]:
+        token.hover(force=True)
+    assert page.locator("#pwned, img").count() == 0
+    assert page.locator("script").count() == 5
+
+
+def test_one_run_without_a_trace(open_report, tmp_path):
+    page = open_report(traced_runs.write(tmp_path / "a", "fly", (1, 0)))
+    assert "0.500" in page.locator(".headline").inner_text()
+    assert "trace=true" in page.locator("#traces").inner_text()
+    assert "trace=true" in page.locator("#drafts").inner_text()
+    assert page.get_by_label("only changed verdicts").count() == 0
+
+
+def test_lm_evals_own_backend_among_three(open_report, tmp_path):
+    names = ("target-only", "fly", "hf")
+    page = open_report(*(traced_runs.write(tmp_path / name, name) for name in names))
+    assert page.locator(".headline").count() == 2
+    page.get_by_role("button", name="Open document 0 of sums").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_label("Left").select_option("hf")
+    assert dialog.locator(".pane h4").first.inner_text() == "hf"
+
+
+def test_thousands_of_documents_open_at_once(open_report, tmp_path):
+    """2,000 documents of two runs, with long prompts and texts: open within 3 seconds."""
+    count = 2000
+    text = "A long answer with some words in it. " * 30
+    folders = [
+        traced_runs.write(
+            tmp_path / name, name, [i % 3 == 0 for i in range(count)],
+            [f"{name} {i} {text}" for i in range(count)], prompt=text * 3, traced=range(200),
+        )
+        for name in ("target-only", "fly")
+    ]  # fmt: skip
+    page = open_report(*folders)
+    start = time.perf_counter()
+    page.reload()
+    page.wait_for_selector("html[data-ready]")
+    assert page.locator("button.open").count() == 50
+    assert time.perf_counter() - start < 3
+    assert page.get_by_role("status").inner_text() == "2\u202f000 documents"
+    page.get_by_role("button", name="Next →").click()
+    assert documents(page)[0] == 50
+    page.get_by_label("Search").fill("fly 1777 ")
+    page.locator("button.open").nth(1).wait_for(state="detached")
+    assert documents(page) == [1777]

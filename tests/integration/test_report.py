@@ -1,0 +1,193 @@
+"""`fly report`: the file's content, for one run, two and several, with and without traces."""
+
+import json
+import re
+
+import pytest
+
+from fly.evaluation import runs
+from fly.evaluation.html import page, report, summary
+from tests import traced_runs
+from tests.integration.test_cli import config_file, evaluate, run, task_dir  # noqa: F401  fixtures
+
+EVIL = "</script><script>alert(1)</script><!--<script> <img src=x onerror=alert(2)> \u2028 &amp;"
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Writes runs and returns their report's data by block, and the file's text."""
+
+    def make(*folders, **kwargs):
+        text = report.page([runs.load(folder) for folder in folders], **kwargs)
+        return blocks(text), text
+
+    return make
+
+
+def blocks(text):
+    found = re.findall(r'<script type="application/json" id="data-(\w+)">(.*?)</script>', text)
+    return {name: json.loads(value) for name, value in found}
+
+
+def test_a_real_run_from_the_command_line(saved_pair, config_file, task_dir, tmp_path, capsys):  # noqa: F811
+    """Counts in the page are the engine's own, and token texts join to the response."""
+    out, file = tmp_path / "out", tmp_path / "deep" / "page.html"
+    extra = ("--log_samples", "--output_path", out)
+    assert evaluate(saved_pair, config_file, task_dir, *extra, more_args=",trace=true") == 0
+    assert run("report", out, "--output", file) == 0
+    assert f"report: {file} (" in capsys.readouterr().out
+    data = blocks(file.read_text())
+    finished = runs.load(out)
+    stats = finished.entry["stats"]
+    (own,) = data["summary"]["runs"]
+    assert own["stats"] == stats
+    assert own["settings"]["K"] == "4"
+    assert sum(own["acceptance"]["blocks"]) == stats["rounds"]
+    kept = [sum(p[name] for p in own["acceptance"]["positions"]) for name in ("native", "deferred")]
+    assert kept == [stats["native_accepted"], stats["deferred_accepted"]]
+    assert data["summary"]["comparisons"] == []
+    for number, row in enumerate(data["documents"]):
+        trace = data["traces"]["documents"][str(number)]["0"][0]
+        stands = [i for i, letter in enumerate(trace["source"]) if letter != "r"]
+        text = "".join(data["traces"]["texts"][trace["text"][i]] for i in stands)
+        (response,) = data["texts"][number]["runs"][0]["responses"]
+        assert text.removesuffix("</s>") == response
+        assert row["runs"][0]["tokens"] == len(stands)
+
+
+def test_two_runs(written, tmp_path):
+    """The target-only run is the baseline wherever it stands; each document says what changed."""
+    fly = traced_runs.write(tmp_path / "a", "fly", (1, 0, 1), seconds=0.5, traced=[1])
+    base = traced_runs.write(
+        tmp_path / "b", "target-only", (1, 1, 0), ["fly says 0", "b", "c"], seconds=1.0
+    )
+    data, _ = written(fly, base)
+    assert [own["name"] for own in data["summary"]["runs"]] == ["target-only", "fly"]
+    cells = [row["runs"][1] for row in data["documents"]]
+    assert [cell["change"] for cell in cells] == ["same", "lost", "won"]
+    assert [cell["same"] for cell in cells] == [True, False, False]
+    (compared,) = data["summary"]["comparisons"]
+    assert (compared["main"]["lost"], compared["main"]["won"]) == (1, 1)
+    assert compared["verdict"] == "not enough evidence"
+    assert compared["end_to_end"]["value"] == pytest.approx(2.0)
+    (entry,) = data["summary"]["scores"]
+    low, high = (entry["runs"][0][key] for key in ("low", "high"))
+    assert (low, high) == pytest.approx((0.2077, 0.9385), abs=1e-4)  # Wilson, 2 of 3
+    assert list(data["traces"]["documents"]) == ["1"]
+
+
+def test_several_runs_of_one_mode_are_told_apart(written, tmp_path):
+    folders = [traced_runs.write(tmp_path / name) for name in "abc"]
+    changed = next(folders[1].glob("results_*"))
+    results = json.loads(changed.read_text())
+    results["config"]["fly"]["config"]["win_len"] = 4
+    changed.write_text(json.dumps(results))
+    data, _ = written(*folders)
+    names = [own["name"] for own in data["summary"]["runs"]]
+    assert names == ["fly (win_len=2)", "fly (win_len=4)", "fly (win_len=2) #2"]
+    assert len(data["summary"]["comparisons"]) == 2
+
+
+def test_runs_of_other_documents_are_shown_but_not_compared(written, tmp_path):
+    """The page says why instead of comparing what does not belong together."""
+    one = traced_runs.write(tmp_path / "a", "target-only")
+    data, _ = written(one, traced_runs.write(tmp_path / "b", prompt="Why"))
+    (compared,) = data["summary"]["comparisons"]
+    assert "the content differs" in compared["refused"]
+
+
+def test_a_run_of_another_backend_has_scores_and_no_times(written, tmp_path):
+    data, _ = written(traced_runs.write(tmp_path / "a", "hf"), traced_runs.write(tmp_path / "b"))
+    hf = data["summary"]["runs"][0]
+    assert (hf["mode"], hf["stats"], hf["acceptance"]) == ("hf", None, None)
+    assert data["summary"]["comparisons"][0]["end_to_end"] is None
+    assert "tokens" not in data["documents"][0]["runs"][0]
+
+
+def test_traces_may_be_limited_while_the_charts_use_all(written, tmp_path):
+    folder = traced_runs.write(tmp_path / "a", traced=[0, 1])
+    whole, cut = (written(folder, max_traces=count)[0] for count in (200, 1))
+    assert len(whole["traces"]["documents"]) == 2
+    assert list(cut["traces"]["documents"]) == ["0"]
+    assert cut["summary"]["traced"] == {"shown": [0], "all": 2}
+    assert cut["summary"]["runs"] == whole["summary"]["runs"]
+    assert sum(cut["summary"]["runs"][0]["acceptance"]["blocks"]) == 6
+
+
+def test_model_texts_cannot_leave_their_block(written, tmp_path):
+    """Catches a `</script>` or `<!--` of a model that ends the data and starts code."""
+    folder = traced_runs.write(tmp_path / "a", "fly", (1, 0), [EVIL, "ok"], traced=[0])
+    data, text = written(folder)
+    assert data["texts"][0]["runs"][0]["responses"] == [EVIL]
+    assert text.count(EVIL) == 0
+    assert (
+        "pwned>" in data["traces"]["texts"][data["traces"]["documents"]["0"]["0"][0]["choice"][2]]
+    )
+    for found in re.findall(r'<script type="application/json".*?>(.*?)</script>', text):
+        assert "<" not in found
+    assert len(re.findall("<script", text)) == 5  # four blocks and the page's own
+
+
+def test_nothing_is_loaded_from_elsewhere(written, tmp_path):
+    _, text = written(traced_runs.write(tmp_path / "a"))
+    addresses = set(re.findall(r"https?://[^\s\"']+", text))
+    assert addresses <= {"http://www.w3.org/1999/xhtml", "http://www.w3.org/2000/svg"}
+    assert not re.search(r"<link|<img|src=|@import|url\((?!#)", text)
+    assert "default-src 'none'" in text
+    assert "innerHTML" not in text
+
+
+def test_values_that_json_has_no_word_for():
+    assert page.as_json({"a": [float("nan"), float("inf"), 1.5]}) == '{"a":[null,null,1.5]}'
+
+
+def test_half_a_surrogate_pair_does_not_stop_the_report(tmp_path, capsys):
+    folder = traced_runs.write(tmp_path / "a", "fly", (1,), ["\ud83d"])
+    assert run("report", folder, "--output", tmp_path / "r.html") == 0
+    assert blocks((tmp_path / "r.html").read_text())["texts"][0]["runs"][0]["responses"] == ["?"]
+
+
+def test_names_on_the_command_line(tmp_path):
+    folder = traced_runs.write(tmp_path / "a")
+    assert run("report", f"mine={folder}", "--output", tmp_path / "r.html") == 0
+    assert "<title>fly report: mine</title>" in (tmp_path / "r.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere: no such run"),
+        (["{run}", "--output", "{tmp}"], "is a folder: name a file"),
+        (["{run}", "--output", "{run}/results_2026-01-01T00-00-00.000000.json/x"], "be written"),
+        (["{run}", "--traces", "-1"], "--traces -1: must be at least 0"),
+    ],
+)
+def test_bad_usage_is_one_line_and_leaves_nothing(tmp_path, capsys, arguments, message):
+    folder = traced_runs.write(tmp_path / "a")
+    before = sorted(tmp_path.rglob("*"))
+    assert run("report", *(a.format(run=folder, tmp=tmp_path) for a in arguments)) == 2
+    error = capsys.readouterr().err.splitlines()
+    assert message in error[-1]
+    assert error[-1].startswith("fly: error: ")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_trace_with_a_missing_line_is_refused(tmp_path, written):
+    folder = traced_runs.write(tmp_path / "a", traced=[0])
+    (trace,) = folder.glob("fly_trace_*")
+    first, _, last = trace.read_text().splitlines()
+    trace.write_text(f"{first}\n{last}\n")
+    with pytest.raises(Exception, match=r"its trace cannot be replayed: .*round 3 does not follow"):
+        written(folder)
+
+
+def test_the_intervals_of_other_metrics_come_from_lm_eval(tmp_path):
+    folder = traced_runs.write(tmp_path / "a", scores=(0.5, 0.25))
+    results = next(folder.glob("results_*"))
+    whole = json.loads(results.read_text())
+    whole["results"][traced_runs.TASK]["exact_match_stderr,none"] = 0.1
+    results.write_text(json.dumps(whole))
+    ((found,),) = (entry["runs"] for entry in summary.scores([runs.load(folder)]))
+    assert (found["value"], found["low"], found["high"]) == pytest.approx(
+        (0.375, 0.375 - 0.196, 0.375 + 0.196), abs=1e-3
+    )

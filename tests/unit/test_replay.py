@@ -1,0 +1,115 @@
+"""Replays of hand-written traces: sources, windows, texts, what was rolled back, and the sums."""
+
+import pytest
+
+from fly.evaluation import replay
+from fly.evaluation.acceptance import measure
+from tests import traced_runs
+
+
+def replayed(rounds=traced_runs.ROUNDS, window=2):
+    return replay.replay(traced_runs.lines(rounds=rounds), traced_runs.vocabulary(), window)
+
+
+def line(start, draft, native, choice, length, **more):
+    rest = {"deferred": [], "rolled_back": None, "open": None, "finish": None}
+    return {
+        "start": start, "draft": draft, "by": "d" * len(draft), "native": native,
+        "choice": choice, "length": length, **rest, **more,
+    }  # fmt: skip
+
+
+def test_sources_and_texts():
+    """Catches a dropped token left in the text, and a character that two tokens share."""
+    generation = replayed()
+    assert [token.source for token in generation.shown] == [
+        "ngram", "draft", "deferred", "draft", "draft", "correction",
+        "draft", "rolled_back", "rolled_back", "correction", "ngram", "bonus",
+    ]  # fmt: skip
+    text = "".join(token.text for token in generation.tokens)
+    assert text == " alpha beta gamma delta epsilon\né<b id=pwned>bold</b> eta"
+    assert [token.text for token in generation.tokens][6:8] == ["", "é"]
+    assert generation.finish == "eos"
+    assert [token.index for token in generation.tokens] == list(range(10))
+
+
+def test_choice_entropy_and_what_was_replaced():
+    shown = replayed().shown
+    deferred, correction, own = shown[2], shown[5], shown[9]
+    assert (deferred.choice_text, deferred.entropy, deferred.native) == (
+        "<b id=pwned>bold</b>", 0.9, False,
+    )  # fmt: skip
+    assert (correction.replaced, correction.entropy, correction.position) == (1, 0.8, None)
+    assert (own.id, own.replaced_text, own.by) == (8, " gamma", "")
+    assert all(token.replaced is None for token in shown if token.source != "correction")
+
+
+def test_windows_follow_their_deferral():
+    shown = replayed(window=2).shown
+    assert [token.window for token in shown][:6] == [None, None, None, 2, 2, None]
+    assert [token.window for token in shown][6:10] == [None, None, 7, None]
+    assert all(token.window is None for token in replayed(window=0).shown)
+
+
+def test_a_deferral_of_an_earlier_round_is_rolled_back():
+    """Across rounds: the provisional tokens of both rounds fall, and the first one's own choice
+    stands in their place."""
+    generation = replayed(
+        [
+            line(0, [1, 2], "10", [1, 9, 3], 3, deferred=[1], open=1),
+            line(3, [4, 5], "10", [4, 6, 7], 2, rolled_back=1),
+            line(2, [3], "1", [3, 2], 4, finish="length"),
+        ]
+    )
+    assert [token.id for token in generation.tokens] == [1, 9, 3, 2]
+    fallen = [token for token in generation.shown if not token.stands]
+    assert [(token.id, token.index) for token in fallen] == [(2, 1), (3, 2), (4, 3)]
+    own = generation.tokens[1]
+    assert (own.source, own.replaced, own.round, own.by) == ("correction", 2, 2, "")
+
+
+def test_a_block_is_cut_where_the_row_ended():
+    generation = replayed([line(0, [1, 2, 3], "111", [1, 2, 3, 4], 2, finish="stop")])
+    assert [token.id for token in generation.tokens] == [1, 2]
+
+
+def test_half_a_character_at_the_end_is_not_lost():
+    generation = replayed([line(0, [1], "1", [1, 7], 2, finish="length")])
+    assert [token.text for token in generation.tokens] == [" alpha", "\ufffd"]
+
+
+def test_without_a_vocabulary_tokens_are_numbers():
+    assert replay.replay(traced_runs.lines()).tokens[0].text == "<1>"
+
+
+def test_a_missing_line_is_noticed():
+    lines = traced_runs.lines()
+    with pytest.raises(ValueError, match="round 3 does not follow"):
+        replay.replay([lines[0], lines[2]])
+
+
+def test_a_rollback_of_what_is_not_there_is_noticed():
+    with pytest.raises(ValueError, match="token 2 is rolled back, but is not there"):
+        replayed([line(0, [1, 2], "10", [1, 9, 3], 3, rolled_back=2)])
+
+
+def test_rows_in_flight_take_turns_and_a_cut_short_request_starts_again():
+    """A run that was killed and goes on writes the same request anew; both must not be joined."""
+    one, other = traced_runs.lines(0, 0), traced_runs.lines(1, 1)
+    mixed = [one[0], other[0], one[1], *one, other[1], other[2]]
+    found = list(replay.generations(mixed))
+    assert [(g.doc_id, len(g.tokens), g.finish) for g in found] == [(0, 10, "eos"), (1, 10, "eos")]
+    (unfinished,) = replay.generations(one[:2])
+    assert unfinished.finish is None
+
+
+def test_sums_over_generations():
+    """Numbers counted by hand from the three rounds; what was rolled back did not stand."""
+    result = measure([replayed()])
+    assert [position.drafted for position in result.positions] == [3, 2, 2, 2, 1, 1]
+    assert [position.native for position in result.positions] == [3, 1, 0, 1, 1, 0]
+    assert [position.deferred for position in result.positions] == [0, 0, 1, 0, 0, 0]
+    assert [position.reached for position in result.positions] == [3, 2, 1, 1, 1, 1]
+    assert dict(result.blocks) == {6: 1, 2: 2}
+    assert (result.stood, result.rolled_back, result.rejected) == ([0.9], [0.7], [0.8])
+    assert measure([replayed(traced_runs.ROUNDS[:2])]).blocks == {}  # cut short

@@ -1,0 +1,44 @@
+"""Token bytes without a tokenizer at hand: byte-level, sentencepiece, special and unknown ids."""
+
+import pytest
+
+from fly import session
+from fly.evaluation import vocabulary
+from tests import tiny
+
+
+class Pieces:
+    """A sentencepiece-like tokenizer."""
+
+    added_tokens_decoder = {3: "</s>"}  # noqa: RUF012
+    pieces = {0: "\u2581def", 1: "<0xE2>", 2: "a\u2581b", 3: "</s>"}  # noqa: RUF012
+
+    def convert_ids_to_tokens(self, token):
+        return self.pieces.get(token)
+
+
+@pytest.mark.parametrize(
+    ("token", "expected"), [(0, b" def"), (1, b"\xe2"), (2, b"a b"), (3, b"</s>"), (9, b"<9>")]
+)
+def test_sentencepiece(token, expected):
+    assert vocabulary.token_bytes(Pieces(), token, None) == expected
+
+
+def test_byte_level_tokens_add_up_to_the_text(tmp_path):
+    """Every byte survives, also halves of characters, and each id is written once per run."""
+    tokenizer = tiny.byte_tokenizer()
+    text = "é ü 中\n\tx\u00ad"
+    ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+    current = session.start(tmp_path)
+    for _ in range(2):  # a second call of the run
+        words = vocabulary.Vocabulary(current, 0, tokenizer)
+        words.add(ids)
+        words.close()
+    session.start(None)
+    from fly.evaluation.runs import read_lines
+
+    (path,) = tmp_path.glob("fly_vocabulary_*.jsonl")
+    written = read_lines(path)
+    assert len(written) == len(set(ids))
+    known = {line["id"]: vocabulary.read_entry(line) for line in written}
+    assert b"".join(known[token] for token in ids).decode() == text + "</s>"
