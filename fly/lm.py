@@ -156,7 +156,9 @@ class FlyLM(HFLM):
         order = {id(request): index for index, request in enumerate(wanted)}
         texts: list[str] = [""] * len(wanted)
         log = session.JsonLines(session.current(), "fly_requests", self.rank)
-        traces = Trace(session.current(), self.rank) if self.fly_config.trace else None
+        traces = None
+        if self.fly_config.trace:
+            traces = Trace(session.current(), self.rank, self.tokenizer)
         bar = progress.Progress(
             len(wanted), enabled=not disable_tqdm and self.rank == 0, log=self.fly_config.verbose
         )

@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 class Session:
     """`output_dir`: where lm-eval will write samples; None without --output_path.
 
-    traced_requests: how many are in the trace file, which all of a run's calls share.
+    traced_requests, traced_tokens: how many requests are in the trace file, and which token ids in
+    the vocabulary beside it; all of a run's calls share both files.
     """
 
     output_dir: Path | None = None
     lm: FlyLM | None = None
     traced_requests: int = 0
+    traced_tokens: set[int] = field(default_factory=set)
     started: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H-%M-%S"))
 
 

@@ -2,8 +2,9 @@
 
 A run's folder (what lm-eval makes of --output_path) holds `results_*.json`, one
 `samples_<task>_*.jsonl` per task (with --log_samples), and, if fly's backend decoded,
-`fly_requests_<started>*.jsonl` and perhaps `fly_trace_<started>*.jsonl`; `config.fly.started` of
-the results says which. Runs of lm-eval's own `hf` are read, too, and have no records.
+`fly_requests_<started>*.jsonl` and perhaps `fly_trace_<started>*.jsonl` with
+`fly_vocabulary_<started>*.jsonl`; `config.fly.started` of the results says which. Runs of lm-eval's
+own `hf` are read, too, and have no records.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fly.errors import FlyError
+from fly.evaluation.vocabulary import read_entry
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,11 @@ class Run:
     def rounds(self) -> list[dict[str, Any]]:
         """The trace, one line per row and round (docs/traces.md); empty without trace=true."""
         return self._records("fly_trace")
+
+    @cached_property
+    def vocabulary(self) -> dict[int, bytes]:
+        """The bytes of every token id in the trace; empty without one."""
+        return {line["id"]: read_entry(line) for line in self._records("fly_vocabulary")}
 
     def _records(self, kind: str) -> list[dict[str, Any]]:
         started = self.entry.get("started") if self.entry else None

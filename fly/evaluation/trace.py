@@ -7,15 +7,20 @@ from typing import Any
 from fly.decoding.engine import RoundRecord
 from fly.decoding.sequence import Sequence, Source
 from fly.errors import FlyError
+from fly.evaluation.vocabulary import Vocabulary
 from fly.session import JsonLines, Session
 
 
 class Trace:
-    """An observer of the engine that writes `fly_trace_*.jsonl` beside lm-eval's samples."""
+    """An observer of the engine that writes `fly_trace_*.jsonl` beside lm-eval's samples.
 
-    def __init__(self, session: Session, rank: int) -> None:
+    tokenizer: for `fly_vocabulary_*.jsonl`, the texts of the ids in it.
+    """
+
+    def __init__(self, session: Session, rank: int, tokenizer: Any) -> None:
         check_has_folder(session)
         self._session = session
+        self._vocabulary = Vocabulary(session, rank, tokenizer)
         self._lines = JsonLines(session, "fly_trace", rank)
         self._open: dict[int, list[int]] = {}  # by row: its number, its rounds so far
 
@@ -27,12 +32,14 @@ class Trace:
         number = self._open[id(row)]
         number[1] += 1
         whose = {"request": number[0], "round": number[1]}
+        self._vocabulary.add(record.verdict.draft + record.verdict.choice)
         self._lines.write({**_document(row), **whose, **_decided(record)})
         if not row.is_open:
             del self._open[id(row)]
 
     def close(self) -> None:
         self._lines.close()
+        self._vocabulary.close()
 
 
 def check_has_folder(session: Session) -> None:

@@ -1,12 +1,13 @@
 """Traces: complete enough to replay a run from, refused where they could not be kept."""
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import pytest
 
 from fly import session
 from fly.errors import FlyError
+from fly.evaluation import replay
 from fly.lm import FlyLM
 from tests.integration.test_lm import PROMPTS, fly_lm, instances
 
@@ -25,24 +26,23 @@ def lines(folder):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def replay(rounds):
-    """The row's tokens, from its trace alone."""
-    tokens, own = [], {}
-    for line in rounds:
-        start, draft, choice = line["start"], line["draft"], line["choice"]
-        assert start == len(tokens)
-        own.update({p: choice[p - start] for p in line["deferred"]})
-        if (at := line["rolled_back"]) is not None:
-            tokens = [*tokens, *draft][:at]
-            tokens.append(choice[at - start] if at >= start else own[at])
-        else:
-            kept = line["length"] - start
-            stands = [
-                n == "1" or start + i in line["deferred"] for i, n in enumerate(line["native"])
-            ]
-            accepted = stands.index(False) if False in stands else len(draft)
-            tokens += [*draft[:accepted], choice[accepted]][:kept]
-    return tokens
+def assert_replays(generation, record):
+    """Tokens and their sources are the engine's own."""
+    tokens, counts = generation.tokens, record.counts
+    assert [token.id for token in tokens] == record.tokens
+    sources = Counter(token.source for token in generation.shown)
+    assert sources["ngram"] + sources["draft"] == counts.native_accepted
+    assert sources["deferred"] == counts.deferred_accepted
+    assert sources["correction"] == counts.corrections
+    assert sources["bonus"] == counts.bonus
+    assert [token.index for token in tokens] == list(range(len(tokens)))
+    for token in generation.shown:
+        assert token.native == (token.id == token.choice)
+        assert token.window is None or token.window < token.index <= token.window + 3
+    fallen = [token for token in generation.shown if not token.stands and token.was_deferred]
+    assert len(fallen) == counts.deferred_rolled_back
+    for token in tokens:
+        assert token.source != "deferred" or token.choice != token.id
 
 
 @pytest.mark.parametrize("across", [True, False])
@@ -62,7 +62,7 @@ def test_a_run_can_be_replayed_from_its_trace(saved_pair, folder, drafter, acros
     for record in seen:
         mine = rounds[record.request.tag.doc_id]
         assert [line["round"] for line in mine] == list(range(1, record.counts.rounds + 1))
-        assert replay(mine) == record.tokens
+        assert_replays(replay.replay(mine, window=3), record)
         assert sum(len(line["draft"]) for line in mine) == record.counts.drafted
         assert mine[-1]["finish"] == record.finish_reason
         assert all(line["finish"] is None for line in mine[:-1])

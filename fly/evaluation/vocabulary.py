@@ -1,0 +1,79 @@
+"""The bytes of single tokens, so that traces can be read without the tokenizer.
+
+A token may be a part of a UTF-8 character only; its bytes are kept then, as hexadecimal.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from fly.session import JsonLines, Session
+
+_FALLBACK_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class Vocabulary:
+    """Writes `fly_vocabulary_*.jsonl`: every token id that a trace names, once per run."""
+
+    def __init__(self, session: Session, rank: int, tokenizer: Any) -> None:
+        self._lines = JsonLines(session, "fly_vocabulary", rank)
+        self._known = session.traced_tokens
+        self._tokenizer = tokenizer
+        self._alphabet = _byte_alphabet() if _is_byte_level(tokenizer) else None
+
+    def add(self, ids: list[int]) -> None:
+        for token in ids:
+            if token not in self._known:
+                self._known.add(token)
+                piece = token_bytes(self._tokenizer, token, self._alphabet)
+                self._lines.write({"id": token, **_as_json(piece)})
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+def token_bytes(tokenizer: Any, token: int, alphabet: dict[str, int] | None) -> bytes:
+    """What the token adds to a text, as bytes.
+
+    alphabet: of byte-level tokenizers, from their characters to bytes. Others (sentencepiece)
+    write spaces as U+2581 and may fall back to tokens of one byte, `<0xE2>`.
+    """
+    piece: str | None = tokenizer.convert_ids_to_tokens(token)
+    if piece is None:  # the model's vocabulary may be padded past the tokenizer's
+        return f"<{token}>".encode()
+    if token in tokenizer.added_tokens_decoder:
+        return piece.encode()
+    if alphabet is not None and all(character in alphabet for character in piece):
+        return bytes(alphabet[character] for character in piece)
+    if found := _FALLBACK_BYTE.fullmatch(piece):
+        return bytes.fromhex(found[1])
+    return piece.replace("\u2581", " ").encode()
+
+
+def read_entry(line: dict[str, Any]) -> bytes:
+    """The token's bytes from its line of the file."""
+    return bytes.fromhex(line["bytes"]) if "bytes" in line else line["text"].encode()
+
+
+def _as_json(piece: bytes) -> dict[str, str]:
+    try:
+        return {"text": piece.decode()}
+    except UnicodeDecodeError:
+        return {"bytes": piece.hex()}
+
+
+def _is_byte_level(tokenizer: Any) -> bool:
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    if decoder is None:
+        return hasattr(tokenizer, "byte_decoder")
+    return b"ByteLevel" in decoder.__getstate__()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for bytes: printable Latin-1 as itself, the rest from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + index): byte for index, byte in enumerate(rest)
+    }
