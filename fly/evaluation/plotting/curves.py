@@ -70,7 +70,6 @@ def acceptance(data: PlotData) -> Figure | None:
 
 
 def _by_position(axes: Axes, positions: Positions, index: int) -> None:
-    places = range(1, len(positions.drafted) + 1)
-    counts = zip(positions.native, positions.deferred, positions.drafted)
-    shares = [(native + deferred) / drafted for native, deferred, drafted in counts]
-    axes.plot(places, shares, **style.look(index), label=positions.label, gid=f"line-{index}")
+    numbers = range(1, len(positions.places) + 1)
+    shares = [(place.native + place.deferred) / place.drafted for place in positions.places]
+    axes.plot(numbers, shares, **style.look(index), label=positions.label, gid=f"line-{index}")

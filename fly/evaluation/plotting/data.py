@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import csv
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fly.errors import FlyError
 from fly.evaluation import replay, settings
+from fly.evaluation.acceptance import Position, measure
 from fly.evaluation.runs import Run, TaskRun
 from fly.evaluation.statistics import Interval, compare_scores, compare_speed
 
@@ -50,23 +50,18 @@ class Point:
     @property
     def place(self) -> tuple[float, float]:
         """(speedup, recovery): where it lies in the frontier."""
-        assert self.speedup is not None and self.recovery is not None
+        assert self.speedup is not None
+        assert self.recovery is not None
         return self.speedup, self.recovery
 
 
 @dataclass(frozen=True)
 class Positions:
-    """Draft tokens of one run on one task by their place in the draft, from its trace.
-
-    drafted, native, deferred: per position from 1. drafted: that could have been returned (those
-    past the row's end could not); native and deferred: that were, by what let them stand.
-    """
+    """What stood of one run's drafts on one task, by place in the draft, from its trace."""
 
     task: str
     label: str
-    drafted: list[int]
-    native: list[int]
-    deferred: list[int]
+    places: list[Position]
 
 
 @dataclass
@@ -252,21 +247,9 @@ def _decoding(record: dict[str, Any]) -> float:
 
 
 def _positions(run: Run, task: str, label: str) -> list[Positions]:
-    drafted: Counter[int] = Counter()
-    stood: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}  # native, deferred
-    for generation in replay.generations(line for line in run.rounds if line["task_name"] == task):
-        end = None if generation.finish is None else len(generation.tokens)
-        for line in generation.rounds:
-            room = len(line["draft"]) if end is None else end - line["start"]
-            drafted.update(range(1, min(len(line["draft"]), room) + 1))
-        for token in generation.tokens:
-            if token.position is not None:
-                stood[token.native][token.position + 1] += 1
-    if not drafted:
-        return []
-    places = range(1, max(drafted) + 1)
-    counts = ([count[place] for place in places] for count in (drafted, stood[True], stood[False]))
-    return [Positions(task, label, *counts)]
+    lines = (line for line in run.rounds if line["task_name"] == task)
+    places = measure(replay.generations(lines)).positions
+    return [Positions(task, label, places)] if places else []
 
 
 def pareto(points: list[Point]) -> list[Point]:

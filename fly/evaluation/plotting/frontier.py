@@ -57,7 +57,7 @@ def _draw(axes: Axes, points: list[Point], modes: list[str], numbers: dict[str, 
     axes.axhline(1, color="0.6", linewidth=0.8)
     _front(axes, [point.place for point in pareto(points)])
     for index, mode in enumerate(modes):
-        look = {**style.look(index), "linestyle": "none", "zorder": 4}
+        look = {**style.look(index), "linestyle": "none", "markersize": 4, "zorder": 4}
         for count, point in enumerate(p for p in points if p.run.mode == mode):
             _bars(axes, point, look["color"])
             name = MODES.get(mode, mode)
@@ -66,7 +66,7 @@ def _draw(axes: Axes, points: list[Point], modes: list[str], numbers: dict[str, 
             axes.plot(*point.place, **look, gid=f"point-{mode}-{count}", label=name)
     axes.margins(0.18)
     axes.set_xlabel("speedup over target-only (\u00d7, end to end)")
-    axes.set_ylabel("recovery (score / target-only's)")
+    axes.set_ylabel("recovery (of target-only's score)")
     axes.yaxis.set_major_formatter(PercentFormatter(1))
 
 

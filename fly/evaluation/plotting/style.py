@@ -61,4 +61,6 @@ def legend(figure: Figure, every: list[Axes], inches: float = 1.7) -> None:
         for handle, label in zip(*axes.get_legend_handles_labels()):
             known.setdefault(label, handle)
     columns = max(1, min(int(figure.get_figwidth() / inches), len(known)))
+    rows = -(-len(known) // columns)
+    figure.set_figheight(figure.get_figheight() + 0.16 * (rows - 1))  # it must not cost panels
     figure.legend(list(known.values()), list(known), loc="outside lower center", ncols=columns)
