@@ -21,10 +21,11 @@ from fly import loading, session
 from fly.commands import config as config_command
 from fly.commands import pair as pair_command
 from fly.commands import plot as plot_command
+from fly.commands import trace as trace_command
 from fly.errors import FlyError
 from fly.paths import data_dir
 
-_COMMANDS = (config_command, pair_command, plot_command)
+_COMMANDS = (config_command, pair_command, plot_command, trace_command)
 _HF_NAMES = ("hf", "hf-auto", "huggingface")
 
 
