@@ -33,7 +33,8 @@ def add_command(subparsers: Any) -> None:
     )  # fmt: skip
     parser.add_argument("--device", help="as of `fly run`")
     parser.add_argument("--num_fewshot", type=int, metavar="N", help="as of `fly run`")
-    parser.add_argument("--include_path", metavar="DIR", help="as of `fly run`")
+    # another dest: the CLI adds its own folder to `include_path` of lm-eval's commands
+    parser.add_argument("--include_path", dest="own_tasks", metavar="DIR", help="as of `fly run`")
     parser.add_argument("--confirm_run_unsafe_code", action="store_true", help="as of `fly run`")
     parser.add_argument(
         "--max_gen_toks", type=int, metavar="N",
@@ -109,7 +110,7 @@ def _check_task(args: argparse.Namespace) -> None:
     """Everything that can be checked before models load."""
     from fly.evaluation import harness
 
-    task = harness.load_task(args.task, args.include_path)
+    task = harness.load_task(args.task, args.own_tasks)
     if task.OUTPUT_TYPE != "generate_until":
         raise FlyError(f"--task {args.task}: it generates nothing ({task.OUTPUT_TYPE})")
     count = len(task.eval_docs)
@@ -169,7 +170,7 @@ def _decode_document(lm: FlyLM, args: argparse.Namespace) -> str:
         chat=args.apply_chat_template,
         gen_kwargs=f"max_gen_toks={args.max_gen_toks}" if args.max_gen_toks else None,
         num_fewshot=args.num_fewshot,
-        include_path=args.include_path,
+        include_path=args.own_tasks,
         confirm_run_unsafe_code=args.confirm_run_unsafe_code,
     )
     scores = [

@@ -91,7 +91,7 @@ class Layout:
             ends = character == "\n"
             for shown in self._printable(character):
                 cell = Cell(shown, source, starts, provisional)
-                if sum(c.width for c in self.rest) + cell.width > self.width:
+                if self.rest and sum(c.width for c in self.rest) + cell.width > self.width:
                     yield self._take()
                 self.rest.append(cell)
                 starts = False
