@@ -10,7 +10,20 @@ from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
 _RADII = (7, 12, 18, 26, 36, 48, 62, 80)  # of the tried places, in points
-_ANGLES = range(0, 360, 30)
+_ANGLES = (
+    30,
+    330,
+    150,
+    210,
+    60,
+    300,
+    120,
+    240,
+    0,
+    180,
+    90,
+    270,
+)  # degrees; bars run along the axes
 _FROM_HERE_A_LINE = 18
 
 
