@@ -21,11 +21,20 @@ from fly import loading, session
 from fly.commands import compare as compare_command
 from fly.commands import config as config_command
 from fly.commands import pair as pair_command
+from fly.commands import plot as plot_command
 from fly.commands import report as report_command
+from fly.commands import trace as trace_command
 from fly.errors import FlyError
 from fly.paths import data_dir
 
-_COMMANDS = (compare_command, config_command, pair_command, report_command)
+_COMMANDS = (
+    compare_command,
+    config_command,
+    pair_command,
+    plot_command,
+    report_command,
+    trace_command,
+)
 _HF_NAMES = ("hf", "hf-auto", "huggingface")
 
 

@@ -89,6 +89,8 @@ class FlyLM(HFLM):
         self.stats.seconds["compile"] = self.preparation.seconds
         session.current().lm = self
         self.samplings: set[Sampling] = set()
+        # They see every round, with the target's entropies. Whoever adds one shows the progress.
+        self.observers: list[Observer] = []
 
     def _draft_source(self) -> loading.ModelSource | None:
         if not self.fly_config.needs_draft_model:
@@ -159,14 +161,15 @@ class FlyLM(HFLM):
         traces = None
         if self.fly_config.trace:
             traces = Trace(session.current(), self.rank, self.tokenizer)
-        bar = progress.Progress(
-            len(wanted), enabled=not disable_tqdm and self.rank == 0, log=self.fly_config.verbose
-        )
+        shows_bar = not disable_tqdm and not self.observers and self.rank == 0
+        bar = progress.Progress(len(wanted), enabled=shows_bar, log=self.fly_config.verbose)
 
         def observe(record: RoundRecord) -> None:
             bar.on_round(record)
             if traces is not None:
                 traces.on_round(record)
+            for observer in self.observers:
+                observer(record)
 
         local = RunStats()
         try:
@@ -221,7 +224,7 @@ class FlyLM(HFLM):
             decode=lambda ids: self.tokenizer.decode(ids, skip_special_tokens=False),
             observer=observer,
             reuse_prefixes=config.prefix_reuse,
-            trace_entropy=config.entropy_kind if config.trace else None,
+            trace_entropy=config.entropy_kind if config.trace or self.observers else None,
         )
 
     def _runner(

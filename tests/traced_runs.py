@@ -1,11 +1,10 @@
 """Runs with texts, records and traces of the test's choice, as lm-eval and fly write them."""
 
-import hashlib
 import json
 from pathlib import Path
 
-DATE = "2026-01-01T00-00-00.000000"
-STARTED = "2026-01-01T00-00-00"
+from tests.written_runs import DATE, STARTED, sample, write_lines
+
 TASK = "sums"
 
 # One request: an n-gram token and a draft token that stand, a deferral with its window of two, a
@@ -54,21 +53,24 @@ def write(
     """
     folder.mkdir(parents=True)
     texts = texts or [f"{mode} says {doc_id}" for doc_id in range(len(scores))]
-    samples = [_sample(i, s, t, f"{prompt} {i}?") for i, (s, t) in enumerate(zip(scores, texts))]
-    _write_lines(folder / f"samples_{TASK}_{DATE}.jsonl", samples)
+    samples = [
+        sample(i, {"exact_match": float(s)}, f"{prompt} {i}?", target="a target", response=t)
+        for i, (s, t) in enumerate(zip(scores, texts))
+    ]
+    write_lines(folder / f"samples_{TASK}_{DATE}.jsonl", samples)
     config = {"model": "hf", "model_args": {"pretrained": "a model"}, "model_dtype": "float32"}
     if mode != "hf":
         records = [_record(i, seconds) for i in range(len(scores))]
-        _write_lines(folder / f"fly_requests_{STARTED}.jsonl", records)
+        write_lines(folder / f"fly_requests_{STARTED}.jsonl", records)
         config["fly"] = _entry(mode, records)
     if traced:
         trace = [line for number, i in enumerate(traced) for line in lines(i, number)]
-        _write_lines(folder / f"fly_trace_{STARTED}.jsonl", trace)
+        write_lines(folder / f"fly_trace_{STARTED}.jsonl", trace)
         known = [
             {"id": i, "text": t} if isinstance(t, str) else {"id": i, "bytes": t.hex()}
             for i, t in VOCABULARY.items()
         ]
-        _write_lines(folder / f"fly_vocabulary_{STARTED}.jsonl", known)
+        write_lines(folder / f"fly_vocabulary_{STARTED}.jsonl", known)
     whole = {
         "results": {TASK: {"exact_match,none": sum(scores) / len(scores)}},
         "configs": {TASK: {}},
@@ -118,27 +120,3 @@ def _record(doc_id, seconds):
         "rounds": 3,
         "seconds": {phase: share * seconds for phase, share in part.items()},
     }
-
-
-def _sample(doc_id, score, text, prompt):
-    def digest(of):
-        return hashlib.sha256(of.encode()).hexdigest()
-
-    return {
-        "doc_id": doc_id,
-        "doc": {"question": prompt},
-        "target": "a target",
-        "arguments": {"gen_args_0": {"arg_0": prompt, "arg_1": {}}},
-        "resps": [[text]],
-        "filtered_resps": [text],
-        "filter": "none",
-        "metrics": ["exact_match"],
-        "doc_hash": digest(prompt),
-        "prompt_hash": digest(prompt),
-        "target_hash": digest("a target"),
-        "exact_match": float(score),
-    }
-
-
-def _write_lines(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))

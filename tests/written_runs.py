@@ -12,6 +12,30 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def sample(
+    doc_id, values, prompt, *, target="t", response="text", filter_name="none", repeats=1
+) -> dict:
+    """One line of a samples file. values: by metric."""
+    return {
+        "doc_id": doc_id,
+        "doc": {"question": prompt},
+        "target": target,
+        "arguments": {"gen_args_0": {"arg_0": prompt}},
+        "resps": [[response] * repeats],
+        "filtered_resps": [response],
+        "filter": filter_name,
+        "metrics": list(values),
+        "doc_hash": digest(f"doc {doc_id}"),
+        "prompt_hash": digest(prompt),
+        "target_hash": digest(target),
+        **values,
+    }
+
+
+def write_lines(path: Path, records) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+
+
 def write(
     folder: Path,
     mode: str | None = "fly",
@@ -57,20 +81,22 @@ def write(
         lines = []
         for doc_id in range(count):
             values = {name: values[doc_id] for name, values in by_metric.items()}
-            lines.append(_sample(doc_id, values, filter_name, f"{prompt} {doc_id}", repeats))
+            lines.append(
+                sample(
+                    doc_id, values, f"{prompt} {doc_id}", filter_name=filter_name, repeats=repeats
+                )
+            )
             for _ in range(repeats if mode else 0):
                 record = {"task": task, "doc_id": doc_id, "emitted": 12}
                 record["rounds"] = 12 // round_tokens
                 record["seconds"] = {"prefill": seconds / 10, "draft": seconds / 4}
                 record["seconds"] |= {"verify": seconds / 2, "other": seconds / 4, "compile": 0}
                 records.append(record)
-        path = folder / f"samples_{task}_{DATE}.jsonl"
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_lines(folder / f"samples_{task}_{DATE}.jsonl", lines)
         means = {f"{name},{filter_name}": sum(v) / count for name, v in by_metric.items()}
         results[task] = {**means, **(aggregated or {})}
     if mode:
-        path = folder / f"fly_requests_{STARTED}.jsonl"
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        write_lines(folder / f"fly_requests_{STARTED}.jsonl", records)
     whole = {
         "results": results,
         "configs": {name: {"generation_kwargs": {"until": ["x"]}} for name in tasks},
@@ -82,20 +108,3 @@ def write(
     }
     (folder / f"results_{DATE}.json").write_text(json.dumps(whole))
     return folder
-
-
-def _sample(doc_id, values, filter_name, prompt, repeats):
-    return {
-        "doc_id": doc_id,
-        "doc": {"question": doc_id},
-        "target": "t",
-        "arguments": {"gen_args_0": {"arg_0": prompt}},
-        "resps": [["text"] * repeats],
-        "filtered_resps": ["text"],
-        "filter": filter_name,
-        "metrics": list(values),
-        "doc_hash": digest(f"doc {doc_id}"),
-        "prompt_hash": digest(prompt),
-        "target_hash": digest("t"),
-        **values,
-    }

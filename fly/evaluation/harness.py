@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
 from typing import Any
 
 from lm_eval import simple_evaluate
+from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
+from fly.errors import FlyError
 from fly.paths import data_dir
 
-_tasks: TaskManager | None = None
+_managers: dict[str | None, TaskManager] = {}
 
 
 def evaluate(
@@ -22,19 +26,66 @@ def evaluate(
     num_fewshot: int | None = None,
 ) -> list[dict[str, Any]]:
     """lm-eval's samples of these documents of fly's tasks."""
-    global _tasks
-    _tasks = _tasks or TaskManager(include_path=str(data_dir("lm_eval_tasks")))
-    result = simple_evaluate(
-        model=model,
-        tasks=[task],
+    result = run_tasks(
+        model,
+        [task],
         samples={task: documents},
-        task_manager=_tasks,
+        chat=chat,
+        gen_kwargs=gen_kwargs,
+        num_fewshot=num_fewshot,
+        confirm_run_unsafe_code=True,
+    )
+    samples: list[dict[str, Any]] = result["samples"][task]
+    return samples
+
+
+def run_tasks(
+    model: Any,
+    tasks: Sequence[str],
+    *,
+    limit: int | None = None,
+    samples: dict[str, list[int]] | None = None,
+    chat: bool = False,
+    gen_kwargs: str | None = None,
+    num_fewshot: int | None = None,
+    include_path: str | None = None,
+    confirm_run_unsafe_code: bool = False,
+) -> dict[str, Any]:
+    """lm-eval's results, samples included; fly's tasks go before lm-eval's, the user's before both.
+
+    limit: the first so many documents of every task; samples: these, by task.
+    """
+    result: Any = simple_evaluate(
+        model=model,
+        tasks=list(tasks),
+        limit=limit,
+        samples=samples,
+        task_manager=_manager(include_path),
         num_fewshot=num_fewshot,
         apply_chat_template=chat,
         fewshot_as_multiturn=chat,
         gen_kwargs=gen_kwargs,
-        confirm_run_unsafe_code=True,
+        confirm_run_unsafe_code=confirm_run_unsafe_code,
         bootstrap_iters=0,
     )
-    samples: list[dict[str, Any]] = result["samples"][task]
-    return samples
+    found: dict[str, Any] = result
+    return found
+
+
+def load_task(name: str, include_path: str | None = None) -> Task:
+    """One task, with its documents. Raises FlyError if there is none of that name."""
+    manager = _manager(include_path)
+    found = manager.load([name])["tasks"] if name in manager.all_subtasks else {}
+    if name not in found:
+        near = difflib.get_close_matches(name, manager.all_subtasks, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "`fly ls tasks` lists them"
+        raise FlyError(f"task {name!r}: no such task: {hint}")
+    task: Task = found[name]
+    return task
+
+
+def _manager(include_path: str | None) -> TaskManager:
+    if include_path not in _managers:
+        paths = [str(data_dir("lm_eval_tasks")), *([include_path] if include_path else [])]
+        _managers[include_path] = TaskManager(include_path=paths)
+    return _managers[include_path]

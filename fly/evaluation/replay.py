@@ -109,7 +109,7 @@ def replay(
     """One request from its lines, in order. Raises ValueError if a line is missing."""
     shown: list[Token] = []
     for line in rounds:
-        _add_round(shown, line)
+        add_round(shown, line)
     first = rounds[0]
     return Generation(
         task=first["task_name"],
@@ -121,7 +121,8 @@ def replay(
     )
 
 
-def _add_round(shown: list[Token], line: dict[str, Any]) -> None:
+def add_round(shown: list[Token], line: dict[str, Any]) -> None:
+    """Add a line's tokens to `shown` and mark those it takes back; places in it do not change."""
     start, draft = line["start"], line["draft"]
     if start != sum(token.stands for token in shown):
         raise ValueError(f"request {line['request']}: round {line['round']} does not follow")

@@ -162,6 +162,14 @@ def load(path: str | Path, name: str | None = None) -> Run:
     return run if name else Run(file, run.mode, results, tasks)
 
 
+def load_all(path: str | Path) -> list[Run]:
+    """Every run at or below `path` (a results file, or a folder of any depth), oldest first."""
+    given = Path(path).expanduser()
+    files = given.rglob("*results_*.json") if given.is_dir() else [find_results(given)]
+    ordered = sorted(files, key=lambda file: file.name.rsplit("results_", 1)[1])
+    return [load(file) for file in ordered or [find_results(given)]]
+
+
 def _by_filter(lines: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     groups: dict[str, list[dict[str, Any]]] = {}
     for line in lines:

@@ -33,7 +33,7 @@ class Trace:
         number[1] += 1
         whose = {"request": number[0], "round": number[1]}
         self._vocabulary.add(record.verdict.draft + record.verdict.choice)
-        self._lines.write({**_document(row), **whose, **_decided(record)})
+        self._lines.write({**_document(row), **whose, **decided(record)})
         if not row.is_open:
             del self._open[id(row)]
 
@@ -52,8 +52,8 @@ def _document(row: Sequence) -> dict[str, Any]:
     return {name: getattr(instance, name, None) for name in ("task_name", "doc_id")}
 
 
-def _decided(record: RoundRecord) -> dict[str, Any]:
-    """Positions are indexes into the row's generated tokens."""
+def decided(record: RoundRecord) -> dict[str, Any]:
+    """The keys of a line that a round decides. Positions count the row's generated tokens."""
     verdict, row, start = record.verdict, record.row, record.start
     rolled_back = record.length - 1 if row.sources[-1] is Source.ROLLBACK else None
     deferred = [start + position for position in verdict.resolution.deferred]

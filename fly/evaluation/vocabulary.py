@@ -6,6 +6,7 @@ A token may be a part of a UTF-8 character only; its bytes are kept then, as hex
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from fly.session import JsonLines, Session
@@ -19,18 +20,22 @@ class Vocabulary:
     def __init__(self, session: Session, rank: int, tokenizer: Any) -> None:
         self._lines = JsonLines(session, "fly_vocabulary", rank)
         self._known = session.traced_tokens
-        self._tokenizer = tokenizer
-        self._alphabet = _byte_alphabet() if _is_byte_level(tokenizer) else None
+        self._bytes_of = reader(tokenizer)
 
     def add(self, ids: list[int]) -> None:
         for token in ids:
             if token not in self._known:
                 self._known.add(token)
-                piece = token_bytes(self._tokenizer, token, self._alphabet)
-                self._lines.write({"id": token, **_as_json(piece)})
+                self._lines.write({"id": token, **_as_json(self._bytes_of(token))})
 
     def close(self) -> None:
         self._lines.close()
+
+
+def reader(tokenizer: Any) -> Callable[[int], bytes]:
+    """From a token id of this tokenizer to its bytes."""
+    alphabet = _byte_alphabet() if _is_byte_level(tokenizer) else None
+    return lambda token: token_bytes(tokenizer, token, alphabet)
 
 
 def token_bytes(tokenizer: Any, token: int, alphabet: dict[str, int] | None) -> bytes:

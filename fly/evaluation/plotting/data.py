@@ -1,0 +1,286 @@
+"""The numbers behind `fly plot`'s figures, from finished runs. docs/plot.md defines them."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fly.errors import FlyError
+from fly.evaluation import replay, settings
+from fly.evaluation.acceptance import Position, measure
+from fly.evaluation.runs import Run, TaskRun
+from fly.evaluation.statistics import Interval, compare_scores, compare_speed
+
+TARGET_ONLY = "target-only"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run on one task. label: what sets it apart; series: the same without K.
+
+    speed: end-to-end tokens per second, target-only's too. speedup, recovery: against the
+    target-only run; None without one. The intervals: 95 %, paired by document.
+    """
+
+    run: Run = field(repr=False)
+    task: str
+    filter: str
+    metric: str
+    label: str
+    series: str
+    k: int
+    tau: float
+    speed: float
+    score: float
+    speedup: float | None = None
+    speedup_interval: Interval | None = None
+    recovery: float | None = None
+    recovery_interval: Interval | None = None
+
+    @property
+    def is_baseline(self) -> bool:
+        return self.run.mode == TARGET_ONLY
+
+    @property
+    def is_placed(self) -> bool:
+        return self.speedup is not None and self.recovery is not None
+
+    @property
+    def place(self) -> tuple[float, float]:
+        """(speedup, recovery): where it lies in the frontier."""
+        assert self.speedup is not None
+        assert self.recovery is not None
+        return self.speedup, self.recovery
+
+
+@dataclass(frozen=True)
+class Positions:
+    """What stood of one run's drafts on one task, by place in the draft, from its trace."""
+
+    task: str
+    label: str
+    places: list[Position]
+
+
+@dataclass
+class PlotData:
+    """notes: what could not be drawn, and why; one line each."""
+
+    points: list[Point] = field(default_factory=list)
+    positions: list[Positions] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def tasks(self) -> list[str]:
+        return list(dict.fromkeys(point.task for point in self.points))
+
+    def of_task(self, task: str) -> list[Point]:
+        return [point for point in self.points if point.task == task]
+
+
+def collect(runs: list[Run], metric: str | None = None) -> PlotData:
+    """Everything that can be drawn of these runs. metric: `NAME` or `NAME,FILTER`; else the first.
+
+    Raises FlyError if nothing can be drawn, or if no task has the metric.
+    """
+    data = PlotData()
+    timed = []
+    for run in runs:
+        if run.entry is None or not run.entry["stats"]["requests"]:
+            data.notes.append(f"{run.path}: {run.mode} recorded no speed: left out")
+        else:
+            timed.append(run)
+    names = _labels(timed)
+    for run in timed:
+        for task in dict.fromkeys(name for name, _ in run.tasks):
+            point = _point(run, task, metric, *names[run.path])
+            if point is not None:
+                data.points.append(point)
+            if run.rounds:
+                data.positions += _positions(run, task, names[run.path][0])
+    if not data.points:
+        wanted = f" with the metric {metric!r}" if metric else ""
+        raise FlyError(
+            f"nothing to draw: no task{wanted} of a run that fly's backend decoded: name "
+            "results of `fly --model hf --model_args config_path=... --output_path ...`"
+        )
+    data.points = [_against_baseline(point, data) for point in data.points]
+    return data
+
+
+def _labels(runs: list[Run]) -> dict[Path, tuple[str, str]]:
+    """(label, label without K) by path; the target-only runs do not make others differ."""
+    drafted = [run for run in runs if run.mode != TARGET_ONLY]
+    result = {run.path: (TARGET_ONLY, TARGET_ONLY) for run in runs}
+    for run, label, series in zip(
+        drafted, settings.labels(drafted), settings.labels(drafted, without=("spd_k",))
+    ):
+        result[run.path] = (label, series)
+    return result
+
+
+def _point(run: Run, task: str, metric: str | None, label: str, series: str) -> Point | None:
+    scored = _scored(run, task, metric)
+    if scored is None:
+        return None
+    task_run, name = scored
+    assert run.entry is not None
+    stats = run.entry["stats"]
+    records = [record for record in run.requests if record["task"] == task]
+    if records:  # of this task alone
+        stats = _sums(records)
+    return Point(
+        run, task, task_run.filter, name, label, series,
+        k=0 if run.mode == TARGET_ONLY else int(run.entry["config"]["spd_k"]),
+        tau=stats["tau"] or 0.0, speed=stats["end_to_end_tok_s"] or 0.0,
+        score=task_run.aggregated[name][0],
+    )  # fmt: skip
+
+
+def _scored(run: Run, task: str, metric: str | None) -> tuple[TaskRun, str] | None:
+    wanted, _, of_filter = (metric or "").partition(",")
+    for (name, filter_name), task_run in run.tasks.items():
+        if name == task and of_filter in ("", filter_name):
+            for known in task_run.aggregated:
+                if wanted in ("", known):
+                    return task_run, known
+    return None
+
+
+def _sums(records: list[dict[str, Any]]) -> dict[str, float]:
+    emitted = sum(record["emitted"] for record in records)
+    rounds = sum(record["rounds"] for record in records)
+    seconds = sum(map(_decoding, records))
+    return {
+        "tau": emitted / rounds if rounds else 0.0,
+        "end_to_end_tok_s": emitted / seconds if seconds else 0.0,
+    }
+
+
+def _against_baseline(point: Point, data: PlotData) -> Point:
+    """The point with speedup and recovery, if a target-only run allows them; else a note."""
+    if point.is_baseline:
+        return replace(point, speedup=1.0, recovery=1.0 if point.score else None)
+    candidates = [p for p in data.of_task(point.task) if p.is_baseline]
+    reasons = [_unlike(point, candidate) for candidate in candidates]
+    if None not in reasons:
+        why = (
+            reasons[-1] or "" if reasons else "there is no target-only run: add one (use_sd=false)"
+        )
+        data.notes.append(f"{point.task}, {point.label}: not in the frontier: {why}")
+        return point
+    baseline = candidates[len(reasons) - 1 - reasons[::-1].index(None)]  # the newest that fits
+    work = [_tokens_and_seconds(p) for p in (baseline, point)]
+    speed = None
+    if work[0].keys() == work[1].keys():  # not so if answers came from lm-eval's cache
+        columns = [[pair[i] for _, pair in sorted(of.items())] for of in work for i in (0, 1)]
+        speed = compare_speed(*columns)
+    scores = _paired_scores(baseline, point)
+    if scores is None:
+        data.notes.append(f"{point.task}: {point.metric} has no score by document: no interval")
+        recovery = point.score / baseline.score if baseline.score else None
+        return replace(point, speedup=point.speed / baseline.speed, recovery=recovery)
+    compared = compare_scores(*scores, higher_is_better=_higher_is_better(point))
+    if compared.recovery is None:
+        data.notes.append(f"{point.task}, {point.label}: not in the frontier: {compared.reason}")
+    return replace(
+        point,
+        speedup=point.speed / baseline.speed,
+        speedup_interval=speed.interval if speed else None,
+        recovery=compared.recovery,
+        recovery_interval=compared.interval,
+    )
+
+
+def _unlike(point: Point, baseline: Point) -> str | None:
+    """Why the two cannot be compared; None if they can."""
+    mine, theirs = settings.in_force(point.run), settings.in_force(baseline.run)
+    for key in ("target_model_path", "dtype", "device", "threads", "batch_size"):
+        if mine[key] != theirs[key]:
+            return f"its {key} is {mine[key]}, the target-only run's {theirs[key]}"
+    if baseline.speed <= 0:
+        return "the target-only run recorded no speed"
+    documents = [
+        {number: sample.hashes for number, sample in _task_run(p).samples.items()}
+        for p in (point, baseline)
+    ]
+    if documents[0] != documents[1]:
+        return "its documents or prompts are not the target-only run's"
+    return None
+
+
+def _task_run(point: Point) -> TaskRun:
+    return next(
+        task_run
+        for (name, filter_name), task_run in point.run.tasks.items()
+        if name == point.task and filter_name == point.filter
+    )
+
+
+def _higher_is_better(point: Point) -> bool:
+    return _task_run(point).higher_is_better[point.metric]
+
+
+def _paired_scores(baseline: Point, point: Point) -> tuple[list[float], list[float]] | None:
+    samples = [_task_run(p).samples for p in (baseline, point)]
+    try:
+        first, second = ([of[n].scores[point.metric] for n in sorted(of)] for of in samples)
+    except KeyError:  # a metric of the whole corpus
+        return None
+    return first, second
+
+
+def _tokens_and_seconds(point: Point) -> dict[int, tuple[int, float]]:
+    """By document; empty without records."""
+    result: dict[int, tuple[int, float]] = {}
+    for record in point.run.requests:
+        if record["task"] == point.task:
+            tokens, seconds = result.get(record["doc_id"], (0, 0.0))
+            result[record["doc_id"]] = (tokens + record["emitted"], seconds + _decoding(record))
+    return result
+
+
+def _decoding(record: dict[str, Any]) -> float:
+    return sum(value for phase, value in record["seconds"].items() if phase != "compile")
+
+
+def _positions(run: Run, task: str, label: str) -> list[Positions]:
+    lines = (line for line in run.rounds if line["task_name"] == task)
+    places = measure(replay.generations(lines)).positions
+    return [Positions(task, label, places)] if places else []
+
+
+def pareto(points: list[Point]) -> list[Point]:
+    """Those that no other point beats in speedup and recovery at once, slowest first.
+
+    points: placed ones.
+    """
+    front: list[Point] = []
+    best = float("-inf")
+    for point in sorted(points, key=lambda p: p.place, reverse=True):
+        if point.place[1] > best:
+            front.append(point)
+            best = point.place[1]
+    return front[::-1]
+
+
+_COLUMNS = (
+    "task", "metric", "label", "k", "tau", "speed", "speedup", "speedup_low", "speedup_high",
+    "score", "recovery", "recovery_low", "recovery_high", "path",
+)  # fmt: skip
+
+
+def write_csv(data: PlotData, path: Path) -> None:
+    """The figures' numbers, one line per run and task. speed: tokens per second, end to end."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, _COLUMNS)
+        writer.writeheader()
+        for point in data.points:
+            row = {name: getattr(point, name, None) for name in _COLUMNS}
+            for name in ("speedup", "recovery"):
+                interval: Interval | None = getattr(point, f"{name}_interval")
+                if interval is not None:
+                    row |= {f"{name}_low": interval.low, f"{name}_high": interval.high}
+            writer.writerow({**row, "path": point.run.path})

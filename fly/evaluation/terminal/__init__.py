@@ -1,0 +1,1 @@
+"""`fly trace`: one generation in the terminal, every token marked by where it came from."""

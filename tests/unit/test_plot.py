@@ -1,0 +1,226 @@
+"""`fly plot` on written runs: the numbers, what is left out and why, and what the figures hold."""
+
+import csv
+import re
+import sys
+from xml.etree import ElementTree
+
+import pytest
+
+from fly.errors import FlyError
+from fly.evaluation import plotting, runs, settings
+from fly.evaluation.plotting.data import collect, pareto
+from tests.configured_runs import write_run
+from tests.integration.test_cli import run
+
+SOLVED = [1.0] * 9 + [0.0]
+ONE_LOST = [0.0] + [1.0] * 8 + [0.0]
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def by_label(data):
+    return {point.label: point for point in data.points}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Target-only at 10 tok/s, exact at 20 and FLy at 30 with one of nine answers lost."""
+    write_run(tmp_path / "base", {"a": SOLVED}, use_sd=False, seconds=10.0)
+    write_run(tmp_path, {"a": SOLVED}, enable_fly=False, spd_k=8, rounds=25, seconds=5.0)
+    for k, rounds in ((4, 40), (8, 20)):
+        write_run(
+            tmp_path / "x" / "y", {"a": ONE_LOST},
+            spd_k=k, win_len=2, rounds=rounds, seconds=100 / (28 + k / 4),
+        )  # fmt: skip
+    return tmp_path
+
+
+def test_points_are_the_runs_over_the_target_only_run(folder):
+    data = collect(runs.load_all(folder))
+    points = by_label(data)
+    assert set(points) == {"target-only", "exact, K=8", "FLy, K=4", "FLy, K=8"}
+    point = points["FLy, K=8"]
+    assert (point.tau, point.k, point.series) == (5.0, 8, "FLy")
+    assert point.speedup == pytest.approx(3.0)
+    assert point.recovery == pytest.approx(8 / 9)
+    assert point.recovery_interval.low < 8 / 9 < point.recovery_interval.high <= 1
+    assert points["exact, K=8"].recovery == points["target-only"].speedup == 1
+    assert [p.label for p in pareto(data.points)] == ["exact, K=8", "FLy, K=8"]
+    assert data.notes == []
+
+
+def test_labels_hold_what_differs_and_what_is_in_force(tmp_path):
+    """W and theta say nothing of an exact run; equal settings are not repeated."""
+    for more in ({"entropy_thre": 0.1}, {"entropy_thre": None}, {"enable_fly": False}):
+        write_run(tmp_path, {"a": SOLVED}, spd_k=8, **more)
+    write_run(tmp_path, {"a": SOLVED}, spd_k=8, entropy_thre=0.1, abla_no_window=True)
+    assert settings.labels(runs.load_all(tmp_path)) == [
+        "FLy, \u03b8=0.1, W=6", "FLy, \u03b8 off, W=6", "exact", "FLy, \u03b8=0.1, W=0",
+    ]  # fmt: skip
+    write_run(tmp_path / "same", {"a": SOLVED}, spd_k=8)
+    write_run(tmp_path / "same", {"a": SOLVED}, spd_k=9)
+    assert settings.labels(runs.load_all(tmp_path / "same")) == ["K=8", "K=9"]
+    assert settings.labels(runs.load_all(tmp_path / "same")[:1]) == ["FLy"]
+
+
+@pytest.mark.parametrize(
+    ("different", "reason"),
+    [
+        ({"batch_size": 4}, "its batch_size is 4, the target-only run's 1"),
+        ({"prompts": "other"}, "its documents or prompts are not the target-only run's"),
+        ({"target_model_path": "/other"}, "its target_model_path is /other, the target-only"),
+    ],
+)
+def test_what_cannot_be_compared_is_left_out_with_the_reason(tmp_path, different, reason):
+    write_run(tmp_path, {"a": SOLVED}, use_sd=False)
+    write_run(tmp_path, {"a": SOLVED}, **different)
+    data = collect(runs.load_all(tmp_path))
+    (point,) = [p for p in data.points if not p.is_baseline]
+    assert not point.is_placed
+    assert reason in data.notes[0]
+
+
+def test_without_a_target_only_run_the_rest_is_drawn(tmp_path, capsys):
+    write_run(tmp_path, {"a": SOLVED}, spd_k=8)
+    assert run("plot", tmp_path, "--output", tmp_path / "figures") == 0
+    printed = capsys.readouterr().out
+    assert "there is no target-only run: add one (use_sd=false)" in printed
+    assert "no frontier: it needs a target-only run" in printed
+    names = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert names == {"by_k.png", "by_k.svg", "points.csv"}
+
+
+def test_a_baseline_that_solves_nothing_has_no_recovery(tmp_path):
+    write_run(tmp_path, {"a": [0.0, 0.0]}, use_sd=False)
+    write_run(tmp_path, {"a": [0.0, 1.0]})
+    data = collect(runs.load_all(tmp_path))
+    assert not any(point.is_placed for point in data.points)
+    assert any("recovery is undefined" in note for note in data.notes)
+
+
+def test_speeds_are_of_the_task_alone_where_there_are_records(tmp_path):
+    write_run(tmp_path, {"a": SOLVED, "b": SOLVED[:1]}, use_sd=False, with_records=False)
+    write_run(tmp_path, {"a": SOLVED, "b": SOLVED[:1]}, seconds=5.0)
+    data = collect(runs.load_all(tmp_path))
+    assert [p.speedup for p in data.points] == pytest.approx([1, 1, 2, 2])
+    assert data.tasks == ["a", "b"]
+
+
+def test_runs_of_lm_evals_hf_are_named_and_left_out(folder):
+    write_run(folder, {"a": SOLVED}, backend="hf")
+    data = collect(runs.load_all(folder))
+    assert "hf recorded no speed" in data.notes[0]
+    assert len(data.points) == 4
+    write_run(folder / "hf", {"a": SOLVED}, backend="hf")
+    with pytest.raises(FlyError, match="nothing to draw: no task of a run that fly's"):
+        collect(runs.load_all(folder / "hf"))
+    with pytest.raises(FlyError, match="no task with the metric 'f1'"):
+        collect(runs.load_all(folder), "f1")
+
+
+def trace(drafts):
+    """One request; (accepted, drafted) per round, each ending in the target's own token."""
+    lines, length = [], 0
+    for number, (accepted, drafted) in enumerate(drafts, 1):
+        start, length = length, length + accepted + 1
+        lines.append({
+            "task_name": "a", "doc_id": 0, "request": 0, "round": number, "start": start,
+            "draft": [5] * drafted, "by": "d" * drafted,
+            "native": "1" * accepted + "0" * (drafted - accepted), "choice": [6] * (drafted + 1),
+            "deferred": [], "rolled_back": None, "open": None, "length": length,
+            "finish": "length" if number == len(drafts) else None,
+        })  # fmt: skip
+    return lines
+
+
+def texts(path):
+    return ["".join(node.itertext()) for node in ElementTree.parse(path).iter(f"{SVG}text")]
+
+
+def ids(path):
+    return [node.get("id", "") for node in ElementTree.parse(path).iter(f"{SVG}g")]
+
+
+def test_the_figures_hold_every_point_line_and_label(folder, capsys):
+    write_run(
+        folder / "t", {"a": SOLVED}, spd_k=3, win_len=2, trace=trace([(3, 3), (1, 3), (0, 1)])
+    )
+    out = folder / "figures"
+    assert run("plot", folder, "--output", out) == 0
+    printed = capsys.readouterr().out
+    assert "5 runs, 1 tasks" in printed
+    assert "note" not in printed
+    for name in ("frontier", "by_k", "acceptance"):
+        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    shown = texts(out / "frontier.svg")
+    for label in ("exact, K=8", "FLy, K=4", "FLy, K=8", "FLy, K=3", "target-only", "Pareto front"):
+        assert label in shown
+    assert "speedup over target-only (\u00d7, end to end)" in shown
+    points = [name for name in ids(out / "frontier.svg") if name.startswith("point-")]
+    assert sorted(points) == [
+        "point-fly-0", "point-fly-1", "point-fly-2", "point-strict-0", "point-target-only-0",
+    ]  # fmt: skip
+    lines = [name for name in ids(out / "by_k.svg") if name.startswith("line-")]
+    assert lines == ["line-0", "line-1"] * 2  # exact and FLy, above and below
+    assert "\u03c4 (tokens per target pass)" in texts(out / "by_k.svg")
+    assert "position in the draft" in texts(out / "acceptance.svg")
+    rows = list(csv.DictReader((out / "points.csv").open()))
+    assert len(rows) == 5
+    assert {row["label"]: float(row["tau"]) for row in rows}["FLy, K=8"] == 5.0
+
+
+def test_acceptance_by_position_is_counted_from_traces(tmp_path):
+    write_run(tmp_path, {"a": SOLVED}, trace=trace([(3, 3), (1, 3), (0, 1)]))
+    (positions,) = collect(runs.load_all(tmp_path)).positions
+    assert [(p.native, p.drafted) for p in positions.places] == [(2, 3), (1, 2), (1, 2)]
+
+
+def test_many_settings_are_numbered_and_no_label_covers_another(tmp_path):
+    write_run(tmp_path, {"a": SOLVED}, use_sd=False)
+    for k in range(2, 12):
+        write_run(tmp_path, {"a": SOLVED}, enable_fly=False, spd_k=k, seconds=4 + k % 3 / 50)
+    data = collect(runs.load_all(tmp_path))
+    figure = plotting.draw(data)["frontier"]
+    (axes,) = figure.axes
+    labels = axes.texts
+    assert sorted(int(text.get_text()) for text in labels) == list(range(1, 11))
+    boxes = [text.get_window_extent() for text in labels if text.arrow_patch is None]
+    assert len(boxes) > 3
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+    (legend,) = figure.legends
+    assert "10: exact, K=11" in [text.get_text() for text in legend.get_texts()] or any(
+        text.get_text() == "10: K=11" for text in legend.get_texts()
+    )
+    assert data.notes == ["no acceptance by draft position: no run has a trace (trace=true)"]
+
+
+def test_the_same_runs_give_the_same_files(folder):
+    for name in ("one", "two"):
+        assert run("plot", folder / "base", folder / "x", "--output", folder / name) == 0
+    for path in (folder / "one").glob("*.svg"):
+        assert path.read_bytes() == (folder / "two" / path.name).read_bytes()
+
+
+def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, capsys, monkeypatch):
+    assert run("plot", tmp_path / "nowhere", "--output", tmp_path / "out") == 2
+    assert "no such run" in capsys.readouterr().err
+    assert run("plot", tmp_path, "--output", tmp_path / "out") == 2
+    assert "holds no results_*.json" in capsys.readouterr().err
+    write_run(tmp_path / "runs", {"a": SOLVED})
+    assert run("plot", tmp_path / "runs", "--metric", "f1", "--output", tmp_path / "out") == 2
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    capsys.readouterr()
+    assert run("plot", tmp_path / "runs", "--output", tmp_path / "out") == 2
+    assert re.fullmatch(
+        r"fly: error: fly plot needs matplotlib: pip install 'fly-eval\[plot\]'\n",
+        capsys.readouterr().err,
+    )
+
+
+def test_all_runs_of_a_folder_are_read_oldest_first(folder):
+    found = runs.load_all(folder)
+    dates = [found_run.path.name for found_run in found]
+    assert dates == sorted(dates)
+    assert len(dates) == 4
+    assert [r.path for r in runs.load_all(found[1].path)] == [found[1].path]
