@@ -22,7 +22,8 @@ _ASKED = ("doc_hash", "prompt_hash", "prompt_tokens", "decoding")
 class Earlier:
     """What a run's earlier processes finished: its records, by what they answer.
 
-    stats: their sums. traced_requests: the first number that no kept line of the trace has.
+    stats: their sums. traced_requests: the first number that no line of the trace has, without
+    the rounds of requests that have no record: these will be decoded again.
     """
 
     def __init__(self, folder: Path, started: str) -> None:
@@ -36,7 +37,11 @@ class Earlier:
                 raise FlyError(f"{path}: two records of {_name(record)}: start a new run")
             self._records[key] = record
             self.stats.merge(RunStats.of_record(record))
-        self.traced_requests = self._mend_trace(folder / f"fly_trace_{started}.jsonl")
+        self._trace = folder / f"fly_trace_{started}.jsonl"
+        rounds = _whole_lines(self._trace)
+        finished = [line for line in rounds if (line["task_name"], *_rest(line)) in self._records]
+        self._new_trace = finished if len(finished) < len(rounds) else None
+        self.traced_requests = 1 + max((int(line["request"]) for line in finished), default=-1)
 
     def __len__(self) -> int:
         return len(self._records)
@@ -69,19 +74,16 @@ class Earlier:
                     "have changed: start a new run (leave --resume out)"
                 )
 
-    def _mend_trace(self, path: Path) -> int:
-        """Drop the rounds of requests without a record, which will be decoded again."""
-        if not path.is_file():
-            return 0
-        lines = _whole_lines(path)
-        kept = [line for line in lines if (line["task_name"], *_rest(line)) in self._records]
-        if len(kept) < len(lines):
-            logger.info("%s: rounds of unfinished requests are dropped", path)
-            beside = path.with_name(f".{path.name}.new")
-            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
-            beside.write_text(text, encoding="utf-8")
-            os.replace(beside, path)
-        return 1 + max((int(line["request"]) for line in kept), default=-1)
+    def mend_trace(self) -> None:
+        """Drop the rounds of requests without a record from the file, before new ones join it."""
+        if self._new_trace is None:
+            return
+        logger.info("%s: rounds of unfinished requests are dropped", self._trace)
+        beside = self._trace.with_name(f".{self._trace.name}.new")
+        lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in self._new_trace]
+        beside.write_text("".join(lines), encoding="utf-8")
+        os.replace(beside, self._trace)
+        self._new_trace = None
 
 
 def _rest(line: dict[str, Any]) -> tuple[Any, ...]:

@@ -212,6 +212,7 @@ class FlyLM(HFLM):
         if getattr(self.cache_hook, "dbdict", None) is None:  # else lm-eval asks only for the rest
             earlier.check_all_asked(asked)
         found = {index: earlier.text(item) for index, item in enumerate(asked)}
+        session.current().go_on()
         texts = {index: text for index, text in found.items() if text is not None}
         for index, text in texts.items():
             self.cache_hook.add_partial("generate_until", wanted[index].tag.args, text)

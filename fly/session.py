@@ -42,6 +42,12 @@ class Session:
         self.manifest, self.earlier, self.started = manifest, earlier, manifest.started
         self.traced_requests = 0 if earlier is None else earlier.traced_requests
 
+    def go_on(self) -> None:
+        """Nothing speaks against resuming the run: from here on its files change."""
+        if self.manifest is not None and self.earlier is not None:
+            self.earlier.mend_trace()
+            self.manifest.save()
+
     @property
     def resumed(self) -> dict[str, Any] | None:
         """For the results: requests that earlier processes finished, and when it was resumed."""

@@ -75,3 +75,7 @@ def lines(folder: Path, name: str) -> list[dict]:
     assert len(files) <= 1
     text = files[0].read_text() if files else ""
     return [json.loads(line) for line in text.split("\n")[:-1]]
+
+
+if __name__ == "__main__":
+    main()

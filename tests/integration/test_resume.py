@@ -8,10 +8,12 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
+from pathlib import Path
 
 import pytest
 
@@ -169,7 +171,7 @@ def test_killed_at_any_moment_and_resumed_a_run_ends_like_an_unbroken_one(place,
         assert run.kill_when(reached, wait), "it ended before it could be killed"
         if torn:
             tear(out, rng)
-        with pytest.raises(FlyError, match="has not ended: `fly --resume .*killed"):
+        with pytest.raises(FlyError, match=r"has not ended: `fly --resume .*killed"):
             runs.load(out)
         command = ["--resume", out]
     status, output = killing.Run(command, place).end()
@@ -183,15 +185,19 @@ def test_killed_at_any_moment_and_resumed_a_run_ends_like_an_unbroken_one(place,
 
 
 def test_a_command_of_its_own_killed_in_the_middle(place, unbroken):
-    """`python -m fly` as a user starts it, without a fork server."""
+    """As a user starts it, without a fork server; and it goes on from another folder."""
     out = place / "alone"
     with (place / "alone.txt").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "fly", *arguments(out.name)], cwd=place, stdout=log, stderr=log
+            [sys.executable, "-m", "tests.killing", *arguments(out.name)],
+            cwd=place,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            stdout=log,
+            stderr=log,
         )
         alive = lambda: process.poll() is None  # noqa: E731
         killing.kill_when(process.pid, lambda: count(out) >= 7, 0, alive)
-        assert process.wait() == -9
+        assert process.wait() == -signal.SIGKILL
     assert 7 <= count(out) < REQUESTS
     elsewhere = place / "elsewhere"
     elsewhere.mkdir()
@@ -217,7 +223,9 @@ def cut_short(place):
 def broken(place, cut_short, tmp_path):
     """A copy of it, and of all that it was started from: a test may change anything."""
     folder = tmp_path / "place"
-    shutil.copytree(place, folder, ignore=shutil.ignore_patterns("killed*", "unbroken", "alone*"))
+    shutil.copytree(
+        place, folder, ignore=shutil.ignore_patterns("killed*", "unbroken", "alone*", "else*")
+    )
     for path in (folder / "cut").rglob("fly_run_*.json"):
         text = path.read_text().replace(str(place), str(folder))
         path.write_text(text)
@@ -305,11 +313,13 @@ def test_a_second_process_is_refused_and_a_moved_folder_is_not(broken):
     while not lock():
         assert time.monotonic() < deadline
         time.sleep(0.001)
-    os.kill(first.process.pid, 19)  # SIGSTOP: it stays where it is
+    os.kill(first.process.pid, signal.SIGSTOP)
     elsewhere = broken / "elsewhere"
     elsewhere.mkdir()
-    status, output = killing.Run(["--resume", broken / "cut"], elsewhere).end()
-    os.kill(first.process.pid, 9)
+    try:
+        status, output = killing.Run(["--resume", broken / "cut"], elsewhere).end()
+    finally:
+        os.kill(first.process.pid, signal.SIGKILL)
     assert status == 2
     assert "another process is working on this run" in output.splitlines()[-1]
     first.process.join()
