@@ -31,9 +31,14 @@ def _fly(arguments, log, folder):
     os.dup2(descriptor, 2)
     os.chdir(folder)
     torch.set_num_threads(1)
-    # the test's own tasks only: listing all of lm-eval's takes longer than a run
-    lm_eval.tasks.TaskManager = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
-    cli.main([str(argument) for argument in arguments])
+    main([str(argument) for argument in arguments])
+
+
+def main(arguments=None):
+    """`fly`, with the test's own tasks only: listing all of lm-eval's takes longer than a run."""
+    own = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
+    lm_eval.tasks.TaskManager = own
+    cli.main(arguments)
 
 
 class Run:

@@ -78,7 +78,7 @@ def test_two_records_of_one_request_are_refused(tmp_path):
         ({"decoding": {**ASKED["decoding"], "budget": 9}}, "decoding.budget was 8, is now 9"),
         (
             {"decoding": {"budget": 8, "stops": ["x"]}},
-            "decoding.temperature was 0.0, is now absent",
+            "temperature was 0.0, is now absent",
         ),
     ],
 )
