@@ -75,15 +75,19 @@ class FlyCLI(HarnessCLI):
 
             with resume.kept(current, reopened, arguments, args.model_args):
                 super().execute(args)
+                _summarise(current)
         else:
             super().execute(args)
-        if current.lm is not None and current.lm.rank == 0:
-            from fly.evaluation import report
-
-            if current.lm.fly_config.enable_statistics:
-                report.print_summary(report.results_entry(current.lm))
         if output_dir is not None:
             print(f"results: {output_dir}")
+
+
+def _summarise(run: session.Session) -> None:
+    """fly's speed table, below lm-eval's own."""
+    from fly.evaluation import report
+
+    if run.lm is not None and run.lm.rank == 0 and run.lm.fly_config.enable_statistics:
+        report.print_summary(report.results_entry(run.lm))
 
 
 def _is_fly(name: str | None) -> bool:

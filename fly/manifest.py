@@ -116,10 +116,13 @@ class Manifest:
         return True
 
     def release(self) -> None:
-        if self.lock is not None:
-            self.lock.release()
+        """Let others work on the run; of one that has ended or is gone, the lock goes, too."""
+        if self.lock is None:
+            return
+        if self.finished or not self.path.exists():
             Path(self.lock.lock_file).unlink(missing_ok=True)
-            self.lock = None
+        self.lock.release()
+        self.lock = None
 
     def finish(self, results: Path) -> None:
         self.data.update(finished=True, results=results.name)

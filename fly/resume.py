@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lm_eval.utils import simple_parse_args_string
+
 from fly import config as fly_config
 from fly import fingerprint, loading
 from fly.earlier import Earlier
@@ -25,7 +27,7 @@ from fly.session import Session
 logger = logging.getLogger(__name__)
 
 _NOT_ARGUMENTS = ("command", "func", "config", "resume")
-_TAKEN_APART = ("model_args", "gen_kwargs", "metadata")  # key=value flags: every key is compared
+_TAKEN_APART = ("model_args", "gen_kwargs", "metadata", "hf_hub_log_args")  # key=value flags
 _ONE_PROCESS = "WORLD_SIZE"  # set by torchrun and accelerate
 _BESIDE = ("tokenizer", "peft", "delta")  # model_args that may name folders, too
 _DECIDING = ("fly", "torch", "transformers", "lm-eval", "tokenizers")
@@ -38,10 +40,12 @@ def given_arguments(args: argparse.Namespace, yaml_values: dict[str, Any]) -> di
         for name, value in vars(args).items()
         if (value or value == 0) and name not in _NOT_ARGUMENTS
     }
-    arguments = plain({**yaml_values, **on_line})
-    if isinstance(hub := arguments.get("hf_hub_log_args"), dict):
-        hub.pop("token", None)
-    return dict(arguments)
+    arguments: dict[str, Any] = plain({**yaml_values, **on_line})
+    for name in _TAKEN_APART:
+        if isinstance(text := arguments.get(name), str):  # as YAML may have it
+            arguments[name] = simple_parse_args_string(text)
+    arguments.get("hf_hub_log_args", {}).pop("token", None)
+    return arguments
 
 
 def is_one_process() -> bool:
@@ -64,8 +68,11 @@ def reopen(args: argparse.Namespace, given: dict[str, Any]) -> Manifest:
         )
     _check_given(manifest, given)
     args.config = None
+    token = (args.hf_hub_log_args or {}).get("token")
     for name, value in manifest.data["arguments"].items():
         setattr(args, name, value)
+    if token is not None:  # it was not noted
+        args.hf_hub_log_args = {**(args.hf_hub_log_args or {}), "token": token}
     args.output_path = _output_path(manifest)
     there = manifest.data["working_directory"]
     if there != str(Path.cwd()):
@@ -91,7 +98,7 @@ def kept(
     if run.output_dir is None or not (reopened or (is_one_process() and config.enable_statistics)):
         yield
         return
-    manifest = _join(run, reopened, arguments) if reopened else _new(run, arguments)
+    manifest = _join(run, reopened) if reopened else _new(run, arguments)
     try:
         for name, fact in _facts(config).items():
             manifest.agree(name, fact)
@@ -107,6 +114,7 @@ def kept(
             manifest.remove()
         raise
     finally:
+        run.manifest = run.earlier = None  # what else this process decodes is not of the run
         manifest.release()
 
 
@@ -120,7 +128,7 @@ def _new(run: Session, arguments: dict[str, Any]) -> Manifest:
     )
 
 
-def _join(run: Session, manifest: Manifest, arguments: dict[str, Any]) -> Manifest:
+def _join(run: Session, manifest: Manifest) -> Manifest:
     assert run.output_dir is not None
     if run.output_dir.resolve() != manifest.folder.resolve():
         raise FlyError(
@@ -129,6 +137,8 @@ def _join(run: Session, manifest: Manifest, arguments: dict[str, Any]) -> Manife
         )
     if not manifest.hold():
         raise FlyError(f"--resume {manifest.folder}: another process is working on this run")
+    if Manifest.read(manifest.path).finished:
+        raise FlyError(f"--resume {manifest.folder}: another process has just ended this run")
     manifest.data["resumed"].append(time.strftime("%Y-%m-%dT%H-%M-%S"))
     return manifest
 
@@ -163,9 +173,7 @@ def _check_given(manifest: Manifest, given: dict[str, Any]) -> None:
     for name, value in given.items():
         old = noted.get(name)
         if name == "output_path":
-            here = Path(value).expanduser().absolute()
-            here = here.parent if here.suffix == ".json" else here
-            if here not in (manifest.folder, manifest.folder.parent):
+            if Path(value).resolve() != Path(_output_path(manifest)).resolve():
                 raise _refused(manifest, name, json.dumps(old), json.dumps(value))
         elif name in _TAKEN_APART and isinstance(value, dict) and isinstance(old, dict):
             known = {key: old[key] for key in value if key in old}

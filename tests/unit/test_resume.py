@@ -195,10 +195,31 @@ def test_arguments_are_what_lm_eval_sees_without_secrets():
         command="run", func=print, config="run.yaml", resume=None, tasks=None, limit=0.0,
         model_args={"dtype": "float32"}, seed=[0, None], hf_hub_log_args={"token": "s", "org": "o"},
     )  # fmt: skip
-    assert resume.given_arguments(args, {"tasks": ["a"], "limit": 9, "model_args": "x=1"}) == {
+    yaml_values = {"tasks": ["a"], "limit": 9, "model_args": "x=1", "gen_kwargs": "max_gen_toks=3"}
+    assert resume.given_arguments(args, yaml_values) == {
         "tasks": ["a"], "limit": 0.0, "model_args": {"dtype": "float32"}, "seed": [0, None],
-        "hf_hub_log_args": {"org": "o"},
+        "gen_kwargs": {"max_gen_toks": 3}, "hf_hub_log_args": {"org": "o"},
     }  # fmt: skip
+
+
+def test_the_namespace_becomes_the_run_s(tmp_path, monkeypatch):
+    """Paths are the run's wherever it lies now; a token is passed on, and never noted."""
+    folder = tmp_path / "out" / "m"
+    folder.mkdir(parents=True)
+    noted = {"output_path": "gone/out", "limit": 2.0, "hf_hub_log_args": {"org": "o"}}
+    run = Manifest.create(folder, arguments=noted, below=True, working_directory=str(tmp_path))
+    run.release()
+    monkeypatch.chdir(folder)
+    args = argparse.Namespace(
+        resume=str(tmp_path / "out"), config="x", hf_hub_log_args={"token": "s"}, limit=None
+    )
+    found = resume.reopen(args, {"output_path": "..", "hf_hub_log_args": {}, "limit": 2.0})
+    assert found.path == run.path
+    assert (args.config, args.limit, args.output_path) == (None, 2.0, str(tmp_path / "out"))
+    assert args.hf_hub_log_args == {"org": "o", "token": "s"}
+    assert os.getcwd() == str(tmp_path)
+    with pytest.raises(FlyError, match=r'--output_path was "gone/out", is now "else"'):
+        resume.reopen(args, {"output_path": "else"})
 
 
 def test_several_processes_do_not_resume(tmp_path, monkeypatch):
@@ -206,6 +227,7 @@ def test_several_processes_do_not_resume(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(FlyError, match="WORLD_SIZE=2: only runs of one process"):
         resume.reopen(argparse.Namespace(resume=str(tmp_path)), {})
+    assert not resume.is_one_process()
 
 
 def test_a_model_is_known_by_its_files(tmp_path):
