@@ -17,7 +17,7 @@ from lm_eval.utils import sanitize_model_name, setup_logging, simple_parse_args_
 
 import fly
 from fly import config as fly_config
-from fly import loading, session
+from fly import loading, resume, session
 from fly.commands import compare as compare_command
 from fly.commands import config as config_command
 from fly.commands import pair as pair_command
@@ -47,29 +47,58 @@ class FlyCLI(HarnessCLI):
         self._parser.add_argument("--version", action="version", version=f"fly {fly.__version__}")
         for command in _COMMANDS:
             command.add_command(self._subparsers)
+        self._subparsers.choices["run"].add_argument(
+            "--resume",
+            metavar="RUN_DIR",
+            help="Go on with a run that was cut short; its other arguments are known",
+        )
+
+    def parse_args(self) -> argparse.Namespace:
+        """lm-eval's, which takes one word alone for a subcommand: here it may be --resume=DIR."""
+        if len(sys.argv) == 2 and sys.argv[1].startswith("--resume="):
+            sys.argv.insert(1, "run")
+        return super().parse_args()
 
     def execute(self, args: argparse.Namespace) -> None:
-        if hasattr(args, "include_path"):
-            args.include_path = _include_paths(args)
         if args.command == "run":
             self._run(args)
-        else:
-            super().execute(args)
+            return
+        if hasattr(args, "include_path"):
+            args.include_path = _include_paths(args)
+        super().execute(args)
 
     def _run(self, args: argparse.Namespace) -> None:
+        arguments = resume.given_arguments(args, _yaml_values(args))
+        reopened = None
+        if args.resume is not None:
+            reopened = resume.reopen(args, arguments)
+            arguments = reopened.data["arguments"]
+            if reopened.finished:
+                print(f"the run of {reopened.started} has ended: results: {reopened.results}")
+                return
+        del args.resume
+        args.include_path = _include_paths(args)
         yaml_values = _yaml_values(args)
         output_dir = _prepare_fly(args, yaml_values)
         current = session.start(output_dir)
         if _is_fly(args.model or yaml_values.get("model")):
             import fly.lm  # noqa: F401  registers the model before lm_eval.models is imported
-        super().execute(args)
-        if current.lm is not None and current.lm.rank == 0:
-            from fly.evaluation import report
 
-            if current.lm.fly_config.enable_statistics:
-                report.print_summary(report.results_entry(current.lm))
+            with resume.kept(current, reopened, arguments, args.model_args):
+                super().execute(args)
+                _summarise(current)
+        else:
+            super().execute(args)
         if output_dir is not None:
             print(f"results: {output_dir}")
+
+
+def _summarise(run: session.Session) -> None:
+    """fly's speed table, below lm-eval's own."""
+    from fly.evaluation import report
+
+    if run.lm is not None and run.lm.rank == 0 and run.lm.fly_config.enable_statistics:
+        report.print_summary(report.results_entry(run.lm))
 
 
 def _is_fly(name: str | None) -> bool:

@@ -16,10 +16,9 @@ import torch
 import transformers
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
-from lm_eval.utils import hash_string
 
 from fly import config as fly_config
-from fly import loading, preparation, rules, session
+from fly import loading, preparation, resume, rules, session
 from fly.decoding import memory
 from fly.decoding.engine import Engine, Observer, RoundRecord
 from fly.decoding.records import RequestRecord, RunStats
@@ -33,7 +32,7 @@ from fly.drafters.policy import AdaptivePolicy, DraftPolicy, FixedPolicy
 from fly.errors import FlyError
 from fly.evaluation import progress, report
 from fly.evaluation.trace import Trace, check_has_folder
-from fly.requests import build_request, check_decoding, response_text
+from fly.requests import build_request, check_decoding, identity, response_text
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -87,10 +86,21 @@ class FlyLM(HFLM):
         self.eos_ids = loading.eos_token_ids(self.model, self.tokenizer)
         self.stats = RunStats()
         self.stats.seconds["compile"] = self.preparation.seconds
-        session.current().lm = self
+        self._join(session.current(), hf_args)
         self.samplings: set[Sampling] = set()
         # They see every round, with the target's entropies. Whoever adds one shows the progress.
         self.observers: list[Observer] = []
+
+    def _join(self, run: session.Session, hf_args: dict[str, Any]) -> None:
+        """Take part in the run: what decides its texts is noted, or is as it was."""
+        run.lm = self
+        if run.manifest is not None:
+            resume.check_models(run.manifest, self.fly_config, hf_args, loaded=True)
+            facts = report.device_facts(self.device)
+            run.manifest.agree("device", {"type": facts["type"], "name": facts["name"]})
+            run.manifest.agree("dtype", str(self.model.dtype))
+        if run.earlier is not None:
+            self.stats.merge(run.earlier.stats)
 
     def _draft_source(self) -> loading.ModelSource | None:
         if not self.fly_config.needs_draft_model:
@@ -156,13 +166,18 @@ class FlyLM(HFLM):
         """One text per request, in order. All requests are checked before the first is decoded."""
         wanted = self._build(requests)
         order = {id(request): index for index, request in enumerate(wanted)}
-        texts: list[str] = [""] * len(wanted)
+        texts = self._finished_earlier(wanted)
+        missing = [request for index, request in enumerate(wanted) if index not in texts]
         log = session.JsonLines(session.current(), "fly_requests", self.rank)
         traces = None
         if self.fly_config.trace:
             traces = Trace(session.current(), self.rank, self.tokenizer)
-        shows_bar = not disable_tqdm and not self.observers and self.rank == 0
-        bar = progress.Progress(len(wanted), enabled=shows_bar, log=self.fly_config.verbose)
+        bar = progress.Progress(
+            len(wanted),
+            enabled=not disable_tqdm and not self.observers and self.rank == 0,
+            log=self.fly_config.verbose,
+            done=len(texts),
+        )
 
         def observe(record: RoundRecord) -> None:
             bar.on_round(record)
@@ -173,14 +188,14 @@ class FlyLM(HFLM):
 
         local = RunStats()
         try:
-            for record in self._engine(wanted, observe).run(wanted):
+            for record in self._engine(missing, observe).run(missing):
                 index = order[id(record.request)]
                 texts[index] = response_text(record.tokens, record.request, self)
                 self._keep(requests[index], texts[index], record, log)
                 local.add_request(record)
                 bar.on_request()
         except BaseException:
-            self._report_interruption(log, len(wanted))
+            self._report_interruption(log, len(wanted), len(wanted) - len(missing))
             raise
         finally:
             bar.close()
@@ -192,6 +207,23 @@ class FlyLM(HFLM):
             if share is not None:
                 self.stats.merge(share[0])
                 self.samplings |= share[1]
+        return [texts[index] for index in range(len(wanted))]
+
+    def _finished_earlier(self, wanted: list[Request]) -> dict[int, str]:
+        """By index: the texts that the run's records hold already; lm-eval's cache gets them."""
+        earlier = session.current().earlier
+        if earlier is None:
+            return {}
+        asked = [identity(request) for request in wanted]
+        if getattr(self.cache_hook, "dbdict", None) is None:  # else lm-eval asks only for the rest
+            earlier.check_all_asked(asked)
+        found = {index: earlier.text(item) for index, item in enumerate(asked)}
+        session.current().go_on()
+        texts = {index: text for index, text in found.items() if text is not None}
+        for index, text in texts.items():
+            self.cache_hook.add_partial("generate_until", wanted[index].tag.args, text)
+        if texts:
+            logger.info("resumed: %d of %d responses are there already", len(texts), len(wanted))
         return texts
 
     def _build(self, instances: list[Instance]) -> list[Request]:
@@ -280,25 +312,17 @@ class FlyLM(HFLM):
         """A finished response goes to lm-eval's cache and to the per-request file at once."""
         self.cache_hook.add_partial("generate_until", instance.args, text)
         if self.fly_config.enable_statistics:
-            log.write(
-                {
-                    "task": instance.task_name,
-                    "doc_id": instance.doc_id,
-                    "prompt_hash": hash_string(instance.args[0]),
-                    **record.as_dict(),
-                    "text": text,
-                }
-            )
+            log.write({**identity(record.request), **record.as_dict(), "text": text})
 
-    def _report_interruption(self, log: session.JsonLines, total: int) -> None:
-        if log.count:
+    def _report_interruption(self, log: session.JsonLines, total: int, earlier: int) -> None:
+        if log.count or earlier:
             log.flush()
             logger.warning(
-                "interrupted: %d of %d responses are kept in %s; with --use_cache the same "
-                "command would go on from where it stopped (greedy requests)",
-                log.count,
+                "interrupted: %d of %d responses are kept in %s; %s",
+                log.count + earlier,
                 total,
                 log.path,
+                session.current().way_on,
             )
 
     # ---------------------------------------------------------------- reporting

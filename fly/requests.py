@@ -7,7 +7,9 @@ aliases, left truncation, think_end_token, stop strings cut from the text.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +18,7 @@ from lm_eval.models.utils import (
     normalize_gen_kwargs,
     postprocess_generated_text,
 )
+from lm_eval.utils import handle_non_serializable, hash_string
 
 from fly.decoding.sampling import Sampling
 from fly.decoding.sequence import Request
@@ -79,8 +82,32 @@ def build_request(instance: Instance, lm: FlyLM, nth: int = 0) -> Request:
         budget = min(budget, lm.fly_config.total_gen_tok)
     stops = handle_stop_sequences(list(kwargs["until"]), eos=None)
     return Request(
-        tuple(prompt), budget, tuple(stops), instance, settings, _seed(instance, lm, nth)
+        tuple(prompt), budget, tuple(stops), instance, settings, _seed(instance, lm, nth), nth
     )
+
+
+def identity(request: Request) -> dict[str, Any]:
+    """Which request it is, and all that decides its text beside models and configuration.
+
+    The hashes are those of lm-eval's samples. The seed is not in it: it follows from the rest and
+    the run's, and without one every process draws its own.
+    """
+    instance = request.tag
+    doc = json.dumps(instance.doc, indent=2, default=handle_non_serializable, ensure_ascii=False)
+    return {
+        "task": instance.task_name,
+        "doc_id": instance.doc_id,
+        "idx": instance.idx,
+        "repeat": request.repeat,
+        "doc_hash": hash_string(doc),
+        "prompt_hash": hash_string(instance.args[0]),
+        "prompt_tokens": len(request.prompt),
+        "decoding": {
+            "budget": request.budget,
+            "stops": list(request.stops),
+            **asdict(request.sampling),
+        },
+    }
 
 
 def sampling(kwargs: dict[str, Any], given: dict[str, Any], lm: FlyLM, where: str) -> Sampling:

@@ -6,6 +6,7 @@ lm-eval builds the model itself, from JSON-able arguments; this is the way back.
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,9 @@ from fly.errors import FlyError
 from fly.paths import fly_home
 
 if TYPE_CHECKING:
+    from fly.earlier import Earlier
     from fly.lm import FlyLM
+    from fly.manifest import Manifest
 
 
 @dataclass
@@ -24,6 +27,8 @@ class Session:
 
     traced_requests, traced_tokens: how many requests are in the trace file, and which token ids in
     the vocabulary beside it; all of a run's calls share both files.
+    manifest: of a run that can be resumed. earlier: what was finished before it was (None if it
+    was not).
     """
 
     output_dir: Path | None = None
@@ -31,6 +36,38 @@ class Session:
     traced_requests: int = 0
     traced_tokens: set[int] = field(default_factory=set)
     started: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H-%M-%S"))
+    manifest: Manifest | None = None
+    earlier: Earlier | None = None
+
+    def go_on_as(self, manifest: Manifest, earlier: Earlier | None) -> None:
+        """Be the run of this manifest: its files grow."""
+        self.manifest, self.earlier, self.started = manifest, earlier, manifest.started
+        if earlier is not None:
+            self.traced_requests = earlier.traced_requests
+            self.traced_tokens = earlier.traced_tokens
+
+    def go_on(self) -> None:
+        """Nothing speaks against resuming the run: from here on its files change."""
+        if self.manifest is not None and self.earlier is not None:
+            self.earlier.mend_trace()
+            self.manifest.save()
+
+    @property
+    def resumed(self) -> dict[str, Any] | None:
+        """For the results: requests that earlier processes finished, and when it was resumed."""
+        if self.manifest is None or self.earlier is None:
+            return None
+        return {"requests": len(self.earlier), "at": self.manifest.data["resumed"]}
+
+    @property
+    def way_on(self) -> str:
+        """In words, how what is left can be computed after an interruption."""
+        if self.manifest is None:
+            return (
+                "with --use_cache the same command would go on from where it stopped "
+                "(greedy requests)"
+            )
+        return f"`fly --resume {shlex.quote(str(self.manifest.folder))}` goes on with the rest"
 
 
 _current = Session()
@@ -63,9 +100,10 @@ def check_writable(folder: Path, field_name: str) -> None:
 class JsonLines:
     """A JSONL file of the run, one line the moment something ends.
 
-    With an output folder the file grows there during the run. Without one, records are kept in
-    memory and written to FLY_HOME only if `flush` is called (the run is cut short), so that nothing
-    computed is lost.
+    With an output folder the file grows there during the run; what was written survives the death
+    of the process, SIGKILL included (not the machine's: nothing is synced to disk). Without one,
+    records are kept in memory and written to FLY_HOME only if `flush` is called (the run is cut
+    short), so that nothing computed is lost.
     """
 
     def __init__(self, session: Session, name: str, rank: int) -> None:

@@ -87,6 +87,17 @@ class RunStats:
             )
         )
 
+    @classmethod
+    def of_record(cls, record: dict[str, Any]) -> RunStats:
+        """The share of one request, from what `RequestRecord.as_dict` made of it."""
+        return cls(
+            requests=1,
+            prompt_tokens=record["prompt_tokens"],
+            prompt_tokens_reused=record["prompt_tokens_reused"],
+            counts=Counts(**{item.name: record[item.name] for item in fields(Counts)}),
+            seconds=dict(record["seconds"]),
+        )
+
     def merge(self, other: RunStats) -> None:
         """Add another share (a process's seconds ran beside ours, and add up as work)."""
         self.requests += other.requests

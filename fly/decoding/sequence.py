@@ -24,6 +24,7 @@ class Request:
     """What to decode. `budget`: most new tokens (>= 1). `tag`: the caller's own, handed back.
 
     seed: where a sampling row's random numbers start; nothing else influences them.
+    repeat: how many equal requests of the same document came before it.
     """
 
     prompt: tuple[int, ...]
@@ -32,6 +33,7 @@ class Request:
     tag: Any = None
     sampling: Sampling = GREEDY
     seed: int = 0
+    repeat: int = 0
 
     def __post_init__(self) -> None:
         if not self.prompt:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from fly import loading
 from fly.errors import FlyError
 from fly.evaluation.runs import Run, TaskRun
+from fly.fingerprint import of_model
 
 _HASH_DIGITS = 16
 
@@ -176,28 +177,13 @@ def _target(run: Run) -> dict[str, str | None]:
 
 
 def fingerprint(model: str) -> str | None:
-    """Hash of a local model's files: names, sizes, and the first and last MiB of each.
-
-    Enough to tell checkpoints apart without reading all of them. None for hub ids and for what
-    is not on this machine.
-    """
+    """One hash of a local model's files; None for hub ids and for what is not on this machine."""
     try:
-        source = loading.resolve_source(model, "target_model_path")
+        files = of_model(loading.resolve_source(model, "target_model_path")).get("files")
     except FlyError:
         return None
-    folder = Path(source.path)
-    if not folder.is_dir():
-        return None
-    names = [source.gguf_file] if source.gguf_file else ["*.safetensors", "*.bin", "config.json"]
-    digest = hashlib.sha256()
-    for path in sorted(path for name in names for path in folder.glob(name)):
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}\n".encode())
-        with open(path, "rb") as file:
-            digest.update(file.read(2**20))
-            file.seek(max(0, size - 2**20))
-            digest.update(file.read())
-    return digest.hexdigest()[:_HASH_DIGITS]
+    text = json.dumps(files, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:_HASH_DIGITS] if files else None
 
 
 def _decoding(run: Run) -> dict[str, Any]:

@@ -14,12 +14,20 @@ logger = logging.getLogger(__name__)
 
 
 class Progress:
-    """An observer of the engine. `log` also writes one line per round (config key `verbose`)."""
+    """An observer of the engine. `log` also writes one line per round (config key `verbose`).
 
-    def __init__(self, total: int, *, enabled: bool, log: bool = False) -> None:
+    done: requests that an earlier process of the run has finished.
+    """
+
+    def __init__(self, total: int, *, enabled: bool, log: bool = False, done: int = 0) -> None:
         quiet_interval = 1.0 if sys.stderr.isatty() else 30.0
         self._bar = tqdm(
-            total=total, desc="fly", unit="req", disable=not enabled, mininterval=quiet_interval
+            total=total,
+            initial=done,
+            desc="fly",
+            unit="req",
+            disable=not enabled,
+            mininterval=quiet_interval,
         )
         self._interval = quiet_interval
         self._log = log

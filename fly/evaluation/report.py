@@ -57,6 +57,7 @@ def results_entry(lm: FlyLM) -> dict[str, Any]:
     draft = lm.draft_model
     return {
         "started": session.current().started,
+        "resumed": session.current().resumed,
         "mode": lm.fly_config.mode,
         "drafter": lm.fly_config.drafter_name,
         "config": lm.fly_config.model_dump(),
@@ -87,6 +88,9 @@ def print_summary(entry: dict[str, Any]) -> None:
         title += f", drafter {entry['drafter']}, K={config['spd_k']}"
     title += "".join(f", {part}" for part in _rule_in_words(entry["mode"], config))
     table = Table(title=title, title_justify="left", show_header=False)
+    if resumed := entry["resumed"]:
+        again = f"{resumed['requests']} requests were finished before"
+        table.add_row(f"resumed ({len(resumed['at'])} times)", again)
     for name, value in _rows(stats, seconds, total):
         table.add_row(name, value)
     Console(width=100 if not sys.stdout.isatty() else None).print(table)

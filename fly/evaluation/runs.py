@@ -3,18 +3,21 @@
 A run's folder (what lm-eval makes of --output_path) holds `results_*.json`, one
 `samples_<task>_*.jsonl` per task (with --log_samples), and, if fly's backend decoded,
 `fly_requests_<started>*.jsonl` and perhaps `fly_trace_<started>*.jsonl` with
-`fly_vocabulary_<started>*.jsonl`; `config.fly.started` of the results says which. Runs of lm-eval's
-own `hf` are read, too, and have no records.
+`fly_vocabulary_<started>*.jsonl`; `config.fly.started` of the results says which.
+`fly_run_<started>.json` says whether it has ended. Runs of lm-eval's own `hf` are read, too, and
+have none of these.
 """
 
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from fly import manifest
 from fly.errors import FlyError
 from fly.evaluation.vocabulary import read_entry
 
@@ -75,6 +78,13 @@ class Run:
         """`target-only`, `strict`, `fly`, ... or the name of another backend, such as `hf`."""
         return str(self.entry["mode"] if self.entry else self.results["config"]["model"])
 
+    @property
+    def resumed(self) -> dict[str, Any] | None:
+        """Of a run that was killed and went on: `requests` finished before the last time, and `at`,
+        when it was resumed. Its counts are of all requests; memory and `compile` of the last part.
+        """
+        return self.entry.get("resumed") if self.entry else None
+
     @cached_property
     def requests(self) -> list[dict[str, Any]]:
         """fly's record of every request; empty for other models, or with enable_statistics=false.
@@ -121,18 +131,47 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def find_results(path: str | Path) -> Path:
-    """The results file that `path` names: itself, or the newest in the folder or one below it."""
+    """The results file that `path` names: itself, or the newest in the folder or one below it.
+
+    Raises FlyError if a newer run in the folder has not ended: its results are yet to come.
+    """
     given = Path(path).expanduser()
     if given.is_file():
         return given
     if not given.is_dir():
         raise FlyError(f"{path}: no such run: give a results_*.json or the folder that holds it")
     found = [*given.glob("*results_*.json"), *given.glob("*/*results_*.json")]
-    if not found:
+    newest = max(found, key=_date, default=None)
+    started = manifest.all_in(given)
+    if started and not started[-1].finished and not _is_of_another_later(newest, started[-1]):
+        raise FlyError(
+            f"{path}: the run of {started[-1].started} has not ended: `fly --resume "
+            f"{shlex.quote(str(path))}` goes on with it"
+            + (" (or name an older run's results file)" if newest else "")
+        )
+    if newest is None:
         raise FlyError(
             f"{path}: holds no results_*.json: the run has not ended, or had no --output_path"
         )
-    return max(found, key=lambda file: file.name.rsplit("results_", 1)[1])
+    return newest
+
+
+def _is_of_another_later(results: Path | None, run: manifest.Manifest) -> bool:
+    """Whether these results are newer than the unfinished run, and not its own.
+
+    Its own may be there and incomplete: lm-eval writes the samples after the results.
+    """
+    if results is None or _date(results) < run.started:
+        return False
+    try:
+        entry = json.loads(results.read_text(encoding="utf-8"))["config"].get("fly") or {}
+    except (OSError, ValueError, LookupError, AttributeError, TypeError):
+        return False
+    return bool(entry.get("started") != run.started)
+
+
+def _date(file: Path) -> str:
+    return file.stem.rsplit("results_", 1)[1]
 
 
 def named(text: str) -> tuple[str | None, str]:
@@ -150,7 +189,7 @@ def load(path: str | Path, name: str | None = None) -> Run:
         raise FlyError(f"{file}: cannot be read: {error}") from None
     if not isinstance(results, dict) or not {"results", "configs", "config"} <= results.keys():
         raise FlyError(f"{file}: not a results file of lm-eval")
-    date = file.stem.rsplit("results_", 1)[1]
+    date = _date(file)
     tasks = {}
     for task in results["configs"]:
         samples = file.parent / f"samples_{task}_{date}.jsonl"

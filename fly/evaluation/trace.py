@@ -49,7 +49,8 @@ def check_has_folder(session: Session) -> None:
 
 def _document(row: Sequence) -> dict[str, Any]:
     instance = row.request.tag
-    return {name: getattr(instance, name, None) for name in ("task_name", "doc_id")}
+    names = {name: getattr(instance, name, None) for name in ("task_name", "doc_id", "idx")}
+    return {**names, "repeat": row.request.repeat}
 
 
 def decided(record: RoundRecord) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """FlyLM against lm-eval's own hf backend on the target, and its refusals."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ from lm_eval.models.huggingface import HFLM
 
 from fly import session
 from fly.decoding.sampling import Sampling
+from fly.earlier import Earlier
 from fly.errors import FlyError
 from fly.lm import FlyLM
+from fly.manifest import Manifest
 from tests import tiny
 
 PROMPTS = ["def add(a, b):", "x", "The answer is", "é ü 中", ""]
@@ -285,6 +288,53 @@ def test_what_was_finished_survives_ctrl_c(saved_pair, tmp_path, monkeypatch, ca
     assert len({row["doc_id"] for row in rows}) == 2
     assert {"task", "prompt_hash", "text", "tau", "finish_reason"} <= set(rows[0])
     assert "2 of 5 responses are kept" in caplog.text
+    assert "with --use_cache the same command" in caplog.text
+    session.start()
+
+
+def test_an_interruption_names_the_way_on(saved_pair, tmp_path, monkeypatch, caplog):
+    """With a manifest the run can be resumed, and the message is the command."""
+    run = session.start(tmp_path)
+    run.go_on_as(Manifest.create(tmp_path, arguments={}), None)
+    lm = fly_lm(saved_pair)
+    honest = lm._keep
+
+    def interrupt(*args):
+        honest(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lm, "_keep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        lm.generate_until(instances({"max_gen_toks": 10}))
+    assert f"1 of 5 responses are kept in {tmp_path}" in caplog.text
+    assert f"`fly --resume {tmp_path}` goes on with the rest" in caplog.text
+    run.manifest.release()
+    session.start()
+
+
+def test_calls_with_settings_of_their_own_are_resumed_each(saved_pair, tmp_path, monkeypatch):
+    """Two tasks, two calls: the first is there, the second is not; nothing is decoded twice."""
+    manifest = Manifest.create(tmp_path, arguments={})
+    calls = [instances({"max_gen_toks": 10}), instances({"max_gen_toks": 20, "until": ["q"]})]
+    for instance in calls[1]:
+        instance.task_name = "b_task"
+    whole = fly_lm(saved_pair)
+    expected = [whole.generate_until(call) for call in calls]
+    session.start(tmp_path).go_on_as(manifest, None)
+    fly_lm(saved_pair).generate_until(calls[0])
+    for decoded in (5, 0):
+        session.start(tmp_path).go_on_as(manifest, Earlier(tmp_path, manifest.started))
+        lm = fly_lm(saved_pair)
+        cached = Mock()
+        monkeypatch.setattr(lm.cache_hook, "add_partial", cached)
+        assert [lm.generate_until(call) for call in calls] == expected
+        assert cached.call_count == 10  # lm-eval's cache gets the earlier ones, too
+        (file,) = tmp_path.glob("fly_requests_*.jsonl")
+        assert len(file.read_text().splitlines()) == 10
+        assert lm.stats.requests == 10
+        assert lm.get_model_info()["fly"]["resumed"]["requests"] == 10 - decoded
+        assert lm.stats.counts == whole.stats.counts
+    manifest.release()
     session.start()
 
 

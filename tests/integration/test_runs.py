@@ -6,6 +6,7 @@ import pytest
 
 from fly.errors import FlyError
 from fly.evaluation import runs
+from fly.manifest import Manifest
 from tests.integration.test_cli import config_file, evaluate, task_dir  # noqa: F401  fixtures
 
 
@@ -33,6 +34,7 @@ def test_a_run_reads_back(folder):
         assert sample.responses == (by_document[sample.doc_id]["text"],)
     assert sum(r["emitted"] for r in run.requests) == run.entry["stats"]["emitted"]
     assert run.rounds == []  # no trace was asked for
+    assert run.resumed is None
 
 
 def test_the_newest_results_of_a_folder_are_read(folder):
@@ -70,3 +72,27 @@ def test_a_torn_last_line_is_dropped_and_no_other(tmp_path):
     path.write_text('{"doc_id"\n' + whole + "\n")
     with pytest.raises(FlyError, match="line 1: not valid JSON"):
         runs.read_lines(path)
+
+
+def test_an_unfinished_newest_run_says_how_it_goes_on(tmp_path):
+    """An older run's results, or its own half of them, are not what was asked for."""
+    run = Manifest.create(tmp_path, arguments={})
+    with pytest.raises(FlyError, match=r"has not ended: `fly --resume \S*` goes on with it$"):
+        runs.load(tmp_path)
+    old = tmp_path / "results_2020-01-01T00-00-00.000000.json"
+    old.write_text("{}")
+    with pytest.raises(FlyError, match=r"goes on with it \(or name an older run's results file\)"):
+        runs.find_results(tmp_path)
+    assert runs.find_results(old) == old
+    own = tmp_path / "results_2999-01-01T00-00-00.000000.json"
+    for text in ('{"config"', json.dumps({"config": {"fly": {"started": run.started}}})):
+        own.write_text(text)
+        with pytest.raises(FlyError, match="has not ended"):
+            runs.find_results(tmp_path)
+    for other in ({"fly": {"started": "2998"}}, {}):  # a later run, of fly or of another backend
+        own.write_text(json.dumps({"config": other}))
+        assert runs.find_results(tmp_path) == own
+    own.unlink()
+    run.finish(old)
+    assert runs.find_results(tmp_path) == old
+    run.release()

@@ -1,0 +1,218 @@
+"""`--resume RUN_DIR`: a run that was killed goes on as the same run, with the same arguments.
+
+Here: the arguments, and the checks that they mean what they meant. fly/earlier.py has the records.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lm_eval.utils import simple_parse_args_string
+
+from fly import config as fly_config
+from fly import fingerprint, loading
+from fly.earlier import Earlier
+from fly.errors import FlyError
+from fly.manifest import Manifest, find, first_difference, plain
+from fly.session import Session
+
+logger = logging.getLogger(__name__)
+
+_NOT_ARGUMENTS = ("command", "func", "config", "resume")
+_TAKEN_APART = ("model_args", "gen_kwargs", "metadata", "hf_hub_log_args")  # key=value flags
+_ONE_PROCESS = "WORLD_SIZE"  # set by torchrun and accelerate
+_BESIDE = ("tokenizer", "peft", "delta")  # model_args that may name folders, too
+_DECIDING = ("fly", "torch", "transformers", "lm-eval", "tokenizers")
+
+
+def given_arguments(args: argparse.Namespace, yaml_values: dict[str, Any]) -> dict[str, Any]:
+    """What lm-eval will see: --config's values under the command line's, without secrets."""
+    on_line = {
+        name: value
+        for name, value in vars(args).items()
+        if (value or value == 0) and name not in _NOT_ARGUMENTS
+    }
+    arguments: dict[str, Any] = plain({**yaml_values, **on_line})
+    for name in _TAKEN_APART:
+        if isinstance(text := arguments.get(name), str):  # as YAML may have it
+            arguments[name] = simple_parse_args_string(text)
+    arguments.get("hf_hub_log_args", {}).pop("token", None)
+    return arguments
+
+
+def is_one_process() -> bool:
+    return int(os.environ.get(_ONE_PROCESS) or 1) == 1
+
+
+def reopen(args: argparse.Namespace, given: dict[str, Any]) -> Manifest:
+    """The run that --resume names; unless it has ended, `args` become its arguments.
+
+    Changes to the folder that the run was started in. Raises FlyError if there is no such run, or
+    an argument in `given` is not the run's.
+    """
+    manifest = find(args.resume)
+    if manifest.finished:
+        return manifest
+    if not is_one_process():
+        raise FlyError(
+            f"--resume with {_ONE_PROCESS}={os.environ[_ONE_PROCESS]}: only runs of one process "
+            "can be resumed: start one process (without torchrun or accelerate launch)"
+        )
+    _check_given(manifest, given)
+    args.config = None
+    token = (args.hf_hub_log_args or {}).get("token")
+    for name, value in manifest.data["arguments"].items():
+        setattr(args, name, value)
+    if token is not None:  # it was not noted
+        args.hf_hub_log_args = {**(args.hf_hub_log_args or {}), "token": token}
+    args.output_path = _output_path(manifest)
+    there = manifest.data["working_directory"]
+    if there != str(Path.cwd()):
+        if Path(there).is_dir():
+            logger.info("going on in the folder that the run was started in: %s", there)
+            os.chdir(there)
+        else:
+            logger.warning("%s, where the run was started, is gone: relative paths may be", there)
+    return manifest
+
+
+@contextmanager
+def kept(
+    run: Session, reopened: Manifest | None, arguments: dict[str, Any], model_args: dict[str, Any]
+) -> Iterator[None]:
+    """Keep the run's manifest while it lasts, if it is one that can be resumed.
+
+    reopened: the manifest to go on with. A new run that fails before its first record (bad input)
+    leaves none behind. Raises FlyError if another process works on the run, or a fact has changed.
+    """
+    own, rest = fly_config.split_model_args(model_args)
+    config = fly_config.resolve(rest.get("config_path"), own, log=False)
+    if run.output_dir is None or not (reopened or (is_one_process() and config.enable_statistics)):
+        yield
+        return
+    manifest = _join(run, reopened) if reopened else _new(run, arguments)
+    try:
+        for name, fact in _facts(config).items():
+            manifest.agree(name, fact)
+        check_models(manifest, config, rest, loaded=False)
+        run.go_on_as(manifest, Earlier(manifest.folder, manifest.started) if reopened else None)
+        yield
+        if (results := _results(run)) is not None:
+            manifest.finish(results)
+        else:
+            logger.warning("no results were saved: %s", run.way_on)
+    except Exception:
+        if reopened is None and not list(manifest.folder.glob(f"fly_requests_{run.started}*")):
+            manifest.remove()
+        raise
+    finally:
+        run.manifest = run.earlier = None  # what else this process decodes is not of the run
+        manifest.release()
+
+
+def _new(run: Session, arguments: dict[str, Any]) -> Manifest:
+    assert run.output_dir is not None
+    return Manifest.create(
+        run.output_dir,
+        working_directory=str(Path.cwd()),
+        below=Path(arguments["output_path"]) != run.output_dir,
+        arguments=arguments,
+    )
+
+
+def _join(run: Session, manifest: Manifest) -> Manifest:
+    assert run.output_dir is not None
+    if run.output_dir.resolve() != manifest.folder.resolve():
+        raise FlyError(
+            f"--resume {manifest.folder}: the folder was called {run.output_dir.name}: "
+            "give it its name back"
+        )
+    if not manifest.hold():
+        raise FlyError(f"--resume {manifest.folder}: another process is working on this run")
+    if Manifest.read(manifest.path).finished:
+        raise FlyError(f"--resume {manifest.folder}: another process has just ended this run")
+    manifest.data["resumed"].append(time.strftime("%Y-%m-%dT%H-%M-%S"))
+    return manifest
+
+
+def _facts(config: fly_config.FlyConfig) -> dict[str, Any]:
+    from fly.evaluation import report
+
+    installed = report.versions()
+    return {
+        "config": config.model_dump(),
+        "config_hash": config.hash(),
+        "versions": {name: installed[name] for name in _DECIDING},
+    }
+
+
+def _results(run: Session) -> Path | None:
+    """The results file that lm-eval wrote for this run."""
+    assert run.output_dir is not None
+    found = run.output_dir.glob("*results_*.json")
+    for path in sorted(found, key=lambda path: path.stem.rsplit("_", 1)[1], reverse=True):
+        try:
+            entry = json.loads(path.read_text(encoding="utf-8"))["config"]["fly"]
+        except (OSError, ValueError, LookupError, TypeError):
+            continue  # another backend's, or one that a kill left unfinished
+        if entry["started"] == run.started:
+            return path
+    return None
+
+
+def _check_given(manifest: Manifest, given: dict[str, Any]) -> None:
+    noted = manifest.data["arguments"]
+    for name, value in given.items():
+        old = noted.get(name)
+        if name == "output_path":
+            if Path(value).resolve() != Path(_output_path(manifest)).resolve():
+                raise _refused(manifest, name, json.dumps(old), json.dumps(value))
+        elif name in _TAKEN_APART and isinstance(value, dict) and isinstance(old, dict):
+            known = {key: old[key] for key in value if key in old}
+            if found := first_difference(name, known, value):
+                raise _refused(manifest, *found)
+        elif name not in noted:
+            raise _refused(manifest, name, "not given", json.dumps(value))
+        elif old != value:
+            raise _refused(manifest, name, json.dumps(old), json.dumps(value))
+
+
+def _refused(manifest: Manifest, name: str, old: str, new: str) -> FlyError:
+    return FlyError(
+        f"--resume {manifest.folder}: --{name} was {old}, is now {new}: leave it out, or start a "
+        "new run (leave --resume out)"
+    )
+
+
+def _output_path(manifest: Manifest) -> str:
+    """--output_path of the run, wherever its folder lies now."""
+    original = Path(manifest.data["arguments"]["output_path"])
+    if original.suffix == ".json":
+        return str(manifest.folder / original.name)
+    return str(manifest.folder.parent if manifest.data["below"] else manifest.folder)
+
+
+def check_models(
+    manifest: Manifest, config: fly_config.FlyConfig, hf_args: dict[str, Any], loaded: bool
+) -> None:
+    """Note or check which models these are. A hub id's commit may be known only once `loaded`."""
+    found: dict[str, Any] = {
+        name: {"path": path, "files": fingerprint.of_folder(Path(path))}
+        for name in _BESIDE
+        if Path(path := str(hf_args.get(name) or "")).is_dir() and path
+    }
+    target = loading.resolve_source(config.target_model_path, "target_model_path")
+    found["target"] = fingerprint.of_model(target, hf_args.get("revision"))
+    if config.needs_draft_model and config.draft_model_path:
+        draft = loading.resolve_source(config.draft_model_path, "pretrained")
+        found["draft"] = fingerprint.of_model(draft)
+    if loaded or all(model.get("commit", "") is not None for model in found.values()):
+        manifest.agree("models", found)

@@ -1,0 +1,262 @@
+"""Manifests, arguments and records of runs that go on: what is kept, compared and refused."""
+
+import argparse
+import json
+import os
+
+import pytest
+
+from fly import earlier, fingerprint, manifest, resume
+from fly.decoding.records import Counts, RequestRecord
+from fly.errors import FlyError
+from fly.loading import ModelSource
+from fly.manifest import Manifest
+
+ASKED = {
+    "task": "t", "doc_id": 3, "idx": 0, "repeat": 0, "doc_hash": "d", "prompt_hash": "p",
+    "prompt_tokens": 5, "decoding": {"budget": 8, "stops": ["x"], "temperature": 0.0},
+}  # fmt: skip
+
+
+def record(**changes):
+    counts = Counts(rounds=2, drafted=6, native_accepted=4, bonus=1, corrections=1, emitted=6)
+    seconds = {"prefill": 0.5, "draft": 1.0, "verify": 2.0, "other": 0.25, "compile": 0.0}
+    answered = RequestRecord(None, [1] * 6, "eos", 5, 2, counts, seconds)
+    return {**ASKED, **answered.as_dict(), "text": "é\n", **changes}
+
+
+def write(folder, *records, tail="", name="fly_requests_s.jsonl"):
+    text = "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in records)
+    (folder / name).write_text(text + tail)
+
+
+def test_records_give_their_texts_and_sums(tmp_path):
+    write(tmp_path, record(), record(repeat=1, text="b"))
+    found = earlier.Earlier(tmp_path, "s")
+    assert found.text(ASKED) == "é\n"
+    assert found.text({**ASKED, "repeat": 1}) == "b"
+    assert found.text({**ASKED, "doc_id": 4}) is None
+    assert (found.stats.requests, found.stats.counts.emitted, found.stats.prompt_tokens) == (
+        2,
+        12,
+        10,
+    )
+    assert found.stats.seconds["verify"] == 4.0
+    assert found.stats.as_dict()["tau"] == 3.0
+
+
+@pytest.mark.parametrize("whole_but_without_its_end", [True, False])
+def test_a_torn_last_line_is_cut_off_the_file(tmp_path, caplog, whole_but_without_its_end):
+    """A kept torn line would be glued to the next record; one that only looks whole, too."""
+    line = json.dumps(record(doc_id=4))
+    write(tmp_path, record(), tail=line if whole_but_without_its_end else line[:30])
+    found = earlier.Earlier(tmp_path, "s")
+    assert len(found) == 1
+    assert "a torn last line" in caplog.text
+    text = (tmp_path / "fly_requests_s.jsonl").read_text()
+    assert text == json.dumps(record(), ensure_ascii=False) + "\n"
+
+
+def test_a_line_broken_in_the_middle_of_the_file_is_an_error(tmp_path):
+    write(tmp_path, record(), tail='{"task"\n' + json.dumps(record(doc_id=1)) + "\n")
+    with pytest.raises(FlyError, match="line 2: not valid JSON"):
+        earlier.Earlier(tmp_path, "s")
+
+
+def test_two_records_of_one_request_are_refused(tmp_path):
+    write(tmp_path, record(), record())
+    with pytest.raises(FlyError, match="two records of task t, doc 3"):
+        earlier.Earlier(tmp_path, "s")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt_hash": "q"}, 'task t, doc 3: prompt_hash was "p", is now "q"'),
+        ({"doc_hash": "e"}, 'doc_hash was "d", is now "e"'),
+        ({"prompt_tokens": 6}, "prompt_tokens was 5, is now 6"),
+        ({"decoding": {**ASKED["decoding"], "budget": 9}}, "decoding.budget was 8, is now 9"),
+        (
+            {"decoding": {"budget": 8, "stops": ["x"]}},
+            "temperature was 0.0, is now absent",
+        ),
+    ],
+)
+def test_a_record_of_another_question_is_no_answer(tmp_path, change, message):
+    write(tmp_path, record())
+    with pytest.raises(FlyError) as caught:
+        earlier.Earlier(tmp_path, "s").text({**ASKED, **change})
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_records_that_nobody_asks_for_are_refused(tmp_path):
+    write(tmp_path, record(), record(task="other"))
+    found = earlier.Earlier(tmp_path, "s")
+    found.check_all_asked([ASKED, {**ASKED, "doc_id": 5}])
+    with pytest.raises(FlyError, match="task t, doc 3 is no longer asked for"):
+        found.check_all_asked([{**ASKED, "doc_id": 5}])
+
+
+def test_only_finished_requests_stay_in_the_trace(tmp_path):
+    """A traced request whose record was not written is decoded, and traced, again."""
+    write(tmp_path, record())
+    kept = {"task_name": "t", "doc_id": 3, "idx": 0, "repeat": 0, "request": 4, "finish": "eos"}
+    lost = {**kept, "repeat": 1, "request": 9}
+    write(tmp_path, kept, lost, tail='{"task_na', name="fly_trace_s.jsonl")
+    found = earlier.Earlier(tmp_path, "s")
+    assert found.traced_requests == 5
+    found.mend_trace()
+    path = tmp_path / "fly_trace_s.jsonl"
+    assert path.read_text() == json.dumps(kept) + "\n"
+    path.write_text(path.read_text() + json.dumps(lost) + "\n")
+    found.mend_trace()  # once only: what has joined since stays
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_without_files_nothing_is_finished(tmp_path):
+    found = earlier.Earlier(tmp_path, "s")
+    assert (len(found), found.traced_requests, found.stats.requests) == (0, 0, 0)
+
+
+def test_every_run_has_a_manifest_of_its_own(tmp_path):
+    """Two runs started in one second would share a file of records."""
+    first = Manifest.create(tmp_path, arguments={})
+    second = Manifest.create(tmp_path, arguments={})
+    assert first.path != second.path
+    assert manifest.find(str(tmp_path)).started == second.started
+    second.finish(tmp_path / "results_x.json")
+    assert manifest.find(str(tmp_path)).started == first.started
+    assert manifest.find(str(first.path)).started == first.started
+    assert manifest.find(str(tmp_path / "out.json")).started == first.started
+    first.finish(tmp_path / "results_y.json")
+    assert manifest.find(str(tmp_path)).results == tmp_path / "results_x.json"
+    for one in (first, second):
+        one.release()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [first.path.name, second.path.name]
+
+
+def test_one_process_at_a_time(tmp_path):
+    first = Manifest.create(tmp_path)
+    other = Manifest.read(first.path)
+    assert not other.hold()
+    first.release()
+    assert other.hold()
+    other.release()
+
+
+def test_facts_are_noted_once_and_then_compared(tmp_path):
+    first = Manifest.create(tmp_path)
+    first.agree("models", {"target": {"files": {"a.json": "1"}}, "many": (1, 2)})
+    again = Manifest.read(first.path)
+    again.agree("models", {"target": {"files": {"a.json": "1"}}, "many": (1, 2)})
+    with pytest.raises(FlyError, match=r'models\.target\.files\.a\.json was "1", is now "2": '):
+        again.agree("models", {"target": {"files": {"a.json": "2"}}, "many": (1, 2)})
+    with pytest.raises(FlyError, match=r"models\.many was absent, is now null|models\.new was abs"):
+        again.agree("models", {"target": {"files": {"a.json": "1"}}, "many": (1, 2), "new": None})
+    first.release()
+
+
+def test_a_kill_while_saving_leaves_the_old_manifest(tmp_path, monkeypatch):
+    found = Manifest.create(tmp_path)
+
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", killed)
+    found.data["x"] = 1
+    with pytest.raises(KeyboardInterrupt):
+        found.save()
+    monkeypatch.undo()
+    assert "x" not in manifest.find(str(tmp_path)).data
+    found.release()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "holds no fly_run_"),
+        ("{", "cannot be read"),
+        ('{"format": 99}', "not a run's manifest of this version"),
+    ],
+)
+def test_what_is_no_manifest_is_refused(tmp_path, text, message):
+    if text is not None:
+        (tmp_path / "fly_run_x.json").write_text(text)
+    with pytest.raises(FlyError, match=message):
+        manifest.find(str(tmp_path))
+    with pytest.raises(FlyError, match="no such folder"):
+        manifest.find(str(tmp_path / "nowhere"))
+
+
+def test_arguments_are_what_lm_eval_sees_without_secrets():
+    """Values of --config lie under the command line's; a token must not reach the disk."""
+    args = argparse.Namespace(
+        command="run", func=print, config="run.yaml", resume=None, tasks=None, limit=0.0,
+        model_args={"dtype": "float32"}, seed=[0, None], hf_hub_log_args={"token": "s", "org": "o"},
+    )  # fmt: skip
+    yaml_values = {"tasks": ["a"], "limit": 9, "model_args": "x=1", "gen_kwargs": "max_gen_toks=3"}
+    assert resume.given_arguments(args, yaml_values) == {
+        "tasks": ["a"], "limit": 0.0, "model_args": {"dtype": "float32"}, "seed": [0, None],
+        "gen_kwargs": {"max_gen_toks": 3}, "hf_hub_log_args": {"org": "o"},
+    }  # fmt: skip
+
+
+def test_the_namespace_becomes_the_run_s(tmp_path, monkeypatch):
+    """Paths are the run's wherever it lies now; a token is passed on, and never noted."""
+    folder = tmp_path / "out" / "m"
+    folder.mkdir(parents=True)
+    noted = {"output_path": "gone/out", "limit": 2.0, "hf_hub_log_args": {"org": "o"}}
+    run = Manifest.create(folder, arguments=noted, below=True, working_directory=str(tmp_path))
+    run.release()
+    monkeypatch.chdir(folder)
+    args = argparse.Namespace(
+        resume=str(tmp_path / "out"), config="x", hf_hub_log_args={"token": "s"}, limit=None
+    )
+    found = resume.reopen(args, {"output_path": "..", "hf_hub_log_args": {}, "limit": 2.0})
+    assert found.path == run.path
+    assert (args.config, args.limit, args.output_path) == (None, 2.0, str(tmp_path / "out"))
+    assert args.hf_hub_log_args == {"org": "o", "token": "s"}
+    assert os.getcwd() == str(tmp_path)
+    with pytest.raises(FlyError, match=r'--output_path was "gone/out", is now "else"'):
+        resume.reopen(args, {"output_path": "else"})
+
+
+def test_several_processes_do_not_resume(tmp_path, monkeypatch):
+    Manifest.create(tmp_path, arguments={}).release()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(FlyError, match="WORLD_SIZE=2: only runs of one process"):
+        resume.reopen(argparse.Namespace(resume=str(tmp_path)), {})
+    assert not resume.is_one_process()
+
+
+def test_a_model_is_known_by_its_files(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"1")
+    (tmp_path / "README.md").write_text("words")
+    first = fingerprint.of_model(ModelSource(str(tmp_path)))
+    (tmp_path / "README.md").write_text("other words")
+    assert fingerprint.of_model(ModelSource(str(tmp_path))) == first
+    (tmp_path / "model.safetensors").write_bytes(b"2")
+    assert fingerprint.of_model(ModelSource(str(tmp_path))) != first
+    (tmp_path / "x.gguf").write_bytes(b"")
+    os.truncate(tmp_path / "x.gguf", 2**24 + 1)
+    one = fingerprint.of_model(ModelSource(str(tmp_path), "x.gguf"))
+    os.utime(tmp_path / "x.gguf", (0, 0))  # a copy of the same file is the same model
+    assert fingerprint.of_model(ModelSource(str(tmp_path), "x.gguf")) == one
+    os.truncate(tmp_path / "x.gguf", 2**24)
+    with open(tmp_path / "x.gguf", "ab") as file:
+        file.write(b"1")
+    assert fingerprint.of_model(ModelSource(str(tmp_path), "x.gguf")) != one
+    assert fingerprint.of_model(ModelSource("no-org/no-model")) == {
+        "path": "no-org/no-model",
+        "commit": None,
+    }
+
+
+def test_a_torn_vocabulary_is_mended_and_not_written_twice(tmp_path):
+    path = tmp_path / "fly_vocabulary_x.jsonl"
+    path.write_text('{"id": 5, "text": "a"}\n{"id": 7, "te')
+    found = earlier.Earlier(tmp_path, "x")
+    assert found.traced_tokens == {5}
+    assert path.read_text() == '{"id": 5, "text": "a"}\n'
