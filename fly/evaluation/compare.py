@@ -123,11 +123,12 @@ def compare(
     for other in others:
         check_pairs(baseline, other)
     _check_metrics(baseline, metrics)
+    chosen = _in_all_runs(baseline, others, metrics)
     notes = list(dict.fromkeys(note for run in (baseline, *others) for note in run.notes))
     result = Result(
         baseline=baseline.name,
         baseline_speeds=_speeds(baseline, None),
-        others=[_against(baseline, other, demand, metrics) for other in others],
+        others=[_against(baseline, other, demand, chosen) for other in others],
         demand=demand,
         notes=notes,
     )
@@ -177,24 +178,39 @@ def _check_metrics(baseline: Measured, wanted: Sequence[str] | None) -> None:
             )
 
 
+def _in_all_runs(
+    baseline: Measured, others: Sequence[Measured], wanted: Sequence[str] | None
+) -> dict[str, list[Metric]]:
+    """The metrics to compare, by task: so that every run has the same rows."""
+    return {
+        name: [
+            metric
+            for metric in task.metrics
+            if (not wanted or metric.name in wanted or metric.label in wanted)
+            and all(_find(other.tasks[name], metric) for other in others)
+        ]
+        for name, task in baseline.tasks.items()
+    }
+
+
+def _find(task: Task, metric: Metric) -> Metric | None:
+    same = (m for m in task.metrics if (m.name, m.filter) == (metric.name, metric.filter))
+    return next(same, None)
+
+
 # ------------------------------------------------------------------------------------- scores
 
 
 def _against(
-    baseline: Measured, other: Measured, demand: Demand, wanted: Sequence[str] | None
+    baseline: Measured, other: Measured, demand: Demand, chosen: dict[str, list[Metric]]
 ) -> Against:
     rows = []
     primaries = []
-    for name, task in baseline.tasks.items():
-        theirs = {(m.name, m.filter): m for m in other.tasks[name].metrics}
-        metrics = [
-            metric
-            for metric in task.metrics
-            if (metric.name, metric.filter) in theirs
-            and (not wanted or metric.name in wanted or metric.label in wanted)
-        ]
+    for name, metrics in chosen.items():
         for index, metric in enumerate(metrics):
-            pair = _paired(metric, theirs[metric.name, metric.filter])
+            theirs = _find(other.tasks[name], metric)
+            assert theirs is not None  # chosen so
+            pair = _paired(metric, theirs)
             scores = statistics.compare_scores(
                 *pair,
                 higher_is_better=metric.higher_is_better,

@@ -164,6 +164,20 @@ def test_metrics_that_are_no_means_are_left_out_and_named(tmp_path):
         compare.compare(alone, [alone])
 
 
+def test_a_metric_that_one_run_lacks_does_not_shift_the_others_rows(tmp_path, capsys):
+    """The table reads rows by their place: each run must have the same."""
+    good = {"t": {"f": [0.5] * 300, "acc": SOLVED}}
+    torn = {"t": {"f": [float("nan")] * 300, "acc": corrupted(SOLVED)}}
+    folders = [write(tmp_path / n, m, tasks=t) for n, m, t in [
+        ("a", "target-only", good), ("b", "strict", good), ("c", "fly", torn)]]  # fmt: skip
+    base, *others = map(load, folders)
+    result = compare.compare(base, others)
+    assert [[row.metric for row in other.rows] for other in result.others] == [["acc"], ["acc"]]
+    assert result.notes == ["t f: not every document has a number; left out"]
+    assert fly("compare", *folders) == 0
+    assert "t: acc" in capsys.readouterr().out
+
+
 def test_speed_sums_repeats_and_is_silent_without_records(tmp_path):
     base = load(write(tmp_path / "a", "target-only", SOLVED, repeats=3, round_tokens=1, seconds=2))
     other = load(write(tmp_path / "b", "fly", SOLVED, repeats=3, round_tokens=3, seconds=0.5))
