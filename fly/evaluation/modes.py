@@ -16,7 +16,7 @@ from lm_eval.utils import simple_parse_args_string
 
 import fly
 from fly import config as fly_config
-from fly import loading
+from fly import loading, manifest
 from fly.errors import FlyError
 from fly.evaluation import runs
 
@@ -78,7 +78,8 @@ def run_missing(modes: Mapping[str, Mode], flags: Sequence[str], output: Path) -
     """Run what is not finished yet; the folder of each mode. flags: of `fly run`, for all modes.
 
     A mode is finished if its folder holds a run that this same command has made. A failed run
-    ends the comparison with FlyError; what has finished stays, and the next call goes on.
+    ends the comparison with FlyError; what has finished stays, and the next call goes on with the
+    rest, in the middle of a run if its records are there.
     """
     folders = {}
     for name, mode in modes.items():
@@ -87,9 +88,15 @@ def run_missing(modes: Mapping[str, Mode], flags: Sequence[str], output: Path) -
         if _is_finished(folder, mark):
             print(f"{name}: finished before, in {folder}", flush=True)
             continue
-        print(f"\n--- {name} ({len(folders)} of {len(modes)}) ---", flush=True)
-        _run(mode, flags, folder)
-        (folder / _MARK).write_text(json.dumps(mark) + "\n", encoding="utf-8")
+        goes_on = _was_cut_short(folder, mark)
+        how = ", going on" if goes_on else ""
+        print(f"\n--- {name} ({len(folders)} of {len(modes)}){how} ---", flush=True)
+        _set_mark(folder, {**mark, "finished": False})
+        if goes_on:
+            _run(mode, ["--resume", str(folder)], f"; to start it anew, remove {folder}")
+        else:
+            _run(mode, _arguments(mode, flags, folder))
+        _set_mark(folder, {**mark, "finished": True})
     return folders
 
 
@@ -98,27 +105,46 @@ def _hash(mode: Mode, flags: Sequence[str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _is_finished(folder: Path, mark: dict[str, str]) -> bool:
+def _is_finished(folder: Path, mark: dict[str, Any]) -> bool:
     try:
-        found = json.loads((folder / _MARK).read_text(encoding="utf-8"))
-        return bool(found == mark and runs.load(folder))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, FlyError):
+        return bool(_mark(folder) == {**mark, "finished": True} and runs.load(folder))
+    except FlyError:
         return False
 
 
-def _run(mode: Mode, flags: Sequence[str], folder: Path) -> None:
+def _was_cut_short(folder: Path, mark: dict[str, Any]) -> bool:
+    """Whether this same command began the run there, and `--resume` can go on with it."""
+    if _mark(folder) != {**mark, "finished": False}:
+        return False
+    return any(not run.finished for run in manifest.all_in(folder))
+
+
+def _mark(folder: Path) -> Any:
+    try:
+        return json.loads((folder / _MARK).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError):
+        return None
+
+
+def _set_mark(folder: Path, mark: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / _MARK).unlink(missing_ok=True)  # until this run has ended, an older one's is untrue
-    command = [
-        *(sys.executable, "-m", "fly", "run"),
+    (folder / _MARK).write_text(json.dumps(mark) + "\n", encoding="utf-8")
+
+
+def _arguments(mode: Mode, flags: Sequence[str], folder: Path) -> list[str]:
+    return [
         *flags,
         *("--model", mode.model, "--model_args", json.dumps(mode.model_args)),
         *("--output_path", str(folder), "--log_samples"),
     ]
+
+
+def _run(mode: Mode, arguments: Sequence[str], way_out: str = "") -> None:
+    command = [sys.executable, "-m", "fly", "run", *arguments]
     status = subprocess.run(command, check=False).returncode
     if status:
         how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
         raise FlyError(
             f"mode {mode.name} failed ({how}); finished modes are kept: the same command goes on "
-            f"with {mode.name}"
+            f"with {mode.name}{way_out}"
         )

@@ -15,7 +15,9 @@ import transformers
 import yaml
 from lm_eval._cli import HarnessCLI
 
+from fly.errors import FlyError
 from fly.evaluation import modes
+from fly.manifest import Manifest
 from tests import tiny
 from tests.integration.test_cli import config_file, run, task_dir  # noqa: F401  fixtures
 
@@ -90,6 +92,30 @@ def test_modes_are_run_once_compared_and_judged(
     code = run(*common, "--baseline", stored, "--gen_kwargs", "max_gen_toks=5")
     assert code == 2
     assert "decoded otherwise (gen_kwargs" in capfd.readouterr().err.splitlines()[-1]
+
+
+def test_a_mode_that_was_cut_short_goes_on(tmp_path, monkeypatch):
+    """Killed in the middle of a mode, a comparison must neither decode again what is recorded nor
+    go on with a run of another command."""
+    calls = []
+
+    def cut_short(command, check):
+        calls.append(command[4:])
+        return subprocess.CompletedProcess(command, -9)
+
+    monkeypatch.setattr(modes.subprocess, "run", cut_short)
+    mode = modes.Mode("fly", "fly", {}, "identity")
+    folder = tmp_path / "fly"
+    with pytest.raises(FlyError, match="killed by signal 9.*goes on with fly$"):
+        modes.run_missing({"fly": mode}, ["--limit", "1"], tmp_path)
+    Manifest.create(folder, arguments={}).release()
+    with pytest.raises(FlyError, match="goes on with fly; to start it anew, remove"):
+        modes.run_missing({"fly": mode}, ["--limit", "1"], tmp_path)
+    with pytest.raises(FlyError, match="goes on with fly$"):
+        modes.run_missing({"fly": mode}, ["--limit", "2"], tmp_path)
+    assert calls[0][:2] == ["--limit", "1"]
+    assert calls[1] == ["--resume", str(folder)]
+    assert calls[2][:2] == ["--limit", "2"]
 
 
 def test_a_failing_mode_ends_with_one_line_and_keeps_the_finished(
