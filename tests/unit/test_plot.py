@@ -12,7 +12,7 @@ from fly.errors import FlyError
 from fly.evaluation import plotting, runs, settings
 from fly.evaluation.plotting.data import collect, pareto
 from tests.integration.test_cli import run
-from tests.written_runs import write_run
+from tests.runs_to_plot import write_run
 
 SOLVED = [1.0] * 9 + [0.0]
 ONE_LOST = [0.0] + [1.0] * 8 + [0.0]
