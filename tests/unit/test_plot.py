@@ -1,6 +1,7 @@
 """`fly plot` on written runs: the numbers, what is left out and why, and what the figures hold."""
 
 import csv
+import json
 import re
 import sys
 from xml.etree import ElementTree
@@ -10,8 +11,8 @@ import pytest
 from fly.errors import FlyError
 from fly.evaluation import plotting, runs, settings
 from fly.evaluation.plotting.data import collect, pareto
-from tests.configured_runs import write_run
 from tests.integration.test_cli import run
+from tests.runs_to_plot import write_run
 
 SOLVED = [1.0] * 9 + [0.0]
 ONE_LOST = [0.0] + [1.0] * 8 + [0.0]
@@ -99,10 +100,18 @@ def test_a_baseline_that_solves_nothing_has_no_recovery(tmp_path):
 
 
 def test_speeds_are_of_the_task_alone_where_there_are_records(tmp_path):
-    write_run(tmp_path, {"a": SOLVED, "b": SOLVED[:1]}, use_sd=False, with_records=False)
-    write_run(tmp_path, {"a": SOLVED, "b": SOLVED[:1]}, seconds=5.0)
+    """A slow task must not slow the others' points; without records the run's speed is all."""
+    scores = {"a": SOLVED, "b": SOLVED[:1]}
+    write_run(tmp_path, scores, use_sd=False, with_records=False)
+    write_run(tmp_path, scores, seconds=5.0)
+    (file,) = tmp_path.glob("fly_requests_*.jsonl")
+    records = runs.read_lines(file)
+    for record in records:
+        if record["task"] == "b":
+            record["seconds"] = {phase: 4 * value for phase, value in record["seconds"].items()}
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
     data = collect(runs.load_all(tmp_path))
-    assert [p.speedup for p in data.points] == pytest.approx([1, 1, 2, 2])
+    assert [p.speedup for p in data.points] == pytest.approx([1, 1, 2, 0.5])
     assert data.tasks == ["a", "b"]
 
 
