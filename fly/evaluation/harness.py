@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from lm_eval import simple_evaluate
@@ -9,7 +10,7 @@ from lm_eval.tasks import TaskManager
 
 from fly.paths import data_dir
 
-_tasks: TaskManager | None = None
+_managers: dict[str | None, TaskManager] = {}
 
 
 def evaluate(
@@ -22,19 +23,50 @@ def evaluate(
     num_fewshot: int | None = None,
 ) -> list[dict[str, Any]]:
     """lm-eval's samples of these documents of fly's tasks."""
-    global _tasks
-    _tasks = _tasks or TaskManager(include_path=str(data_dir("lm_eval_tasks")))
-    result = simple_evaluate(
-        model=model,
-        tasks=[task],
+    result = run_tasks(
+        model,
+        [task],
         samples={task: documents},
-        task_manager=_tasks,
+        chat=chat,
+        gen_kwargs=gen_kwargs,
+        num_fewshot=num_fewshot,
+        confirm_run_unsafe_code=True,
+    )
+    samples: list[dict[str, Any]] = result["samples"][task]
+    return samples
+
+
+def run_tasks(
+    model: Any,
+    tasks: Sequence[str],
+    *,
+    limit: int | None = None,
+    samples: dict[str, list[int]] | None = None,
+    chat: bool = False,
+    gen_kwargs: str | None = None,
+    num_fewshot: int | None = None,
+    include_path: str | None = None,
+    confirm_run_unsafe_code: bool = False,
+) -> dict[str, Any]:
+    """lm-eval's results, samples included; fly's tasks go before lm-eval's, the user's before both.
+
+    limit: the first so many documents of every task; samples: these, by task.
+    """
+    if include_path not in _managers:
+        paths = [str(data_dir("lm_eval_tasks")), *([include_path] if include_path else [])]
+        _managers[include_path] = TaskManager(include_path=paths)
+    result: Any = simple_evaluate(
+        model=model,
+        tasks=list(tasks),
+        limit=limit,
+        samples=samples,
+        task_manager=_managers[include_path],
         num_fewshot=num_fewshot,
         apply_chat_template=chat,
         fewshot_as_multiturn=chat,
         gen_kwargs=gen_kwargs,
-        confirm_run_unsafe_code=True,
+        confirm_run_unsafe_code=confirm_run_unsafe_code,
         bootstrap_iters=0,
     )
-    samples: list[dict[str, Any]] = result["samples"][task]
-    return samples
+    found: dict[str, Any] = result
+    return found

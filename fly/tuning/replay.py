@@ -63,6 +63,7 @@ class Tree:
     after_own: list[int] = field(default_factory=list)
     after_draft: list[int] = field(default_factory=list)
     gates: dict[str, list[float]] = field(default_factory=dict)
+    _known: dict[tuple[Gate, ...], list[bool]] = field(default_factory=dict, repr=False)
 
     def add(self, own: int, drafted: int, gates: dict[str, float]) -> int:
         """A state whose successors are set later; returns its number."""
@@ -76,10 +77,10 @@ class Tree:
 
     def passes(self, gates: tuple[Gate, ...]) -> list[bool]:
         """By state: would its drafted token pass all gates? Raises TypeError for other rules'."""
-        result = [True] * len(self.own)
-        for gate in gates:
-            result = [so_far and one for so_far, one in zip(result, self._passes(gate))]
-        return result
+        if gates not in self._known:
+            each = [self._passes(gate) for gate in gates]
+            self._known[gates] = [all(gate[i] for gate in each) for i in range(len(self.own))]
+        return self._known[gates]
 
     def _passes(self, gate: Gate) -> list[bool]:
         if isinstance(gate, EntropyGate):
@@ -210,7 +211,9 @@ class Recorder:
         return [until_eos(chain, self._eos_ids) for chain in chains]
 
 
-def _graft(tree: Tree, leaf: int, end: int, states: list[tuple[int, int, dict[str, float]]]) -> None:
+def _graft(
+    tree: Tree, leaf: int, end: int, states: list[tuple[int, int, dict[str, float]]]
+) -> None:
     """Put a branch's states behind `leaf`; where it is left, the text goes on at that offset."""
     previous = leaf
     for offset, (own, token, gates) in enumerate(states, start=leaf + 1):
