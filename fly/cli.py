@@ -20,10 +20,11 @@ from fly import config as fly_config
 from fly import loading, session
 from fly.commands import config as config_command
 from fly.commands import pair as pair_command
+from fly.commands import tune as tune_command
 from fly.errors import FlyError
 from fly.paths import data_dir
 
-_COMMANDS = (config_command, pair_command)
+_COMMANDS = (config_command, pair_command, tune_command)
 _HF_NAMES = ("hf", "hf-auto", "huggingface")
 
 

@@ -65,6 +65,22 @@ class PassSeconds:
         return {**asdict(self), "by_width": {str(w): s for w, s in self.by_width.items()}}
 
 
+def timed(
+    run: Run,
+    width: int,
+    context: int,
+    times: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """Seconds of so many equal passes."""
+    seconds = []
+    for _ in range(times):
+        start = clock()
+        run(width, context)
+        seconds.append(clock() - start)
+    return seconds
+
+
 def measure(
     run: Run,
     widths: Sequence[int],
@@ -77,19 +93,15 @@ def measure(
     """Time every width at every context, `sweeps` times over, each pass next to an anchor."""
     widths, contexts = sorted(set(widths)), sorted(set(contexts))
 
-    def timed(width: int, context: int) -> float:
-        start = clock()
-        run(width, context)
-        return clock() - start
-
     for width in widths:  # the first pass of a shape also builds its kernels
         run(width, contexts[0])
     anchors: list[float] = []
     ratios: dict[tuple[int, int], list[float]] = {(w, c): [] for w in widths for c in contexts}
     for sweep in range(sweeps):
         for width, context in ratios:
-            anchors.append(timed(widths[0], contexts[0]))
-            ratios[width, context].append(timed(width, context) / max(anchors[-1], 1e-9))
+            anchors += timed(run, widths[0], contexts[0], 1, clock)
+            (seconds,) = timed(run, width, context, 1, clock)
+            ratios[width, context].append(seconds / max(anchors[-1], 1e-9))
         done(sweep + 1)
     anchor = median(anchors)
     by_width = {w: tuple(median(ratios[w, c]) * anchor for c in contexts) for w in widths}

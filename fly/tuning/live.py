@@ -184,4 +184,3 @@ def scores(result: dict[str, Any]) -> dict[str, Scores]:
                     name = f"{task},{sample['filter']},{metric}"
                     found.setdefault(name, {})[int(sample["doc_id"])] = float(value)
     return found
-
