@@ -17,7 +17,7 @@ class Positional(Script):
     is_draft: bool = False
 
     def _hash(self, what, prefix):
-        return super()._hash(what, [len(prefix) % 256, len(prefix) // 256])
+        return super()._hash(what, [len(prefix) % 200, len(prefix) // 200])
 
     def choice(self, prefix):
         own = super().choice(prefix)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +70,8 @@ def _tune(args: argparse.Namespace) -> None:
     options = Options(args.output, args.candidates, args.max_changed, args.min_recovery)
     facts = report.device_facts(lm.device)
     print(f"tuning for {facts['name']} ({facts['type']}, {facts['threads']} threads)")
-    tuning = Tuner(lm, workload, options).run()
+    with _quiet("lm_eval"):  # it would tell the same of every run, between our lines
+        tuning = Tuner(lm, workload, options).run()
     record = args.output.with_name(f"fly_tune_{time.strftime('%Y-%m-%dT%H-%M-%S')}.json")
     output.write_record(record, tuning, lm, workload, options)
     output.print_table(tuning, args.min_recovery)
@@ -84,12 +88,22 @@ def _tune(args: argparse.Namespace) -> None:
     print(f"configuration: {args.output}")
 
 
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """A package's log, warnings only."""
+    log = logging.getLogger(name)
+    before = log.level
+    log.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
 def _checked(args: argparse.Namespace) -> dict[str, Any]:
     """Refuse what can be refused before models load; the model's arguments."""
     if args.batch_size != "1":
-        raise FlyError(
-            f"--batch_size {args.batch_size}: fly tune predicts one row in flight: use 1"
-        )
+        raise FlyError(f"--batch_size {args.batch_size}: fly tune predicts one row: use 1")
     for name, least in (("limit", 1), ("candidates", 1), ("max_gen_toks", 2)):
         value = getattr(args, name)
         if value is not None and value < least:

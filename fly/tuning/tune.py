@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -175,10 +175,12 @@ class Tuner:
         if self._target_costs is None:
             self._anchor = costs.target_pass(target, text, room)
             widths = [1, *(k + 1 for k in self._grid.spd_k)]
-            self._target_costs = costs.measure(self._anchor, widths, contexts, sweeps=_SWEEPS)
+            self._target_costs = self._timed(self._anchor, widths, contexts)
         run = costs.draft_pass(draft, text, room)
-        found = costs.measure(run, range(1, guess + 3), contexts, sweeps=_SWEEPS)
-        return found, draft.relative_cost
+        return self._timed(run, range(1, guess + 3), contexts), draft.relative_cost
+
+    def _timed(self, run: costs.Run, widths: Sequence[int], contexts: Sequence[int]) -> PassSeconds:
+        return costs.measure(run, widths, contexts, sweeps=_SWEEPS)
 
     def _replay(self, quantization: str, first: Outcome) -> list[Replay]:
         narrow = quantization == "int4"
