@@ -38,6 +38,13 @@ def add_command(subparsers: Any) -> None:
         help="largest share of tokens that a candidate may let in against the target's choice, "
         "as predicted (0.03)",
     )
+    add(
+        "--draft_quantization",
+        nargs="+",
+        metavar="Q",
+        choices=("none", "int4", "int8", "fp8"),
+        help="draft weights to try (all that this device has)",
+    )
     add("--max_gen_toks", type=int, help="instead of the tasks' own")
     add("--num_fewshot", type=int)
     add("--batch_size", default="1", help="rows in flight; only 1 is predicted")
@@ -67,7 +74,8 @@ def _tune(args: argparse.Namespace) -> None:
         include_path=args.task_folder,
         confirm_run_unsafe_code=args.confirm_run_unsafe_code,
     )
-    options = Options(args.output, args.candidates, args.max_changed, args.min_recovery)
+    kinds = _quantizations(args.draft_quantization, lm.quantizations())
+    options = Options(args.output, kinds, args.candidates, args.max_changed, args.min_recovery)
     facts = report.device_facts(lm.device)
     print(f"tuning for {facts['name']} ({facts['type']}, {facts['threads']} threads)")
     with _quiet("lm_eval"):  # it would tell the same of every run, between our lines
@@ -86,6 +94,16 @@ def _tune(args: argparse.Namespace) -> None:
         sys.exit(1)
     output.write_config(args.output, args.file, best, tuning, workload, options, record)
     print(f"configuration: {args.output}")
+
+
+def _quantizations(asked: list[str] | None, here: list[str]) -> list[str]:
+    """Those to try: the given configuration's own is always among them, and first."""
+    missing = [kind for kind in asked or [] if kind not in here]
+    if missing:
+        raise FlyError(
+            f"--draft_quantization {missing[0]}: not to be had here: choose from {', '.join(here)}"
+        )
+    return [kind for kind in here if asked is None or kind in asked or kind == here[0]]
 
 
 @contextmanager

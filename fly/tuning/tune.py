@@ -23,15 +23,18 @@ from fly.tuning.search import Grid, Machine, Prediction, choose, kind, predict, 
 
 _SWEEPS = 7
 _ANCHORS = 5  # passes timed before and after a real run
+_OF_DRAFT = ("costs", "replay")
 _NARROW = 4  # rows and tokens of one pass that int4 weights serve as int4
 
 
 @dataclass(frozen=True)
 class Options:
-    """candidates: real runs beside the given configuration's. max_changed: see search.choose.
-    min_recovery: the least share of the target's score that a configuration must keep."""
+    """quantizations: of the draft, to try; the one in use first. candidates: real runs beside the
+    given configuration's. max_changed: see search.choose. min_recovery: the least share of the
+    target's score that a configuration must keep."""
 
     output: Path
+    quantizations: list[str]
     candidates: int = 3
     max_changed: float = 0.03
     min_recovery: float = 0.99
@@ -83,7 +86,7 @@ class Tuner:
 
     def __init__(self, lm: TunedLM, workload: Workload, options: Options) -> None:
         self._lm, self._workload, self._options = lm, workload, options
-        self._kinds = lm.quantizations()
+        self._kinds = options.quantizations
         self._given = fly_config.build(
             {**lm.given.model_dump(), "draft_quantization": lm.quantization}, "tune"
         )
@@ -91,7 +94,7 @@ class Tuner:
         self._plan = Plan(
             [
                 "the target alone",
-                *[f"replay, draft weights: {kind}" for kind in self._kinds],
+                *[f"{what}, draft weights: {kind}" for kind in self._kinds for what in _OF_DRAFT],
                 "search",
                 *[f"real run {number}" for number in range(1, options.candidates + 2)],
             ]
@@ -112,9 +115,10 @@ class Tuner:
         pass_cost: dict[str, Callable[[int], float]] = {}
         replays: dict[str, list[Replay]] = {}
         for quantization in self._kinds:
-            self._plan.start(f"replay, draft weights: {quantization}")
+            self._plan.start(f"costs, draft weights: {quantization}")
             self._lm.use(self._with(quantization))
             drafts[quantization], pass_cost[quantization] = self._measure(first)
+            self._plan.start(f"replay, draft weights: {quantization}")
             replays[quantization] = self._replay(quantization, first)
             gc.collect()
         assert self._target_costs is not None
@@ -151,7 +155,8 @@ class Tuner:
     def _expect(self, first: Outcome) -> None:
         """Rough lengths of what follows, to be corrected by what the first of a kind takes."""
         for quantization in self._kinds:
-            self._plan.expect(f"replay, draft weights: {quantization}", 0.4 * first.seconds)
+            self._plan.expect(f"costs, draft weights: {quantization}", 20)
+            self._plan.expect(f"replay, draft weights: {quantization}", 0.3 * first.seconds)
         self._plan.expect("search", 30 + 0.2 * first.stats["emitted"] / 10)
         for number in range(1, self._options.candidates + 2):
             self._plan.expect(f"real run {number}", 0.6 * first.seconds)
@@ -180,7 +185,9 @@ class Tuner:
         return self._timed(run, range(1, guess + 3), contexts), draft.relative_cost
 
     def _timed(self, run: costs.Run, widths: Sequence[int], contexts: Sequence[int]) -> PassSeconds:
-        return costs.measure(run, widths, contexts, sweeps=_SWEEPS)
+        return costs.measure(
+            run, widths, contexts, sweeps=_SWEEPS, done=lambda n: self._plan.step(n, _SWEEPS)
+        )
 
     def _replay(self, quantization: str, first: Outcome) -> list[Replay]:
         narrow = quantization == "int4"

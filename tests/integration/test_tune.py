@@ -43,7 +43,7 @@ def test_a_tune_from_end_to_end(arguments, saved_pair, capsys):
     out, folder = arguments["--output"], arguments["--output"].parent
     assert "predicted" in printed.out
     assert f"configuration: {out}" in printed.out
-    assert "[1/7] the target alone" in printed.err
+    assert "[1/8] the target alone" in printed.err
     assert "left in all" in printed.err
 
     assert run("config", "check", out) == 0
@@ -123,6 +123,13 @@ def test_bad_usage_ends_before_models_load(arguments, capsys, monkeypatch, chang
     monkeypatch.setattr("fly.lm.FlyLM._load", lambda *a, **k: pytest.fail("models were loaded"))
     assert tune_it(arguments, **changed) == 2
     assert message in capsys.readouterr().err
+
+
+def test_draft_weights_that_are_not_to_be_had(arguments, capsys):
+    assert tune_it(arguments, draft_quantization="fp8") == 2
+    assert "--draft_quantization fp8: not to be had here: choose from none" in (
+        capsys.readouterr().err
+    )
 
 
 def test_sampling_is_refused(arguments, task_dir, capsys):  # noqa: F811
