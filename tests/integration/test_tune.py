@@ -38,7 +38,7 @@ def tune_it(arguments, *flags, **changed):
 
 
 def test_a_tune_from_end_to_end(arguments, saved_pair, capsys):
-    assert tune_it(arguments, min_recovery=0) == 0
+    assert tune_it(arguments, min_recovery=0, max_changed=1) == 0
     printed = capsys.readouterr()
     out, folder = arguments["--output"], arguments["--output"].parent
     assert "predicted" in printed.out
