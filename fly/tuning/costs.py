@@ -1,8 +1,8 @@
 """What passes cost on this machine, measured beside an anchor.
 
-A shared machine changes its pace from second to second. So every pass is timed next to an anchor,
-the narrowest pass: ratios of neighbours are steady where seconds are not. The median ratio times
-the anchor's median is the pass's cost.
+A shared machine changes its pace from second to second. So every pass of either model is timed
+next to an anchor, the target's narrowest pass: ratios of neighbours are steady where seconds are
+not. The median ratio times the anchor's median is the pass's cost.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PassSeconds:
     """Seconds of one model's pass over one row.
 
     by_width: for every measured width, the seconds at each of `contexts` (tokens in the cache).
-    anchor: seconds of the narrowest pass at the first context, in all that were timed.
+    anchor: seconds of the anchor, in which all were measured.
     """
 
     contexts: tuple[int, ...]
@@ -66,19 +66,23 @@ class PassSeconds:
 
 
 def timed(
-    run: Run,
-    width: int,
-    context: int,
-    times: int,
-    clock: Callable[[], float] = time.perf_counter,
+    run: Callable[[], None], times: int, clock: Callable[[], float] = time.perf_counter
 ) -> list[float]:
     """Seconds of so many equal passes."""
     seconds = []
     for _ in range(times):
         start = clock()
-        run(width, context)
+        run()
         seconds.append(clock() - start)
     return seconds
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """The pass beside which others are timed, and what it takes: one pace for all costs."""
+
+    run: Callable[[], None]
+    seconds: float
 
 
 def measure(
@@ -87,25 +91,33 @@ def measure(
     contexts: Sequence[int],
     *,
     sweeps: int,
+    anchor: Anchor | None = None,
     clock: Callable[[], float] = time.perf_counter,
     done: Callable[[int], None] = lambda sweep: None,
 ) -> PassSeconds:
-    """Time every width at every context, `sweeps` times over, each pass next to an anchor."""
-    widths, contexts = sorted(set(widths)), sorted(set(contexts))
+    """Time every width at every context, `sweeps` times over, each pass next to an anchor.
 
+    anchor: another model's; None takes this one's narrowest pass, and its median seconds here.
+    """
+    widths, contexts = sorted(set(widths)), sorted(set(contexts))
     for width in widths:  # the first pass of a shape also builds its kernels
         run(width, contexts[0])
+    beside = anchor.run if anchor else lambda: run(widths[0], contexts[0])
     anchors: list[float] = []
     ratios: dict[tuple[int, int], list[float]] = {(w, c): [] for w in widths for c in contexts}
     for sweep in range(sweeps):
         for width, context in ratios:
-            anchors += timed(run, widths[0], contexts[0], 1, clock)
-            (seconds,) = timed(run, width, context, 1, clock)
-            ratios[width, context].append(seconds / max(anchors[-1], 1e-9))
+            start = clock()
+            beside()
+            middle = clock()
+            run(width, context)
+            end = clock()
+            anchors.append(middle - start)
+            ratios[width, context].append((end - middle) / max(middle - start, 1e-9))
         done(sweep + 1)
-    anchor = median(anchors)
-    by_width = {w: tuple(median(ratios[w, c]) * anchor for c in contexts) for w in widths}
-    return PassSeconds(tuple(contexts), by_width, anchor)
+    unit = anchor.seconds if anchor else median(anchors)
+    by_width = {w: tuple(median(ratios[w, c]) * unit for c in contexts) for w in widths}
+    return PassSeconds(tuple(contexts), by_width, unit)
 
 
 def target_pass(runner: ModelRunner, tokens: list[int], longest: int) -> Run:

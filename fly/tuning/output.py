@@ -127,10 +127,10 @@ def print_table(tuning: Tuning, least: float) -> None:
     )
     Console(width=None if sys.stdout.isatty() else 140).print(table)
     for run in tuning.runs:
-        if abs(run.pace - 1) > 0.1:
+        if abs(run.pace - 1) > 0.1 and run.error_at_pace is not None:
             print(
-                f"note: while {_name(run)} ran, passes took {run.pace:.2f} times as long as when "
-                "their costs were measured: its error is not the prediction's alone"
+                f"note: beside {_name(run)}, passes took {run.pace:.2f} times as long as when "
+                f"costs were measured; at that pace its error would be {run.error_at_pace:+.1%}"
             )
 
 

@@ -34,9 +34,6 @@ class Plan:
         if stage in self._expected and stage not in self._took:
             self._expected[stage] = seconds
 
-    def took(self, stage: str) -> float:
-        return self._took[stage]
-
     def skip(self, stage: str) -> None:
         """The stage is not needed after all."""
         self._took[stage] = 0.0

@@ -59,6 +59,11 @@ class Run:
             return None
         return self.predicted.tok_s / self.outcome.tok_s - 1
 
+    @property
+    def error_at_pace(self) -> float | None:
+        """The same, had the costs been measured at the run's own pace."""
+        return None if self.error is None else (1 + self.error) / self.pace - 1
+
     def held(self, least: float) -> bool:
         return all(recovery.held(least) for recovery in self.recoveries)
 
@@ -100,7 +105,7 @@ class Tuner:
             ]
         )
         self._target_costs: PassSeconds | None = None
-        self._anchor: Callable[[int, int], None] | None = None
+        self._anchor: costs.Anchor | None = None
 
     def run(self) -> Tuning:
         """Everything from the baseline to the real runs. Raises FlyError if nothing can be told."""
@@ -178,15 +183,21 @@ class Tuner:
         contexts = (min(contexts[0], most), min(contexts[1], most))
         room = contexts[1] + max(widest, guess + 2)
         if self._target_costs is None:
-            self._anchor = costs.target_pass(target, text, room)
+            verify = costs.target_pass(target, text, room)
             widths = [1, *(k + 1 for k in self._grid.spd_k)]
-            self._target_costs = self._timed(self._anchor, widths, contexts)
+            self._target_costs = self._timed(verify, widths, contexts)
+            self._anchor = costs.Anchor(lambda: verify(1, contexts[0]), self._target_costs.anchor)
         run = costs.draft_pass(draft, text, room)
         return self._timed(run, range(1, guess + 3), contexts), draft.relative_cost
 
     def _timed(self, run: costs.Run, widths: Sequence[int], contexts: Sequence[int]) -> PassSeconds:
         return costs.measure(
-            run, widths, contexts, sweeps=_SWEEPS, done=lambda n: self._plan.step(n, _SWEEPS)
+            run,
+            widths,
+            contexts,
+            sweeps=_SWEEPS,
+            anchor=self._anchor,
+            done=lambda n: self._plan.step(n, _SWEEPS),
         )
 
     def _replay(self, quantization: str, first: Outcome) -> list[Replay]:
@@ -246,8 +257,7 @@ class Tuner:
 
     def _anchor_seconds(self) -> list[float]:
         assert self._anchor is not None
-        assert self._target_costs is not None
-        return costs.timed(self._anchor, 1, self._target_costs.contexts[0], _ANCHORS)
+        return costs.timed(self._anchor.run, _ANCHORS)
 
 
 def summary(tuning: Tuning, least: float) -> list[dict[str, Any]]:
@@ -264,6 +274,7 @@ def summary(tuning: Tuning, least: float) -> list[dict[str, Any]]:
             "predicted_decode_tok_s": run.predicted and round(run.predicted.tok_s, 3),
             "measured_decode_tok_s": run.outcome.tok_s,
             "error": None if run.error is None else round(run.error, 4),
+            "error_at_pace": None if run.error_at_pace is None else round(run.error_at_pace, 4),
             "predicted_tau": run.predicted and round(run.predicted.tau, 3),
             "measured_tau": run.outcome.stats["tau"],
             "predicted_changed": run.predicted and round(run.predicted.changed, 4),

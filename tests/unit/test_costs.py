@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from fly.tuning.costs import PassSeconds, measure, timed, typical_contexts
+from fly.tuning.costs import Anchor, PassSeconds, measure, timed, typical_contexts
 from fly.tuning.simulate import Passes
 
 
@@ -68,7 +68,19 @@ def test_noise_never_makes_longer_contexts_cheaper():
 
 def test_timed_gives_each_pass():
     machine = Machine(lambda now: 2.0)
-    assert timed(machine.run, 1, 100, 3, machine.clock) == pytest.approx([2.4] * 3)
+    assert timed(lambda: machine.run(1, 100), 3, machine.clock) == pytest.approx([2.4] * 3)
+
+
+def test_another_models_anchor_sets_the_pace():
+    """Costs of two models measured an hour apart, on a machine three times slower by then, are
+    comparable: catches an anchor of the draft's own."""
+    early, late = Machine(lambda now: 1.0), Machine(lambda now: 3.0)
+    target = measure(early.run, [1, 5], [100], sweeps=3, clock=early.clock)
+    anchor = Anchor(lambda: late.run(1, 100), target.anchor)
+    found = measure(late.run, [1, 5, 9], [100], sweeps=3, anchor=anchor, clock=late.clock)
+    assert found.at(9, 100) == pytest.approx(expected(9, 100))
+    assert found.at(5, 100) == pytest.approx(target.at(5, 100))
+    assert found.anchor == target.anchor
 
 
 def test_typical_contexts_lie_between_prompts_and_ends():
