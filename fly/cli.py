@@ -24,6 +24,7 @@ from fly.commands import pair as pair_command
 from fly.commands import plot as plot_command
 from fly.commands import report as report_command
 from fly.commands import trace as trace_command
+from fly.commands import tune as tune_command
 from fly.errors import FlyError
 from fly.paths import data_dir
 
@@ -34,6 +35,7 @@ _COMMANDS = (
     plot_command,
     report_command,
     trace_command,
+    tune_command,
 )
 _HF_NAMES = ("hf", "hf-auto", "huggingface")
 

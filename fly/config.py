@@ -25,6 +25,7 @@ DrafterName = Literal["model", "ngram", "cascade"]
 EntropyKind = Literal["top3", "full", "normalized"]
 Verification = Literal["fly", "exact", "typical", "top_k", "accept_all"]
 Quantization = Literal["auto", "none", "int4", "int8", "fp8"]
+_NOT_SETTINGS = ("$schema", "$comment")  # for editors and readers; in no hash
 
 
 class FlyConfig(BaseModel):
@@ -300,7 +301,7 @@ def check_consistency(config: FlyConfig, where: str) -> None:
 
 def build(values: Mapping[str, Any], where: str) -> FlyConfig:
     """Validate `values`; `where` names the file or source in error messages."""
-    values = {key: value for key, value in values.items() if key != "$schema"}
+    values = {key: value for key, value in values.items() if key not in _NOT_SETTINGS}
     if unknown := [key for key in values if key not in FlyConfig.model_fields]:
         raise FlyError(_unknown_key(unknown[0], where))
     try:
@@ -423,5 +424,8 @@ def schema() -> dict[str, Any]:
     result = FlyConfig.model_json_schema()
     result["title"] = "fly: one draft-target pair"
     result["properties"]["$schema"] = {"type": "string"}
+    result["properties"]["$comment"] = {
+        "description": "For the reader, of any type; ignored. `fly tune` puts its evidence here."
+    }
     result["properties"] = dict(sorted(result["properties"].items()))
     return result

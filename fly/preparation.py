@@ -10,13 +10,14 @@ import logging
 import os
 import time
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
 
-from fly.config import FlyConfig
+from fly.config import FlyConfig, Quantization
 from fly.decoding import linears
 from fly.errors import FlyError
 
@@ -48,7 +49,7 @@ def prepare(
     start = time.perf_counter()
     draft_parameters = None if draft is None else draft.num_parameters()
     how_target = _pack(target, "target", config)
-    how_draft = None if draft is None else _prepare_draft(draft, config)
+    how_draft = None if draft is None else prepare_draft(draft, config)
     return Preparation(how_target, how_draft, draft_parameters, time.perf_counter() - start)
 
 
@@ -63,7 +64,15 @@ def _pack(model: PreTrainedModel, role: str, config: FlyConfig) -> str:
     return "graphs" if model.device.type == "cuda" else "eager"
 
 
-def _prepare_draft(model: PreTrainedModel, config: FlyConfig) -> str:
+def quantizations(draft: PreTrainedModel) -> list[Quantization]:
+    """The values of draft_quantization that this machine can give a freshly loaded draft."""
+    if draft.device.type == "cpu":
+        return ["none"] if linears.why_not_packed(draft) else ["int4", "int8", "none"]
+    return ["none", "int8", "fp8"] if find_spec("torchao") else ["none"]
+
+
+def prepare_draft(model: PreTrainedModel, config: FlyConfig) -> str:
+    """Pack or quantise a freshly loaded draft in place; returns what was done."""
     kind = config.draft_quantization
     reason = linears.why_not_packed(model)
     on_cpu = model.device.type == "cpu"

@@ -50,6 +50,24 @@ def entropy(logits: Tensor, kind: EntropyKind) -> Tensor:
     return nats / math.log(logits.shape[-1]) if kind == "normalized" else nats
 
 
+def margin(logits_MV: Tensor) -> Tensor:
+    """By how much the target's two largest probabilities differ. [M]."""
+    logits_MV = logits_MV.float()
+    top_M2 = (logits_MV.topk(2).values - logits_MV.logsumexp(-1, keepdim=True)).exp()
+    return top_M2[:, 0] - top_M2[:, 1]
+
+
+def ratio(logits_MV: Tensor, token_M: Tensor) -> Tensor:
+    """Each token's target probability as a share of the largest one. [M]."""
+    logits_MV = logits_MV.float()
+    return (_of(token_M, logits_MV) - logits_MV.amax(-1)).exp()
+
+
+def rank(logits_MV: Tensor, token_M: Tensor) -> Tensor:
+    """Each token's place among the target's choices; 1 is the argmax. [M]."""
+    return 1 + (logits_MV > _of(token_M, logits_MV)[:, None]).sum(-1)
+
+
 @dataclass(frozen=True)
 class EntropyGate:
     """The target's entropy is at least `threshold`, in the unit of `kind`. Never sees the token."""
@@ -68,9 +86,7 @@ class MarginGate:
     threshold: float
 
     def passes(self, logits_MV: Tensor, token_M: Tensor) -> Tensor:
-        logits_MV = logits_MV.float()
-        top_M2 = (logits_MV.topk(2).values - logits_MV.logsumexp(-1, keepdim=True)).exp()
-        return top_M2[:, 0] - top_M2[:, 1] <= self.threshold
+        return margin(logits_MV) <= self.threshold
 
 
 @dataclass(frozen=True)
@@ -80,8 +96,7 @@ class RatioGate:
     threshold: float
 
     def passes(self, logits_MV: Tensor, token_M: Tensor) -> Tensor:
-        logits_MV = logits_MV.float()
-        return (_of(token_M, logits_MV) - logits_MV.amax(-1)).exp() >= self.threshold
+        return ratio(logits_MV, token_M) >= self.threshold
 
 
 @dataclass(frozen=True)
@@ -91,8 +106,7 @@ class RankGate:
     rank: int
 
     def passes(self, logits_MV: Tensor, token_M: Tensor) -> Tensor:
-        own_M1 = _of(token_M, logits_MV)[:, None]
-        return (logits_MV > own_M1).sum(-1) < self.rank
+        return rank(logits_MV, token_M) <= self.rank
 
 
 @dataclass(frozen=True)

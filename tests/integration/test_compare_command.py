@@ -106,12 +106,12 @@ def test_a_mode_that_was_cut_short_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(modes.subprocess, "run", cut_short)
     mode = modes.Mode("fly", "fly", {}, "identity")
     folder = tmp_path / "fly"
-    with pytest.raises(FlyError, match="killed by signal 9.*goes on with fly$"):
+    with pytest.raises(FlyError, match=r"killed by signal 9.*goes on with fly$"):
         modes.run_missing({"fly": mode}, ["--limit", "1"], tmp_path)
     Manifest.create(folder, arguments={}).release()
     with pytest.raises(FlyError, match="goes on with fly; to start it anew, remove"):
         modes.run_missing({"fly": mode}, ["--limit", "1"], tmp_path)
-    with pytest.raises(FlyError, match="goes on with fly$"):
+    with pytest.raises(FlyError, match=r"goes on with fly$"):
         modes.run_missing({"fly": mode}, ["--limit", "2"], tmp_path)
     assert calls[0][:2] == ["--limit", "1"]
     assert calls[1] == ["--resume", str(folder)]

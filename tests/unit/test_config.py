@@ -127,6 +127,13 @@ def test_shipped_schema_is_current():
     assert json.loads((data_dir("fly_config") / "schema.json").read_text()) == config.schema()
 
 
+@pytest.mark.parametrize("comment", ["words", {"tok_s": 3.5}, [1, None]])
+def test_comments_are_for_readers(tmp_path, comment):
+    """Any value, in no hash, so that evidence in a file makes it no other configuration."""
+    found = config.load(write(tmp_path, {"$comment": comment, **GOOD}))
+    assert found.hash() == config.build(GOOD, "x.json").hash()
+
+
 def test_modes_and_drafters():
     def build(**keys):
         return config.build({**GOOD, **keys}, "test")

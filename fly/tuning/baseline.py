@@ -1,0 +1,70 @@
+"""The target alone over the documents; kept beside the output, so that a restart need not."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fly.errors import FlyError
+from fly.tuning.live import Outcome
+from fly.tuning.replay import Document
+
+
+def load(path: Path, key: dict[str, Any]) -> Outcome | None:
+    """What an earlier tune with the same key kept; None without one."""
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if kept["key"] != json.loads(json.dumps(key)):
+            return None
+        scores = {
+            name: {int(doc): value for doc, value in by_doc.items()}
+            for name, by_doc in kept["scores"].items()
+        }
+        documents = [
+            Document(**{**d, "prompt": tuple(d["prompt"]), "tokens": tuple(d["tokens"])})
+            for d in kept["documents"]
+        ]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # not there, or not ours: it is made anew
+    return Outcome(kept["stats"], scores, documents)
+
+
+def save(path: Path, key: dict[str, Any], outcome: Outcome) -> None:
+    write_json(
+        path,
+        {
+            "key": key,
+            "stats": outcome.stats,
+            "scores": outcome.scores,
+            "documents": [asdict(document) for document in outcome.documents],
+        },
+        indent=None,
+    )
+
+
+def check_same_documents(kept: Outcome, other: Outcome, path: Path) -> None:
+    """Refuse to compare runs on different prompts (a task's file changed in between)."""
+    if _prompts(kept) != _prompts(other):
+        raise FlyError(f"{path}: holds other documents than this run has: remove it and run again")
+
+
+def _prompts(outcome: Outcome) -> set[tuple[str, int, tuple[int, ...]]]:
+    return {(d.task, d.doc_id, d.prompt) for d in outcome.documents}
+
+
+def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
+    """Whole or not at all: a reader never sees half of it."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(value, file, indent=indent, ensure_ascii=False)
+            file.write("\n")
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

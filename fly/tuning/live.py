@@ -1,0 +1,186 @@
+"""Real runs: a loaded pair through lm-eval under one configuration after another."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fly import loading, preparation, session
+from fly.config import FlyConfig
+from fly.decoding.records import RequestRecord, RunStats
+from fly.decoding.runner import ModelRunner
+from fly.errors import FlyError
+from fly.evaluation import harness
+from fly.lm import FlyLM
+from fly.tuning.replay import Document
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+logger = logging.getLogger(__name__)
+
+# doc_id -> score
+Scores = dict[int, float]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is run: lm-eval's arguments."""
+
+    tasks: tuple[str, ...]
+    limit: int
+    chat: bool = False
+    max_gen_toks: int | None = None
+    num_fewshot: int | None = None
+    include_path: str | None = None
+    confirm_run_unsafe_code: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class Outcome:
+    """One run. scores: by task, filter and metric, as "task,filter,metric"; by document.
+
+    documents: in the order in which they were decoded.
+    """
+
+    stats: dict[str, Any]
+    scores: dict[str, Scores]
+    documents: list[Document] = field(default_factory=list, repr=False)
+
+    @property
+    def tok_s(self) -> float:
+        return float(self.stats["decode_tok_s"] or 0.0)
+
+    @property
+    def seconds(self) -> float:
+        """Decoding and prefill."""
+        return sum(value for phase, value in self.stats["seconds"].items() if phase != "compile")
+
+
+class TunedLM(FlyLM):
+    """A pair whose configuration and draft weights can be changed between runs."""
+
+    def __init__(self, config_path: str, model_args: dict[str, Any]) -> None:
+        self.records: list[RequestRecord] = []
+        super().__init__(config_path=config_path, batch_size=1, **model_args)
+        if self.draft_model is None:
+            raise FlyError(f"config_path={config_path}: names no draft model: nothing to tune")
+        self._model_args = model_args
+        self.given = self.fly_config
+        self._in_use = self.fly_config.draft_quantization
+
+    def _keep(
+        self, instance: Instance, text: str, record: RequestRecord, log: session.JsonLines
+    ) -> None:
+        self.records.append(record)
+        super()._keep(instance, text, record, log)
+
+    def quantizations(self) -> list[str]:
+        """What draft_quantization can be here, the one in use first."""
+        fresh = self._fresh_draft()
+        kinds = [str(kind) for kind in preparation.quantizations(fresh)]
+        del fresh
+        gc.collect()
+        in_use = self.quantization
+        return sorted(kinds, key=lambda kind: kind != in_use)
+
+    @property
+    def quantization(self) -> str:
+        """That of the draft in use, by its own name where the configuration says auto."""
+        if self._in_use != "auto":
+            return self._in_use
+        done = self.preparation.draft
+        return str(done) if done in ("int4", "int8", "fp8") else "none"
+
+    def use(self, config: FlyConfig) -> None:
+        """Decode by this configuration from now on; loads the draft again if it has to."""
+        if config.draft_quantization not in (self._in_use, self.quantization):
+            self.draft_model = None  # before the next one is loaded
+            gc.collect()
+            draft = self._fresh_draft()
+            loading.check_cache_agrees(draft, "pretrained")
+            preparation.prepare_draft(draft, config)
+            self.draft_model, self._in_use = draft, config.draft_quantization
+        self.fly_config = config
+
+    def _fresh_draft(self) -> Any:
+        source = self._draft_source()
+        assert source is not None
+        return self._load_draft(source, self._model_args)
+
+    def runners(self, slots: int) -> tuple[ModelRunner, ModelRunner]:
+        """Target and draft with so many slots each, in eager passes."""
+        size = self.model.config.get_text_config().vocab_size
+        assert self.draft_model is not None
+        context = self._context_of(self.draft_model)
+        return (
+            ModelRunner(self.model, slots, self.max_length, vocabulary=size),
+            ModelRunner(self.draft_model, slots, context, vocabulary=size),
+        )
+
+    def timed_runners(self) -> tuple[ModelRunner, ModelRunner]:
+        """Target and draft as the engine has them for one row."""
+        assert self.draft_model is not None
+        context = self._context_of(self.draft_model)
+        return (
+            self._runner(self.model, 1, self.max_length),
+            self._runner(self.draft_model, 1, context),
+        )
+
+    def run(self, workload: Workload, config: FlyConfig) -> Outcome:
+        """The workload under a configuration, through lm-eval."""
+        self.use(config)
+        self.stats, self.records = RunStats(), []
+        budget = workload.max_gen_toks
+        result = harness.run_tasks(
+            self,
+            workload.tasks,
+            limit=workload.limit,
+            chat=workload.chat,
+            gen_kwargs=None if budget is None else f"max_gen_toks={budget}",
+            num_fewshot=workload.num_fewshot,
+            include_path=workload.include_path,
+            confirm_run_unsafe_code=workload.confirm_run_unsafe_code,
+        )
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        documents = [_document(record) for record in self.records]
+        return Outcome(self.stats.as_dict(), scores(result), documents)
+
+
+def _document(record: RequestRecord) -> Document:
+    instance = record.request.tag
+    if not record.request.sampling.is_plain:
+        raise FlyError(
+            f"task {instance.task_name}: samples, or has a repetition penalty: fly tune predicts "
+            "greedy decoding only: choose another task, or temperature=0"
+        )
+    return Document(
+        task=str(instance.task_name),
+        doc_id=int(instance.doc_id),
+        prompt=record.request.prompt,
+        budget=record.request.budget,
+        tokens=tuple(record.tokens),
+        finish=record.finish_reason,
+    )
+
+
+def scores(result: dict[str, Any]) -> dict[str, Scores]:
+    """Every number that lm-eval gave a document, where higher is better."""
+    found: dict[str, Scores] = {}
+    for task, samples in result["samples"].items():
+        higher = result.get("higher_is_better", {}).get(task, {})
+        for sample in samples:
+            for metric in sample["metrics"]:
+                value = sample.get(metric)
+                if isinstance(value, (bool, int, float)) and higher.get(metric) is not False:
+                    name = f"{task},{sample['filter']},{metric}"
+                    found.setdefault(name, {})[int(sample["doc_id"])] = float(value)
+    return found

@@ -1,0 +1,179 @@
+"""What a tune leaves: the configuration with its evidence, the full record, the table."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+import fly
+from fly import config as fly_config
+from fly.config import FlyConfig
+from fly.evaluation import report
+from fly.tuning.baseline import write_json
+from fly.tuning.live import TunedLM, Workload
+from fly.tuning.search import kind
+from fly.tuning.tune import Options, Run, Tuning, summary
+
+_NOT_WRITTEN = ("trace",)  # switched off for the time of tuning
+
+
+def write_record(
+    path: Path, tuning: Tuning, lm: TunedLM, workload: Workload, options: Options
+) -> None:
+    """Everything that was measured and predicted, to check the choice by or to choose anew."""
+    replays = {
+        kind: [
+            {
+                "task": replay.document.task,
+                "doc_id": replay.document.doc_id,
+                "tokens": len(replay.document.tokens),
+                "mismatches": replay.mismatches,
+                "ties": replay.ties,
+                "states": len(replay.tree.own),
+            }
+            for replay in found
+        ]
+        for kind, found in tuning.replays.items()
+    }
+    machine = tuning.machine
+    write_json(
+        path,
+        {
+            "fly": report.versions(),
+            "device": report.device_facts(lm.device),
+            "dtype": str(lm.model.dtype),
+            "workload": workload.as_dict(),
+            "min_recovery": options.min_recovery,
+            "max_changed": options.max_changed,
+            "given": tuning.given.model_dump(),
+            "target_alone": {
+                "reused": tuning.reused_baseline,
+                "stats": tuning.baseline.stats,
+                "scores": tuning.baseline.scores,
+            },
+            "costs": {
+                "target": machine.target.as_dict(),
+                "draft": {kind: found.as_dict() for kind, found in machine.draft.items()},
+                "round_overhead": machine.overhead,
+            },
+            "replays": replays,
+            "runs": [
+                {**line, "stats": run.outcome.stats, "scores": run.outcome.scores}
+                for line, run in zip(summary(tuning, options.min_recovery), tuning.runs)
+            ],
+            "predictions": [found.as_dict(tuning.given) for found in tuning.predictions],
+        },
+        indent=None,
+    )
+
+
+def write_config(
+    path: Path,
+    given_path: str,
+    best: Run,
+    tuning: Tuning,
+    workload: Workload,
+    options: Options,
+    record: Path,
+) -> FlyConfig:
+    """The given file with the best run's keys, its evidence under "$comment"; what it means."""
+    values = fly_config.read_file(given_path)
+    before = fly_config.build(values, given_path)
+    new = best.config.model_dump()
+    for key, value in before.model_dump().items():
+        if new[key] != value and key not in _NOT_WRITTEN:
+            values[key] = new[key]
+    if path.resolve().parent != fly_config.find_config_file(given_path).resolve().parent:
+        values.pop("$schema", None)  # a relative path that leads nowhere from here
+    evidence = _evidence(best, tuning, workload, options, record)
+    values = {"$comment": evidence, **{k: v for k, v in values.items() if k != "$comment"}}
+    result = fly_config.build(values, str(path))
+    write_json(path, values)
+    return result
+
+
+def _evidence(
+    best: Run, tuning: Tuning, workload: Workload, options: Options, record: Path
+) -> dict[str, Any]:
+    lines = summary(tuning, options.min_recovery)
+    chosen = lines[tuning.runs.index(best)]
+    return {
+        "by": f"fly tune {fly.__version__}",
+        "record": record.name,
+        "documents": f"the first {workload.limit} of {', '.join(workload.tasks)}",
+        "max_gen_toks": workload.max_gen_toks,
+        "target_alone_decode_tok_s": tuning.baseline.tok_s,
+        "chosen": chosen,
+        "others": [line for line in lines if line is not chosen],
+    }
+
+
+def print_table(tuning: Tuning, least: float) -> None:
+    """Predicted against measured, the fastest first; the target alone last."""
+    table = Table(title="fly tune: predicted and measured decoding", title_justify="left")
+    for name in ("rule", "K", "W", "gates", "n-gram", "draft"):
+        table.add_column(name)
+    for name in ("tok/s: predicted", "measured", "error", "tau", "changed", "recovery", "held"):
+        table.add_column(name, justify="right")
+    for run in sorted(tuning.runs, key=lambda run: -run.outcome.tok_s):
+        table.add_row(*_setting(run), *_numbers(run), *_scores(run, least))
+    alone = tuning.baseline
+    table.add_row(
+        "the target alone", *[""] * 5, "-", f"{alone.tok_s:.2f}", "-", "1.00", "-", "1", ""
+    )
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    for run in tuning.runs:
+        if abs(run.pace - 1) > 0.1 and run.error_at_pace is not None:
+            print(
+                f"note: beside {_name(run)}, passes took {run.pace:.2f} times as long as when "
+                f"costs were measured; at that pace its error would be {run.error_at_pace:+.1%}"
+            )
+
+
+def _name(run: Run) -> str:
+    return f"{kind(run.config)}, K={run.config.spd_k}" + (" (given)" if run.is_given else "")
+
+
+def _setting(run: Run) -> tuple[str, ...]:
+    config = run.config
+    relaxed = config.rule == "fly"
+    gates = {
+        "theta": config.entropy_thre, "margin": config.margin_thre,
+        "ratio": config.draft_ratio_thre, "rank": config.draft_rank_max,
+    }  # fmt: skip
+    ngram = f"{config.min_ngram_size}-{config.max_ngram_size}, {config.num_ngram_pred_tokens}"
+    return (
+        kind(config) + (" (given)" if run.is_given else ""),
+        str(config.spd_k),
+        str(config.window) if relaxed else "-",
+        " ".join(f"{k} {v}" for k, v in gates.items() if v is not None) if relaxed else "-",
+        ngram if config.drafter_name == "cascade" else "-",
+        str(config.draft_quantization),
+    )
+
+
+def _numbers(run: Run) -> tuple[str, ...]:
+    stats, predicted = run.outcome.stats, run.predicted
+    changed = stats["deferred_accepted"] / max(1, stats["emitted"])
+    if predicted is None:
+        return "-", f"{run.outcome.tok_s:.2f}", "-", f"- / {stats['tau']:.2f}", f"- / {changed:.1%}"
+    return (
+        f"{predicted.tok_s:.2f}",
+        f"{run.outcome.tok_s:.2f}",
+        f"{run.error:+.1%}",
+        f"{predicted.tau:.2f} / {stats['tau']:.2f}",
+        f"{predicted.changed:.1%} / {changed:.1%}",
+    )
+
+
+def _scores(run: Run, least: float) -> tuple[str, str]:
+    """Recovery per task with the documents lost and won, and whether all of them held."""
+    parts = [
+        f"{'-' if r.value is None else f'{r.value:.2f}'} (-{r.lost} +{r.won})"
+        for r in run.recoveries
+    ]
+    return ", ".join(parts), "yes" if run.held(least) else "no"

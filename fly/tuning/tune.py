@@ -1,0 +1,289 @@
+"""The stages of `fly tune`, in order."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from fly import config as fly_config
+from fly.config import FlyConfig
+from fly.errors import FlyError
+from fly.evaluation import report
+from fly.tuning import baseline, costs
+from fly.tuning.costs import PassSeconds
+from fly.tuning.fidelity import Recovery, recoveries
+from fly.tuning.live import Outcome, TunedLM, Workload
+from fly.tuning.progress import Plan
+from fly.tuning.replay import Recorder, Replay, record_all
+from fly.tuning.search import Grid, Machine, Prediction, choose, kind, predict, predict_one
+
+_SWEEPS = 7
+_ANCHORS = 5  # passes timed before and after a real run
+_OF_DRAFT = ("costs", "replay")
+_NARROW = 4  # rows and tokens of one pass that int4 weights serve as int4
+
+
+@dataclass(frozen=True)
+class Options:
+    """quantizations: of the draft, to try; the one in use first. candidates: real runs beside the
+    given configuration's. max_changed: see search.choose. min_recovery: the least share of the
+    target's score that a configuration must keep."""
+
+    output: Path
+    quantizations: list[str]
+    candidates: int = 3
+    max_changed: float = 0.03
+    min_recovery: float = 0.99
+
+
+@dataclass(frozen=True)
+class Run:
+    """A configuration run for real. predicted: None where no replay tells. pace: how slow the
+    machine was then, by anchor passes; 1 is as when costs were measured."""
+
+    config: FlyConfig
+    predicted: Prediction | None
+    outcome: Outcome
+    recoveries: list[Recovery]
+    pace: float
+    is_given: bool
+
+    @property
+    def error(self) -> float | None:
+        """Predicted over measured speed, minus 1."""
+        if self.predicted is None or not self.outcome.tok_s:
+            return None
+        return self.predicted.tok_s / self.outcome.tok_s - 1
+
+    @property
+    def error_at_pace(self) -> float | None:
+        """The same, had the costs been measured at the run's own pace."""
+        return None if self.error is None else (1 + self.error) / self.pace - 1
+
+    def held(self, least: float) -> bool:
+        return all(recovery.held(least) for recovery in self.recoveries)
+
+
+@dataclass
+class Tuning:
+    """All that was measured and predicted."""
+
+    given: FlyConfig
+    baseline: Outcome
+    reused_baseline: bool
+    machine: Machine
+    replays: dict[str, list[Replay]] = field(repr=False)
+    predictions: list[Prediction] = field(repr=False)
+    runs: list[Run] = field(default_factory=list)
+
+    def best(self, least: float) -> Run | None:
+        """The fastest measured one whose scores held."""
+        held = [run for run in self.runs if run.held(least)]
+        return max(held, key=lambda run: run.outcome.tok_s, default=None)
+
+
+class Tuner:
+    """Runs the stages on a loaded pair."""
+
+    def __init__(self, lm: TunedLM, workload: Workload, options: Options) -> None:
+        self._lm, self._workload, self._options = lm, workload, options
+        self._kinds = options.quantizations
+        self._given = fly_config.build(
+            {**lm.given.model_dump(), "draft_quantization": lm.quantization}, "tune"
+        )
+        self._grid = Grid().around(self._given)
+        self._plan = Plan(
+            [
+                "the target alone",
+                *[f"{what}, draft weights: {kind}" for kind in self._kinds for what in _OF_DRAFT],
+                "search",
+                *[f"real run {number}" for number in range(1, options.candidates + 2)],
+            ]
+        )
+        self._target_costs: PassSeconds | None = None
+        self._anchor: costs.Anchor | None = None
+
+    def run(self) -> Tuning:
+        """Everything from the baseline to the real runs. Raises FlyError if nothing can be told."""
+        first, reused = self._baseline()
+        if not first.documents:
+            raise FlyError(
+                f"--tasks {' '.join(self._workload.tasks)}: no request generates text, so there "
+                "is nothing to decode faster: choose generation tasks"
+            )
+        self._expect(first)
+        drafts: dict[str, PassSeconds] = {}
+        pass_cost: dict[str, Callable[[int], float]] = {}
+        replays: dict[str, list[Replay]] = {}
+        for quantization in self._kinds:
+            self._plan.start(f"costs, draft weights: {quantization}")
+            self._lm.use(self._with(quantization))
+            drafts[quantization], pass_cost[quantization] = self._measure(first)
+            self._plan.start(f"replay, draft weights: {quantization}")
+            replays[quantization] = self._replay(quantization, first)
+            gc.collect()
+        assert self._target_costs is not None
+        stats = first.stats
+        overhead = stats["seconds"]["other"] / max(1, stats["rounds"])
+        machine = Machine(self._target_costs, overhead, drafts, pass_cost)
+        self._plan.start("search")
+        predictions = predict(
+            self._given, self._grid, replays, machine, self._lm.eos_ids, self._plan.step
+        )
+        tuning = Tuning(self._given, first, reused, machine, replays, predictions)
+        self._live(tuning)
+        self._plan.end()
+        return tuning
+
+    def _baseline(self) -> tuple[Outcome, bool]:
+        self._plan.start("the target alone")
+        path = self._options.output.with_suffix(".baseline.json")
+        key = {
+            "workload": self._workload.as_dict(),
+            "config": {**self._given.model_dump(), "draft_quantization": None},
+            "versions": report.versions(),
+            "device": report.device_facts(self._lm.device),
+            "dtype": str(self._lm.model.dtype),
+        }
+        if (kept := baseline.load(path, key)) is not None:
+            print(f"the target alone: kept by an earlier run ({path}); remove it to measure anew")
+            return kept, True
+        alone = fly_config.build({**self._given.model_dump(), "use_sd": False}, "tune")
+        outcome = self._lm.run(self._workload, alone)
+        baseline.save(path, key, outcome)
+        return outcome, False
+
+    def _expect(self, first: Outcome) -> None:
+        """Rough lengths of what follows, to be corrected by what the first of a kind takes."""
+        for quantization in self._kinds:
+            self._plan.expect(f"costs, draft weights: {quantization}", 20)
+            self._plan.expect(f"replay, draft weights: {quantization}", 0.3 * first.seconds)
+        self._plan.expect("search", 30 + 0.2 * first.stats["emitted"] / 10)
+        for number in range(1, self._options.candidates + 2):
+            self._plan.expect(f"real run {number}", 0.6 * first.seconds)
+
+    def _with(self, quantization: str) -> FlyConfig:
+        return fly_config.build(
+            {**self._given.model_dump(), "draft_quantization": quantization}, "tune"
+        )
+
+    def _measure(self, first: Outcome) -> tuple[PassSeconds, Callable[[int], float]]:
+        """The draft's costs, and once the target's."""
+        target, draft = self._lm.timed_runners()
+        contexts = costs.typical_contexts([(len(d.prompt), len(d.tokens)) for d in first.documents])
+        longest = max(first.documents, key=lambda d: len(d.prompt) + len(d.tokens))
+        text = [*longest.prompt, *longest.tokens]
+        widest = max(self._grid.spd_k) + 1
+        guess = max(ngram[2] for ngram in self._grid.ngrams if ngram is not None)
+        most = draft.max_length - max(widest, guess + 2)
+        contexts = (min(contexts[0], most), min(contexts[1], most))
+        room = contexts[1] + max(widest, guess + 2)
+        if self._target_costs is None:
+            verify = costs.target_pass(target, text, room)
+            widths = [1, *(k + 1 for k in self._grid.spd_k)]
+            self._target_costs = self._timed(verify, widths, contexts)
+            self._anchor = costs.Anchor(lambda: verify(1, contexts[0]), self._target_costs.anchor)
+        run = costs.draft_pass(draft, text, room)
+        return self._timed(run, range(1, guess + 3), contexts), draft.relative_cost
+
+    def _timed(self, run: costs.Run, widths: Sequence[int], contexts: Sequence[int]) -> PassSeconds:
+        return costs.measure(
+            run,
+            widths,
+            contexts,
+            sweeps=_SWEEPS,
+            anchor=self._anchor,
+            done=lambda n: self._plan.step(n, _SWEEPS),
+        )
+
+    def _replay(self, quantization: str, first: Outcome) -> list[Replay]:
+        narrow = quantization == "int4"
+        rows = _NARROW if narrow else 8
+        target, draft = self._lm.runners(rows + 1)
+        recorder = Recorder(
+            target,
+            draft,
+            self._lm.eos_ids,
+            length=max(self._grid.spd_k) + max(self._grid.win_len),
+            **({"width": _NARROW} if narrow else {}),
+        )
+        total = len(first.documents)
+        return record_all(recorder, first.documents, lambda done: self._plan.step(done, total))
+
+    def _live(self, tuning: Tuning) -> None:
+        given = predict_one(
+            self._given, tuning.replays[self._lm_kind()], tuning.machine, self._lm.eos_ids
+        )
+        chosen = choose(tuning.predictions, self._options.candidates, self._options.max_changed)
+        others = [p for p in chosen if p.config != self._given]
+        todo: list[tuple[FlyConfig, Prediction | None]] = [(self._given, given)]
+        todo += [(p.config, p) for p in others]
+        loaded = self._lm.quantization  # what is loaded goes first: one load less
+        todo.sort(key=lambda item: item[0].draft_quantization != loaded)
+        for number in range(len(todo) + 1, self._options.candidates + 2):
+            self._plan.skip(f"real run {number}")
+        for number, (_, predicted) in enumerate(todo, start=1):
+            self._plan.expect(f"real run {number}", self._expected_seconds(tuning, predicted))
+        for number, (config, predicted) in enumerate(todo, start=1):
+            self._plan.start(f"real run {number}")
+            tuning.runs.append(self._run_one(tuning, config, predicted))
+
+    def _lm_kind(self) -> str:
+        return str(self._given.draft_quantization)
+
+    def _expected_seconds(self, tuning: Tuning, predicted: Prediction | None) -> float:
+        prefill = 1.5 * float(tuning.baseline.stats["seconds"]["prefill"])
+        return prefill + (predicted.seconds if predicted else tuning.baseline.seconds)
+
+    def _run_one(self, tuning: Tuning, config: FlyConfig, predicted: Prediction | None) -> Run:
+        self._lm.use(config)
+        before = self._anchor_seconds()
+        outcome = self._lm.run(self._workload, config)
+        after = self._anchor_seconds()
+        path = self._options.output.with_suffix(".baseline.json")
+        baseline.check_same_documents(tuning.baseline, outcome, path)
+        return Run(
+            config,
+            predicted,
+            outcome,
+            recoveries(tuning.baseline.scores, outcome.scores),
+            pace=median([*before, *after]) / tuning.machine.target.anchor,
+            is_given=config == self._given,
+        )
+
+    def _anchor_seconds(self) -> list[float]:
+        assert self._anchor is not None
+        return costs.timed(self._anchor.run, _ANCHORS)
+
+
+def summary(tuning: Tuning, least: float) -> list[dict[str, Any]]:
+    """Of every real run: what was predicted and measured, and what became of the scores."""
+    return [
+        {
+            "kind": kind(run.config),
+            "given": run.is_given,
+            "changes": {
+                key: value
+                for key, value in run.config.model_dump().items()
+                if value != getattr(tuning.given, key)
+            },
+            "predicted_decode_tok_s": run.predicted and round(run.predicted.tok_s, 3),
+            "measured_decode_tok_s": run.outcome.tok_s,
+            "error": None if run.error is None else round(run.error, 4),
+            "error_at_pace": None if run.error_at_pace is None else round(run.error_at_pace, 4),
+            "predicted_tau": run.predicted and round(run.predicted.tau, 3),
+            "measured_tau": run.outcome.stats["tau"],
+            "predicted_changed": run.predicted and round(run.predicted.changed, 4),
+            "measured_changed": round(
+                run.outcome.stats["deferred_accepted"] / max(1, run.outcome.stats["emitted"]), 4
+            ),
+            "pace": round(run.pace, 3),
+            "recoveries": [recovery.as_dict() for recovery in run.recoveries],
+            "held": run.held(least),
+        }
+        for run in tuning.runs
+    ]

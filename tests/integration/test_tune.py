@@ -1,0 +1,150 @@
+"""`fly tune` on a tiny pair, run as a user runs it."""
+
+import json
+
+import pytest
+
+from fly import config
+from fly.tuning import tune
+from fly.tuning.search import Grid
+from tests.integration.test_cli import config_file, run, task_dir  # noqa: F401  fixtures
+
+SMALL = Grid(
+    spd_k=(2, 4), win_len=(1, 2), gates=((0.3, None, None),), ngrams=(None, (1, 4, 3))
+)  # fmt: skip
+
+
+@pytest.fixture
+def arguments(saved_pair, config_file, task_dir, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(tune, "Grid", lambda: SMALL)
+    monkeypatch.setattr(tune, "_SWEEPS", 1)
+    return {
+        "file": config_file,
+        "--tasks": "tiny_task",
+        "--include_path": task_dir,
+        "--limit": 3,
+        "--max_gen_toks": 24,
+        "--device": "cpu",
+        "--model_args": f"pretrained={saved_pair / 'draft'},dtype=float32",
+        "--output": tmp_path / "new" / "tuned.json",
+    }
+
+
+def tune_it(arguments, *flags, **changed):
+    values = {**arguments, **{f"--{key}": value for key, value in changed.items()}}
+    file = values.pop("file")
+    options = [part for pair in values.items() if pair[1] is not None for part in pair]
+    return run("tune", file, *options, *flags)
+
+
+def test_a_tune_from_end_to_end(arguments, saved_pair, capsys):
+    assert tune_it(arguments, min_recovery=0, max_changed=1) == 0
+    printed = capsys.readouterr()
+    out, folder = arguments["--output"], arguments["--output"].parent
+    assert "predicted" in printed.out
+    assert f"configuration: {out}" in printed.out
+    assert "[1/8] the target alone" in printed.err
+    assert "left in all" in printed.err
+
+    assert run("config", "check", out) == 0
+    values = json.loads(out.read_text())
+    tuned = config.load(str(out))
+    evidence = values["$comment"]
+    assert tuned.draft_model_path == str(saved_pair / "draft")
+    assert tuned.trace is False
+    assert tuned.draft_quantization == "none"  # named, as it was measured
+    record = json.loads((folder / evidence["record"]).read_text())
+    # the fastest measured one was written, and what was measured is what the engine counted
+    fastest = max(record["runs"], key=lambda line: line["measured_decode_tok_s"])
+    assert evidence["chosen"]["measured_decode_tok_s"] == fastest["measured_decode_tok_s"]
+    for key, value in fastest["changes"].items():
+        assert getattr(tuned, key) == value
+    assert fastest["stats"]["requests"] == 3
+    # rules 2 + 2 (within: W < K) + 4 (across), drafters 3 (the given one is not in the grid)
+    rules, ngrams = len(list(SMALL.around(tuned).rules())), len(SMALL.around(tuned).ngrams)
+    assert len(record["predictions"]) == rules * ngrams
+    kinds = {line["kind"] for line in record["runs"]}
+    assert kinds == {"exact", "fly within a round", "fly across rounds"}
+    assert sum(line["given"] for line in record["runs"]) == 1
+    exact = next(line for line in record["runs"] if line["kind"] == "exact")
+    # float32: what was simulated is what the engine did
+    assert exact["predicted_tau"] == pytest.approx(exact["measured_tau"], abs=1e-3)
+    assert exact["measured_changed"] == 0
+    assert exact["predicted_decode_tok_s"] > 0
+
+
+def test_a_restart_keeps_the_target_alone(arguments, capsys):
+    """And refuses to replace what it wrote, unless told; another workload is measured anew."""
+    assert tune_it(arguments, min_recovery=0, candidates=1) == 0
+    kept = arguments["--output"].with_suffix(".baseline.json")
+    stats = json.loads(kept.read_text())["stats"]
+    capsys.readouterr()
+    assert tune_it(arguments, min_recovery=0, candidates=1) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert tune_it(arguments, "--force", min_recovery=0, candidates=1) == 0
+    assert "kept by an earlier run" in capsys.readouterr().out
+    assert json.loads(kept.read_text())["stats"] == stats
+    assert tune_it(arguments, "--force", min_recovery=0, candidates=1, max_gen_toks=12) == 0
+    assert "kept by an earlier run" not in capsys.readouterr().out
+
+
+def test_other_prompts_than_the_kept_ones_are_refused(arguments, task_dir, capsys):  # noqa: F811
+    """A task's file changed between two tunes: scores of other documents must not be paired."""
+    assert tune_it(arguments, min_recovery=0, candidates=1) == 0
+    kept = arguments["--output"].with_suffix(".baseline.json")
+    values = json.loads(kept.read_text())
+    values["documents"][0]["prompt"][0] ^= 1
+    kept.write_text(json.dumps(values))
+    assert tune_it(arguments, "--force", min_recovery=0, candidates=1) == 2
+    assert "holds other documents" in capsys.readouterr().err
+
+
+def test_no_configuration_is_written_if_none_kept_the_score(arguments, capsys, monkeypatch):
+    monkeypatch.setattr(tune.Run, "held", lambda self, least: False)
+    assert tune_it(arguments, candidates=1) == 1
+    assert "none was written" in capsys.readouterr().err
+    assert not arguments["--output"].exists()
+    assert list(arguments["--output"].parent.glob("fly_tune_*.json"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"batch_size": 4}, "--batch_size 4: fly tune predicts one row"),
+        ({"limit": 0}, "--limit 0: must be at least 1"),
+        ({"max_changed": 2}, "are shares"),
+        ({"output": "here"}, "--output here: give the name of a .json file"),
+        ({"model_args": "drafter=ngram"}, "nothing to tune: no draft model takes part"),
+        ({"model_args": "use_sd=false"}, "nothing to tune: no draft model takes part"),
+        ({"model_args": ""}, "names no draft model"),
+    ],
+)
+def test_bad_usage_ends_before_models_load(arguments, capsys, monkeypatch, changed, message):
+    monkeypatch.setattr("fly.lm.FlyLM._load", lambda *a, **k: pytest.fail("models were loaded"))
+    assert tune_it(arguments, **changed) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_draft_weights_that_are_not_to_be_had(arguments, capsys):
+    assert tune_it(arguments, draft_quantization="fp8") == 2
+    assert "--draft_quantization fp8: not to be had here: choose from none" in (
+        capsys.readouterr().err
+    )
+
+
+def test_sampling_is_refused(arguments, task_dir, capsys):  # noqa: F811
+    path = task_dir / "tiny_task.yaml"
+    text = path.read_text().replace("do_sample: false", "do_sample: true, temperature: 0.7")
+    (task_dir / "tiny_sampled.yaml").write_text(text.replace("tiny_task", "tiny_sampled"))
+    assert tune_it(arguments, tasks="tiny_sampled") == 2
+    assert "predicts greedy decoding only" in capsys.readouterr().err
+
+
+def test_loglikelihood_tasks_have_nothing_to_tune(arguments, task_dir, capsys):  # noqa: F811
+    text = (task_dir / "tiny_task.yaml").read_text().replace("tiny_task", "tiny_choice")
+    text = text.replace("generate_until", "multiple_choice").replace("exact_match", "acc")
+    lines = [line for line in text.splitlines() if not line.startswith("generation_kwargs")]
+    lines += ['doc_to_choice: ["a", "b"]']
+    (task_dir / "tiny_choice.yaml").write_text("\n".join(lines))
+    assert tune_it(arguments, tasks="tiny_choice", max_gen_toks=None) == 2
+    assert "no request generates text" in capsys.readouterr().err
