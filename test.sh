@@ -5,5 +5,8 @@ set -euo pipefail
 cd "$(dirname "$0")"
 source .ci/setup.sh
 fly_setup dev
-if [ $# -eq 0 ]; then set -- -m "not real"; fi
+if [ $# -eq 0 ]; then
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the tests' models are tiny: one process per core
+    set -- -m "not real" -n auto --dist worksteal
+fi
 exec python -m pytest "$@"
