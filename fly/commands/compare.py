@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -153,17 +154,12 @@ def _finished(args: argparse.Namespace, stored: Measured | None) -> list[Measure
     needed = 1 if stored or args.save_baseline else 2
     if len(args.runs) < needed:
         raise FlyError(f"fly compare {args.runs[0]}: give at least two runs, or --baseline FILE")
-    return _load([_named(text) for text in args.runs], [stored.name] if stored else [])
+    from fly.evaluation import runs
+
+    return _load([runs.named(text) for text in args.runs], [stored.name] if stored else [])
 
 
-def _named(text: str) -> tuple[str | None, Path]:
-    name, equals, path = text.partition("=")
-    if equals and name and not Path(text).expanduser().exists():
-        return name, Path(path)
-    return None, Path(text)
-
-
-def _load(paths: list[tuple[str | None, Path]], taken: list[str]) -> list[Measured]:
+def _load(paths: Sequence[tuple[str | None, str | Path]], taken: list[str]) -> list[Measured]:
     """Runs measured, with names of their own: a second `fly` is `fly-2`."""
     from fly.evaluation import measured, runs
 

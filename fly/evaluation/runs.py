@@ -177,7 +177,8 @@ def _date(file: Path) -> str:
 def named(text: str) -> tuple[str | None, str]:
     """`NAME=PATH` or a path alone, as (name, path)."""
     name, equals, path = text.partition("=")
-    return (name, path) if equals and name and not Path(text).exists() else (None, text)
+    is_name = equals and name and not Path(text).expanduser().exists()
+    return (name, path) if is_name else (None, text)
 
 
 def load(path: str | Path, name: str | None = None) -> Run:
