@@ -40,7 +40,8 @@ class Plan:
 
     def start(self, stage: str) -> None:
         self.end()
-        self._current, self._begun = stage, self._clock()
+        self._current = stage
+        self._begun = self._shown = self._clock()
         number = self._stages.index(stage) + 1
         self._write(f"[{number}/{len(self._stages)}] {stage}{self._left(self._expected[stage])}")
 
