@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 
 from fly.loading import ModelSource
 
@@ -22,7 +23,10 @@ def of_model(source: ModelSource, revision: str | None = None) -> dict[str, Any]
         return {"path": str(folder / name), "files": {name: _of_file(folder / name)}}
     if folder.is_dir():
         return {"path": str(folder), "files": of_folder(folder)}
-    cached = try_to_load_from_cache(source.path, "config.json", revision=revision)
+    try:
+        cached = try_to_load_from_cache(source.path, "config.json", revision=revision)
+    except HFValidationError:  # no hub id either: a folder that is no longer there
+        cached = None
     commit = Path(cached).parent.name if isinstance(cached, str) else None
     return {"path": source.path, "commit": commit}
 

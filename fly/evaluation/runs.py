@@ -17,9 +17,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from lm_eval.utils import simple_parse_args_string
+
 from fly import manifest
 from fly.errors import FlyError
 from fly.evaluation.vocabulary import read_entry
+
+_RESULTS = "*results_[0-9][0-9][0-9][0-9]-*.json"  # lm-eval puts the date behind the name
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,7 @@ def find_results(path: str | Path) -> Path:
         return given
     if not given.is_dir():
         raise FlyError(f"{path}: no such run: give a results_*.json or the folder that holds it")
-    found = [*given.glob("*results_*.json"), *given.glob("*/*results_*.json")]
+    found = [*given.glob(_RESULTS), *given.glob(f"*/{_RESULTS}")]
     newest = max(found, key=_date, default=None)
     started = manifest.all_in(given)
     if started and not started[-1].finished and not _is_of_another_later(newest, started[-1]):
@@ -190,6 +194,8 @@ def load(path: str | Path, name: str | None = None) -> Run:
         raise FlyError(f"{file}: cannot be read: {error}") from None
     if not isinstance(results, dict) or not {"results", "configs", "config"} <= results.keys():
         raise FlyError(f"{file}: not a results file of lm-eval")
+    if isinstance(given := results["config"].get("model_args"), str):  # as older lm-eval wrote it
+        results["config"]["model_args"] = simple_parse_args_string(given)
     date = _date(file)
     tasks = {}
     for task in results["configs"]:
@@ -205,7 +211,7 @@ def load(path: str | Path, name: str | None = None) -> Run:
 def load_all(path: str | Path) -> list[Run]:
     """Every run at or below `path` (a results file, or a folder of any depth), oldest first."""
     given = Path(path).expanduser()
-    files = given.rglob("*results_*.json") if given.is_dir() else [find_results(given)]
+    files = given.rglob(_RESULTS) if given.is_dir() else [find_results(given)]
     ordered = sorted(files, key=lambda file: file.name.rsplit("results_", 1)[1])
     return [load(file) for file in ordered or [find_results(given)]]
 
