@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _NOT_ARGUMENTS = ("command", "func", "config", "resume")
 _TAKEN_APART = ("model_args", "gen_kwargs", "metadata", "hf_hub_log_args")  # key=value flags
+_SECRETS = {"token", "hf_token", "use_auth_token", "access_token", "key", "api_key", "password"}
 _ONE_PROCESS = "WORLD_SIZE"  # set by torchrun and accelerate
 _BESIDE = ("tokenizer", "peft", "delta")  # model_args that may name folders, too
 _DECIDING = ("fly", "torch", "transformers", "lm-eval", "tokenizers")
@@ -44,8 +45,22 @@ def given_arguments(args: argparse.Namespace, yaml_values: dict[str, Any]) -> di
     for name in _TAKEN_APART:
         if isinstance(text := arguments.get(name), str):  # as YAML may have it
             arguments[name] = simple_parse_args_string(text)
-    arguments.get("hf_hub_log_args", {}).pop("token", None)
-    return arguments
+    return {name: _without_secrets(value) for name, value in arguments.items()}
+
+
+def _without_secrets(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {key: part for key, part in value.items() if key not in _SECRETS}
+
+
+def _secrets(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """By argument: what `_without_secrets` takes out."""
+    found = {}
+    for name, value in vars(args).items():
+        if isinstance(value, dict) and (own := {k: v for k, v in value.items() if k in _SECRETS}):
+            found[name] = own
+    return found
 
 
 def is_one_process() -> bool:
@@ -68,11 +83,11 @@ def reopen(args: argparse.Namespace, given: dict[str, Any]) -> Manifest:
         )
     _check_given(manifest, given)
     args.config = None
-    token = (args.hf_hub_log_args or {}).get("token")
+    secrets = _secrets(args)  # which were not noted: they must be given again
     for name, value in manifest.data["arguments"].items():
         setattr(args, name, value)
-    if token is not None:  # it was not noted
-        args.hf_hub_log_args = {**(args.hf_hub_log_args or {}), "token": token}
+    for name, found in secrets.items():
+        setattr(args, name, {**(getattr(args, name) or {}), **found})
     args.output_path = _output_path(manifest)
     there = manifest.data["working_directory"]
     if there != str(Path.cwd()):
