@@ -74,6 +74,11 @@ def _execute(args: argparse.Namespace) -> None:
 
     demand = _demand(args)
     stored = measured.read(args.baseline) if args.baseline else None
+    if stored and stored.mode not in ("target-only", "hf"):
+        raise FlyError(
+            f"--baseline {args.baseline}: holds a run of mode {stored.mode}, which is no baseline: "
+            "store target-only's, or compare the finished runs themselves"
+        )
     if stored and args.baseline_run:
         raise FlyError("--baseline-run contradicts --baseline: the file is the baseline")
     _check_outputs(args)
@@ -92,8 +97,8 @@ def _execute(args: argparse.Namespace) -> None:
     if not others:  # a baseline alone was asked for
         return
     result = compare.compare(baseline, others, demand, args.metric)
-    compare_table.print_result(result)
     _write(args, result)
+    compare_table.print_result(result)
     gates = args.min_recovery is not None or args.confidence is not None or args.allow_inconclusive
     inconclusive = result.verdict == "not enough evidence"
     if gates and not (inconclusive and args.allow_inconclusive):

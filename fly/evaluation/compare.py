@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 
 from fly.errors import FlyError
 from fly.evaluation import statistics
-from fly.evaluation.measured import Measured, Metric, Task, Work
+from fly.evaluation.measured import Measured, Metric, Task, Work, why_not_reusable
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What the scores must do: keep this share of the baseline's, shown with this confidence."""
+    """What the scores must do: keep this share of the baseline's, shown with this confidence.
+
+    Scores of which no document is worse have kept it, however few there are.
+    """
 
     min_recovery: float = 0.99
     confidence: float = 0.95
@@ -125,10 +128,14 @@ def compare(
     _check_metrics(baseline, metrics)
     chosen = _in_all_runs(baseline, others, metrics)
     notes = list(dict.fromkeys(note for run in (baseline, *others) for note in run.notes))
+    for other in others:
+        if reason := why_not_reusable(baseline, other):
+            notes.append(f"{other.name} against {baseline.name}: {reason}")
+    verdicts = len(others) * _count_rows(chosen)
     result = Result(
         baseline=baseline.name,
         baseline_speeds=_speeds(baseline, None),
-        others=[_against(baseline, other, demand, chosen) for other in others],
+        others=[_against(baseline, other, demand, chosen, verdicts) for other in others],
         demand=demand,
         notes=notes,
     )
@@ -202,7 +209,11 @@ def _find(task: Task, metric: Metric) -> Metric | None:
 
 
 def _against(
-    baseline: Measured, other: Measured, demand: Demand, chosen: dict[str, list[Metric]]
+    baseline: Measured,
+    other: Measured,
+    demand: Demand,
+    chosen: dict[str, list[Metric]],
+    verdicts: int,
 ) -> Against:
     rows = []
     primaries = []
@@ -216,11 +227,19 @@ def _against(
                 higher_is_better=metric.higher_is_better,
                 min_recovery=demand.min_recovery,
                 confidence=demand.confidence,
+                verdicts=verdicts,
             )
             rows.append(Row(name, metric.label, index == 0, metric.higher_is_better, scores))
             if index == 0:
                 primaries.append((metric.higher_is_better, pair))
-    return Against(other.name, rows, _overall(primaries, demand), _speeds(other, baseline))
+    return Against(
+        other.name, rows, _overall(primaries, demand, verdicts), _speeds(other, baseline)
+    )
+
+
+def _count_rows(chosen: dict[str, list[Metric]]) -> int:
+    tasks = [metrics for metrics in chosen.values() if metrics]
+    return max(1, sum(map(len, tasks)) + (len(tasks) > 1))
 
 
 def _paired(ours: Metric, theirs: Metric) -> tuple[list[float], list[float]]:
@@ -228,7 +247,7 @@ def _paired(ours: Metric, theirs: Metric) -> tuple[list[float], list[float]]:
 
 
 def _overall(
-    primaries: list[tuple[bool, tuple[list[float], list[float]]]], demand: Demand
+    primaries: list[tuple[bool, tuple[list[float], list[float]]]], demand: Demand, verdicts: int
 ) -> Row | None:
     """Tasks where lower is better have no place in a mean of scores, unless all are such."""
     higher = any(better for better, _ in primaries)
@@ -240,6 +259,7 @@ def _overall(
         higher_is_better=higher,
         min_recovery=demand.min_recovery,
         confidence=demand.confidence,
+        verdicts=verdicts,
     )
     return Row("overall", f"mean of {len(pairs)} tasks", False, higher, scores)
 

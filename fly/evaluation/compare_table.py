@@ -50,9 +50,8 @@ def markdown(result: Result) -> str:
 
 def _table(title: str, header: tuple[str, ...], rows: list[list[str]]) -> Table:
     table = Table(
-        title=title,
+        title=Text(title, style="bold"),  # names are no markup
         title_justify="left",
-        title_style="bold",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )

@@ -228,7 +228,7 @@ def read(path: Path) -> Measured:
 def why_not_reusable(baseline: Measured, run: Measured) -> str | None:
     """Why this baseline's scores are not what the run's own target would score; None if they are.
 
-    Documents, prompts and versions are for `compare.pair` to check.
+    Documents, prompts and versions are for `compare.check_pairs` to check.
     """
     ours, theirs = baseline.target, run.target
     keys = ["files"] if ours["files"] and theirs["files"] else ["name", "revision"]

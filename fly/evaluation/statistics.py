@@ -93,15 +93,17 @@ def compare_scores(
     higher_is_better: bool = True,
     min_recovery: float = 0.99,
     confidence: float = 0.95,
+    verdicts: int = 1,
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> Comparison:
-    """Compare scores of the same documents, [N] each; raises as `compare_tasks`."""
+    """Compare scores of the same documents, [N] each; see `compare_tasks`."""
     return compare_tasks(
         [(baseline, other)],
         higher_is_better=higher_is_better,
         min_recovery=min_recovery,
         confidence=confidence,
+        verdicts=verdicts,
         resamples=resamples,
         seed=seed,
     )
@@ -113,13 +115,16 @@ def compare_tasks(
     higher_is_better: bool = True,
     min_recovery: float = 0.99,
     confidence: float = 0.95,
+    verdicts: int = 1,
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> Comparison:
     """Compare mean task scores: every task counts the same; documents are resampled within tasks.
 
-    tasks: (baseline, other) scores of each. Raises ValueError on unequal or no documents, on
-    scores that are no finite numbers, and on min_recovery or confidence out of range.
+    tasks: (baseline, other) scores of each. verdicts: how many are reached together, any of which
+    may fail a job: `fell` needs that much more certainty (Bonferroni). Raises ValueError on
+    unequal or no documents, on scores that are no finite numbers, and on min_recovery or
+    confidence out of range.
     """
     if not 0 < min_recovery <= 1 or not 0.5 < confidence < 1:
         raise ValueError("min_recovery must be in (0, 1], confidence between 0.5 and 1")
@@ -134,18 +139,21 @@ def compare_tasks(
     p = _mcnemar(lost, won) if mcnemar else _sign_flips(change, resamples, seed)
     base = float(np.mean([task.base.mean() for task in pairs]))
     kept = float(np.mean([task.kept.mean() for task in pairs]))
-    undefined = _undefined(pairs, base)
+    undefined = _undefined(pairs, base, higher_is_better)
     verdict: Verdict = "not enough evidence"
     recovery, interval, probability, decides, reason = None, None, None, None, undefined
     if not undefined:
         recovery = kept / base
         interval = _recovery_interval(pairs, resamples, seed)
         probability = _probability(pairs, min_recovery, seed)
-        certain = change.sum() < 0 and p / 2 <= 1 - confidence
-        verdict, reason = _verdict(probability, confidence, lost, won, certain)
+        doubt = (1 - confidence) / verdicts
+        fell = change.sum() < 0 and p / 2 <= doubt and probability <= doubt
+        verdict, reason = _verdict(probability >= confidence, fell, lost, won)
         decides = _documents_that_decide(pairs, base, lost, min_recovery, confidence)
         if decides is not None and verdict == "not enough evidence":
             decides = max(decides, len(change) + 1)
+    elif lost == 0 and not higher_is_better and base == 0:
+        verdict, reason = "held", f"no document scored worse; {undefined}"
     return Comparison(
         documents=len(change),
         baseline=float(np.mean([a.mean() for a, _ in arrays])),
@@ -210,11 +218,14 @@ def _checked(baseline: ArrayLike, other: ArrayLike) -> tuple[Floats, Floats]:
     return a, b
 
 
-def _undefined(pairs: list[_Pairs], base: float) -> str:
+def _undefined(pairs: list[_Pairs], base: float, higher_is_better: bool) -> str:
     """Why there is no recovery; empty if there is one."""
     if any((task.base < 0).any() or (task.kept < 0).any() for task in pairs):
         return "recovery is undefined: scores below zero have no ratio"
-    return "" if base > 0 else "recovery is undefined: its denominator is zero"
+    if base > 0:
+        return ""
+    whose = "the baseline's score" if higher_is_better else "the run's own score"
+    return f"recovery is undefined: {whose} is zero"
 
 
 def _mcnemar(lost: int, won: int) -> float:
@@ -288,8 +299,9 @@ def _probability(pairs: list[_Pairs], min_recovery: float, seed: int) -> float:
     """Posterior probability that the recovery is at least min_recovery.
 
     Bayesian bootstrap (Rubin 1981) with half a document of each of four kinds added: solved by
-    both, lost, won, solved by none. On right-or-wrong scores that is Jeffreys' prior on the table
-    of pairs; unlike resampling, it knows that a loss which was not seen may exist.
+    both, lost, won, solved by none; over several tasks, shared out among them. On right-or-wrong
+    scores of one task that is Jeffreys' prior on the table of pairs; unlike resampling, it knows
+    that a loss which was not seen may exist.
     """
     rng = np.random.default_rng(seed)
     margin = np.zeros(_DRAWS)
@@ -300,7 +312,7 @@ def _probability(pairs: list[_Pairs], min_recovery: float, seed: int) -> float:
         )  # documents with equal scores share one gamma variable
         added = top * np.array([[1, 0, 1, 0], [1, 1, 0, 0]])
         kept, base = np.concatenate([kinds, added], axis=1)
-        shape = np.concatenate([counts, np.full(4, 0.5)])
+        shape = np.concatenate([counts, np.full(4, 0.5 / len(pairs))])
         step = max(1, _MOST_AT_ONCE // len(shape))
         for start in range(0, _DRAWS, step):
             weights = rng.gamma(shape, size=(min(step, _DRAWS - start), len(shape)))
@@ -309,14 +321,12 @@ def _probability(pairs: list[_Pairs], min_recovery: float, seed: int) -> float:
     return float(np.mean(margin >= 0))
 
 
-def _verdict(
-    probability: float, confidence: float, lost: int, won: int, certainly_worse: bool
-) -> tuple[Verdict, str]:
+def _verdict(enough: bool, fell: bool, lost: int, won: int) -> tuple[Verdict, str]:
     if lost == 0:
         return "held", "no document scored worse" if won else "every document scored the same"
-    if probability >= confidence:
+    if enough:
         return "held", "recovery is high enough, with confidence"
-    if probability <= 1 - confidence and certainly_worse:
+    if fell:
         return "fell", "recovery is too low, with confidence"
     return "not enough evidence", "the documents do not tell"
 

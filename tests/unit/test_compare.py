@@ -143,6 +143,20 @@ def test_several_tasks_metrics_and_directions(tmp_path):
     assert [speed.task for speed in found.speeds] == ["a", "b", "overall"]
 
 
+def test_many_tasks_do_not_fail_a_job_by_chance(tmp_path):
+    """Rows of all tasks and runs share the doubt; one row alone has it for itself."""
+    dropped = SOLVED.copy()
+    for index in [i for i, solved in enumerate(SOLVED) if solved][:6]:
+        dropped[index] = 0
+    many = {f"t{i}": {"acc": SOLVED} for i in range(12)}
+    base = load(write(tmp_path / "a", "target-only", tasks=many))
+    other = load(write(tmp_path / "b", tasks={**many, "t0": {"acc": dropped}}))
+    assert compare.compare(base, [other]).verdict == "not enough evidence"
+    one = [load(write(tmp_path / n, tasks={"t0": {"acc": s}})) for n, s in [
+        ("c", SOLVED), ("d", dropped)]]  # fmt: skip
+    assert compare.compare(one[0], one[1:]).verdict == "fell"
+
+
 def test_an_error_rate_that_rises_fell(tmp_path):
     errors = [1] * 30 + [0] * 270
     base = load(write(tmp_path / "a", "target-only", errors, higher_is_better=False))

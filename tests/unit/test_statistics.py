@@ -126,6 +126,25 @@ def test_lower_is_better():
     assert (better.recovery, better.lost, better.verdict) == (2, 0, "held")
 
 
+def test_no_error_at_all_held_though_recovery_is_undefined():
+    """Where lower is better, a perfect run's score is the denominator."""
+    a = [1.0] * 3 + [0.0] * 17
+    perfect = statistics.compare_scores(a, [0.0] * 20, higher_is_better=False)
+    assert (perfect.recovery, perfect.won, perfect.verdict) == (None, 3, "held")
+    assert "the run's own score is zero" in perfect.reason
+    worse = statistics.compare_scores([0.0] * 20, a, higher_is_better=False)
+    assert (worse.recovery, worse.lost) == (0, 3)
+    assert worse.verdict != "held"
+
+
+def test_fell_takes_more_certainty_where_many_verdicts_are_reached():
+    """One of twenty rows that loses 6 and wins 0 is what chance makes; alone it is a loss."""
+    pair = table(60, 6, 0, 34)
+    assert statistics.compare_scores(*pair).verdict == "fell"
+    assert statistics.compare_scores(*pair, verdicts=20).verdict == "not enough evidence"
+    assert statistics.compare_scores(*table(60, 12, 0, 34), verdicts=20).verdict == "fell"
+
+
 def test_scores_below_zero_have_no_ratio():
     found = statistics.compare_scores([-1.0, -2.0], [-1.0, -3.0])
     assert found.recovery is None
