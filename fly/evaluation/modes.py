@@ -8,17 +8,18 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lm_eval.utils import simple_parse_args_string
 
-import fly
 from fly import config as fly_config
 from fly import loading, manifest
 from fly.errors import FlyError
 from fly.evaluation import runs
+from fly.evaluation.report import versions
+from fly.fingerprint import of_model
 
 # What each mode changes in the pair's file; `hf` is lm-eval's own backend on the target.
 NAMED: dict[str, dict[str, Any]] = {
@@ -33,12 +34,16 @@ _MARK = "fly_compare.json"
 
 @dataclass(frozen=True)
 class Mode:
-    """One run to be made: `fly run` with these model_args. identity: changes if the texts may."""
+    """One run to be made: `fly run` with these model_args. identity: changes if the texts may.
+
+    models: what they are now, by role.
+    """
 
     name: str
     model: str
     model_args: dict[str, Any]
     identity: str
+    models: dict[str, Any] = field(default_factory=dict)
 
 
 def plan(
@@ -64,37 +69,41 @@ def _mode(name: str, model_args: dict[str, Any]) -> Mode:
     own, rest = fly_config.split_model_args(model_args)
     config = fly_config.resolve(rest.pop("config_path", None), own, log=False)
     target = loading.resolve_source(config.target_model_path, "target_model_path")
-    if config.needs_draft_model and config.draft_model_path:
-        loading.resolve_source(config.draft_model_path, "pretrained")
+    models = {"target": of_model(target)}
+    if name != "hf" and config.needs_draft_model and config.draft_model_path:
+        models["draft"] = of_model(loading.resolve_source(config.draft_model_path, "pretrained"))
     if name == "hf":
         gguf = {"gguf_file": target.gguf_file} if target.gguf_file else {}
         arguments = {"pretrained": target.path, **gguf, **rest}
-        return Mode(name, "hf", arguments, json.dumps(arguments, sort_keys=True, default=str))
+        identity = json.dumps(arguments, sort_keys=True, default=str)
+        return Mode(name, "hf", arguments, identity, models)
     identity = json.dumps([config.hash(), rest], sort_keys=True, default=str)
-    return Mode(name, "fly", model_args, identity)
+    return Mode(name, "fly", model_args, identity, models)
 
 
 def run_missing(modes: Mapping[str, Mode], flags: Sequence[str], output: Path) -> dict[str, Path]:
     """Run what is not finished yet; the folder of each mode. flags: of `fly run`, for all modes.
 
-    A mode is finished if its folder holds a run that this same command has made. A failed run
+    A mode is finished if its folder holds a run that this same command has made, of the same
+    models and versions. A failed run
     ends the comparison with FlyError; what has finished stays, and the next call goes on with the
     rest, in the middle of a run if its records are there.
     """
     folders = {}
     for name, mode in modes.items():
         folder = folders[name] = output / name
-        mark = {"command": _hash(mode, flags), "fly": fly.__version__}
+        mark = {"command": _hash(mode, flags), "models": mode.models, "versions": versions()}
         if _is_finished(folder, mark):
             print(f"{name}: finished before, in {folder}", flush=True)
             continue
-        goes_on = _was_cut_short(folder, mark)
-        how = ", going on" if goes_on else ""
+        unfinished = _cut_short(folder, mark)
+        how = ", going on" if unfinished else ""
         print(f"\n--- {name} ({len(folders)} of {len(modes)}){how} ---", flush=True)
-        _set_mark(folder, {**mark, "finished": False})
-        if goes_on:
-            _run(mode, ["--resume", str(folder)], f"; to start it anew, remove {folder}")
+        if unfinished:
+            _run(mode, ["--resume", str(unfinished)], f"; to start it anew, remove {folder}")
         else:
+            there = [str(run.path) for run in manifest.all_in(folder)]
+            _set_mark(folder, {**mark, "finished": False, "before": there})
             _run(mode, _arguments(mode, flags, folder))
         _set_mark(folder, {**mark, "finished": True})
     return folders
@@ -112,11 +121,14 @@ def _is_finished(folder: Path, mark: dict[str, Any]) -> bool:
         return False
 
 
-def _was_cut_short(folder: Path, mark: dict[str, Any]) -> bool:
-    """Whether this same command began the run there, and `--resume` can go on with it."""
-    if _mark(folder) != {**mark, "finished": False}:
-        return False
-    return any(not run.finished for run in manifest.all_in(folder))
+def _cut_short(folder: Path, mark: dict[str, Any]) -> Path | None:
+    """The unfinished run that this same command began there: what `--resume` goes on with."""
+    noted = _mark(folder) or {}
+    before = noted.pop("before", [])
+    if noted != {**mark, "finished": False}:
+        return None
+    own = [run for run in manifest.all_in(folder) if str(run.path) not in before]
+    return own[-1].path if own and not own[-1].finished else None
 
 
 def _mark(folder: Path) -> Any:

@@ -108,14 +108,24 @@ def test_a_mode_that_was_cut_short_goes_on(tmp_path, monkeypatch):
     folder = tmp_path / "fly"
     with pytest.raises(FlyError, match=r"killed by signal 9.*goes on with fly$"):
         modes.run_missing({"fly": mode}, ["--limit", "1"], tmp_path)
-    Manifest.create(folder, arguments={}).release()
+    begun = Manifest.create(folder, arguments={})
+    begun.release()
     with pytest.raises(FlyError, match="goes on with fly; to start it anew, remove"):
         modes.run_missing({"fly": mode}, ["--limit", "1"], tmp_path)
     with pytest.raises(FlyError, match=r"goes on with fly$"):
         modes.run_missing({"fly": mode}, ["--limit", "2"], tmp_path)
+    with pytest.raises(FlyError, match=r"goes on with fly$"):  # the first command's run is there
+        modes.run_missing({"fly": mode}, ["--limit", "2"], tmp_path)
+    changed = modes.Mode("fly", "fly", {}, "identity", {"target": "retrained"})
+    with pytest.raises(FlyError, match=r"goes on with fly$"):
+        modes.run_missing({"fly": changed}, ["--limit", "1"], tmp_path)
     assert calls[0][:2] == ["--limit", "1"]
-    assert calls[1] == ["--resume", str(folder)]
-    assert calls[2][:2] == ["--limit", "2"]
+    assert calls[1] == ["--resume", str(begun.path)]
+    assert [call[:2] for call in calls[2:]] == [
+        ["--limit", "2"],
+        ["--limit", "2"],
+        ["--limit", "1"],
+    ]
 
 
 def test_a_failing_mode_ends_with_one_line_and_keeps_the_finished(
@@ -176,7 +186,7 @@ def test_a_run_of_another_configuration_is_not_taken_for_finished(
 ):
     """Another K, another limit, a killed run: each must run again."""
     calls = []
-    monkeypatch.setattr(modes, "_run", lambda mode, given, folder: calls.append(mode.name))
+    monkeypatch.setattr(modes, "_run", lambda mode, given: calls.append(mode.name))
     monkeypatch.setattr(modes.runs, "load", lambda folder: True)
     values = {"pretrained": str(saved_pair / "draft"), "config_path": str(config_file)}
     out = tmp_path / "out"
