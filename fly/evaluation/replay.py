@@ -122,23 +122,32 @@ def replay(
 
 
 def add_round(shown: list[Token], line: dict[str, Any]) -> None:
-    """Add a line's tokens to `shown` and mark those it takes back; places in it do not change."""
-    start, draft = line["start"], line["draft"]
+    """Add a line's tokens to `shown` and mark those it takes back.
+
+    Places in it do not change before the row's last line.
+    """
+    start = line["start"]
     if start != sum(token.stands for token in shown):
         raise ValueError(f"request {line['request']}: round {line['round']} does not follow")
-    deferred = [index - start for index in line["deferred"]]
-    if line["rolled_back"] is not None:
-        _roll_back(shown, line, deferred)
-        return
+    if line["rolled_back"] is None:
+        _accept(shown, line)
+    else:
+        _roll_back(shown, line)
+    # the row's end cuts off what came after it, provisional tokens of earlier rounds as well
+    shown[:] = [token for token in shown if not token.stands or token.index < line["length"]]
+
+
+def _accept(shown: list[Token], line: dict[str, Any]) -> None:
+    draft = line["draft"]
+    deferred = [index - line["start"] for index in line["deferred"]]
     stands = [native == "1" or at in deferred for at, native in enumerate(line["native"])]
     accepted = stands.index(False) if False in stands else len(draft)
-    block = [_drafted(line, at) for at in range(accepted)]
     rejected = draft[accepted] if accepted < len(draft) else None
-    block.append(_own(line, accepted, rejected))
-    shown += block[: line["length"] - start]
+    shown += [_drafted(line, at) for at in range(accepted)]
+    shown.append(_own(line, accepted, rejected))
 
 
-def _roll_back(shown: list[Token], line: dict[str, Any], deferred: list[int]) -> None:
+def _roll_back(shown: list[Token], line: dict[str, Any]) -> None:
     """Mark what falls with the deferral; append the target's own token in its place."""
     start, at = line["start"], line["rolled_back"]
     # what was let in together with the deferral: up to the mismatch that felled it

@@ -73,6 +73,18 @@ def test_a_block_is_cut_where_the_row_ended():
     assert [token.id for token in generation.tokens] == [1, 2]
 
 
+def test_a_row_may_end_before_its_last_round_began():
+    """A stop string among provisional tokens ends the row when their window closes, rounds later:
+    a negative cut would keep what came after it."""
+    rounds = [
+        line(0, [1, 2], "10", [1, 9, 3], 3, deferred=[1], open=1),
+        line(3, [4, 5], "11", [4, 5, 6], 2, finish="stop"),
+    ]
+    assert [token.id for token in replayed(rounds).tokens] == [1, 2]
+    rounds[1] = line(3, [4, 5], "10", [4, 6, 7], 1, rolled_back=1, finish="length")
+    assert [token.id for token in replayed(rounds).tokens] == [1]
+
+
 def test_half_a_character_at_the_end_is_not_lost():
     generation = replayed([line(0, [1], "1", [1, 7], 2, finish="length")])
     assert [token.text for token in generation.tokens] == [" alpha", "\ufffd"]
