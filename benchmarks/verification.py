@@ -26,8 +26,12 @@ from scipy.stats import binomtest
 SAMPLED = "do_sample=True,temperature=1.0,top_k=0"
 ACROSS = {"defer_across_rounds": True}
 NO_ENTROPY = {"entropy_thre": None}
+# exp(-1/8): logits between 16 and 32 lie 1/8 apart in bfloat16, so that the target's own arithmetic
+# does not tell such tokens apart
+ONE_STEP = {**ACROSS, **NO_ENTROPY, "draft_ratio_thre": 0.88, "draft_rank_max": 2}
 SETTINGS: dict[str, dict[str, Any]] = {
     "target_only": {"use_sd": False},
+    "exact_k5": {"spd_k": 5, "enable_fly": False},
     "exact_k8": {"spd_k": 8, "enable_fly": False},
     "fly_k8": {"spd_k": 8},
     "fly_k15": {"spd_k": 15},
@@ -37,6 +41,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "margin_k8": {"spd_k": 8, **ACROSS, **NO_ENTROPY, "margin_thre": 0.2},
     "ratio_k8": {"spd_k": 8, **ACROSS, **NO_ENTROPY, "draft_ratio_thre": 0.3, "draft_rank_max": 2},
     "typical": {"spd_k": 8, "verification": "typical"},
+    "one_step_k5": {"spd_k": 5, **ONE_STEP},
     "tie_k5": {"spd_k": 5, **ACROSS, **NO_ENTROPY, "draft_ratio_thre": 0.6, "draft_rank_max": 2},
     "tie_k8": {"spd_k": 8, **ACROSS, **NO_ENTROPY, "draft_ratio_thre": 0.6, "draft_rank_max": 2},
     "top_k": {"spd_k": 8, "verification": "top_k"},
