@@ -27,7 +27,10 @@ from fly.session import Session
 logger = logging.getLogger(__name__)
 
 _NOT_ARGUMENTS = ("command", "func", "config", "resume")
-_TAKEN_APART = ("model_args", "gen_kwargs", "metadata", "hf_hub_log_args")  # key=value flags
+_TAKEN_APART = (  # key=value flags
+    "model_args", "gen_kwargs", "metadata", "hf_hub_log_args", "wandb_args", "wandb_config_args",
+    "trackio_args",
+)  # fmt: skip
 _SECRETS = {"token", "hf_token", "use_auth_token", "access_token", "key", "api_key", "password"}
 _ONE_PROCESS = "WORLD_SIZE"  # set by torchrun and accelerate
 _BESIDE = ("tokenizer", "peft", "delta")  # model_args that may name folders, too

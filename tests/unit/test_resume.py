@@ -193,12 +193,17 @@ def test_arguments_are_what_lm_eval_sees_without_secrets():
     """Values of --config lie under the command line's; a token must not reach the disk."""
     args = argparse.Namespace(
         command="run", func=print, config="run.yaml", resume=None, tasks=None, limit=0.0,
-        model_args={"dtype": "float32"}, seed=[0, None], hf_hub_log_args={"token": "s", "org": "o"},
+        model_args={"dtype": "float32", "token": "s"}, seed=[0, None],
+        hf_hub_log_args={"token": "s", "org": "o"},
     )  # fmt: skip
-    yaml_values = {"tasks": ["a"], "limit": 9, "model_args": "x=1", "gen_kwargs": "max_gen_toks=3"}
+    yaml_values = {
+        "tasks": ["a"], "limit": 9, "model_args": "x=1", "gen_kwargs": "max_gen_toks=3",
+        "wandb_args": "project=p,api_key=s",
+    }  # fmt: skip
     assert resume.given_arguments(args, yaml_values) == {
         "tasks": ["a"], "limit": 0.0, "model_args": {"dtype": "float32"}, "seed": [0, None],
         "gen_kwargs": {"max_gen_toks": 3}, "hf_hub_log_args": {"org": "o"},
+        "wandb_args": {"project": "p"},
     }  # fmt: skip
 
 
@@ -206,17 +211,22 @@ def test_the_namespace_becomes_the_run_s(tmp_path, monkeypatch):
     """Paths are the run's wherever it lies now; a token is passed on, and never noted."""
     folder = tmp_path / "out" / "m"
     folder.mkdir(parents=True)
-    noted = {"output_path": "gone/out", "limit": 2.0, "hf_hub_log_args": {"org": "o"}}
+    noted = {
+        "output_path": "gone/out", "limit": 2.0, "hf_hub_log_args": {"org": "o"},
+        "model_args": {"dtype": "float32"},
+    }  # fmt: skip
     run = Manifest.create(folder, arguments=noted, below=True, working_directory=str(tmp_path))
     run.release()
     monkeypatch.chdir(folder)
     args = argparse.Namespace(
-        resume=str(tmp_path / "out"), config="x", hf_hub_log_args={"token": "s"}, limit=None
-    )
+        resume=str(tmp_path / "out"), config="x", hf_hub_log_args={"token": "s"}, limit=None,
+        model_args={"token": "t"},
+    )  # fmt: skip
     found = resume.reopen(args, {"output_path": "..", "hf_hub_log_args": {}, "limit": 2.0})
     assert found.path == run.path
     assert (args.config, args.limit, args.output_path) == (None, 2.0, str(tmp_path / "out"))
     assert args.hf_hub_log_args == {"org": "o", "token": "s"}
+    assert args.model_args == {"dtype": "float32", "token": "t"}
     assert os.getcwd() == str(tmp_path)
     with pytest.raises(FlyError, match=r'--output_path was "gone/out", is now "else"'):
         resume.reopen(args, {"output_path": "else"})
