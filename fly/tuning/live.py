@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fly import loading, preparation, session
+from fly import config as fly_config
+from fly import loading, preparation, resume, session
 from fly.config import FlyConfig
 from fly.decoding.records import RequestRecord, RunStats
 from fly.decoding.runner import ModelRunner
@@ -81,6 +82,12 @@ class TunedLM(FlyLM):
     ) -> None:
         self.records.append(record)
         super()._keep(instance, text, record, log)
+
+    def identity(self) -> dict[str, Any]:
+        """What the models are, beside the configuration: their files, HFLM's arguments."""
+        _, hf_args = fly_config.split_model_args(self._model_args)
+        hf_args.pop("device", None)  # where it runs is noted as what was found
+        return {"models": resume.models_of(self.given, hf_args), "model_args": hf_args}
 
     def quantizations(self) -> list[str]:
         """What draft_quantization can be here, the one in use first."""

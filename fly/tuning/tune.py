@@ -148,6 +148,7 @@ class Tuner:
             "versions": report.versions(),
             "device": report.device_facts(self._lm.device),
             "dtype": str(self._lm.model.dtype),
+            **self._lm.identity(),
         }
         if (kept := baseline.load(path, key)) is not None:
             print(f"the target alone: kept by an earlier run ({path}); remove it to measure anew")

@@ -1,10 +1,12 @@
 """`fly tune` on a tiny pair, run as a user runs it."""
 
 import json
+import shutil
 
 import pytest
 
 from fly import config
+from fly.errors import FlyError
 from fly.tuning import tune
 from fly.tuning.search import Grid
 from tests.integration.test_cli import config_file, run, task_dir  # noqa: F401  fixtures
@@ -123,6 +125,39 @@ def test_bad_usage_ends_before_models_load(arguments, capsys, monkeypatch, chang
     monkeypatch.setattr("fly.lm.FlyLM._load", lambda *a, **k: pytest.fail("models were loaded"))
     assert tune_it(arguments, **changed) == 2
     assert message in capsys.readouterr().err
+
+
+def test_retrained_weights_at_the_same_path_are_measured_anew(
+    arguments, saved_pair, tmp_path, capsys, monkeypatch
+):
+    """The key named paths alone: scores of the weights before were taken for the new ones'."""
+
+    def stop(self, first):
+        raise FlyError("far enough")
+
+    monkeypatch.setattr(tune.Tuner, "_expect", stop)
+    for name in ("target", "draft"):
+        shutil.copytree(saved_pair / name, tmp_path / name)
+    pair = json.loads(arguments["file"].read_text())
+    arguments["file"].write_text(
+        json.dumps({**pair, "target_model_path": str(tmp_path / "target")})
+    )
+    arguments["--model_args"] = f"pretrained={tmp_path / 'draft'},dtype=float32"
+
+    def is_reused():
+        assert tune_it(arguments, "--force") == 2
+        printed = capsys.readouterr()
+        assert "far enough" in printed.err
+        return "kept by an earlier run" in printed.out
+
+    assert [is_reused(), is_reused()] == [False, True]
+    weights = tmp_path / "target" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-2] ^= 1  # one weight, a little
+    weights.write_bytes(data)
+    assert [is_reused(), is_reused()] == [False, True]
+    arguments["--model_args"] += ",add_bos_token=True"
+    assert not is_reused()
 
 
 def test_draft_weights_that_are_not_to_be_had(arguments, capsys):
