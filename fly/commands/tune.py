@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lm_eval.utils import simple_parse_args_string
+from lm_eval._cli.utils import MergeDictAction, SplitArgs
 
 from fly import config as fly_config
 from fly import session
@@ -25,12 +25,19 @@ def add_command(subparsers: Any) -> None:
     )
     add = parser.add_argument
     add("file", metavar="CONFIG", help="the pair's JSON, as for config_path")
-    add("--tasks", nargs="+", required=True, metavar="T", help="generation tasks")
+    add("--tasks", nargs="+", action=SplitArgs, required=True, metavar="T", help="generation tasks")
     add("--limit", type=int, required=True, metavar="N", help="documents per task")
     add("--output", type=Path, required=True, metavar="FILE.json", help="the new configuration")
     add("--force", action="store_true", help="replace --output if it is there")
     add("--candidates", type=int, default=3, metavar="N", help="real runs beside CONFIG's (3)")
-    add("--min_recovery", type=float, default=0.99, help="share of the score to be kept (0.99)")
+    add(
+        "--min-recovery",
+        "--min_recovery",
+        type=float,
+        default=0.99,
+        metavar="SHARE",
+        help="share of the target's score that every metric must keep (0.99)",
+    )
     add(
         "--max_changed",
         type=float,
@@ -52,7 +59,14 @@ def add_command(subparsers: Any) -> None:
     add("--confirm_run_unsafe_code", action="store_true")
     add("--device")
     add("--include_path", dest="task_folder", metavar="DIR", help="folder of further tasks")
-    add("--model_args", default="", metavar="key=value,...", help="as in a run")
+    add(
+        "--model_args",
+        "-a",
+        nargs="+",
+        action=MergeDictAction,
+        metavar="key=value",
+        help="as in a run: a=b,c=d or a=b c=d",
+    )
     parser.set_defaults(func=_tune)
 
 
@@ -126,13 +140,17 @@ def _checked(args: argparse.Namespace) -> dict[str, Any]:
         value = getattr(args, name)
         if value is not None and value < least:
             raise FlyError(f"--{name} {value}: must be at least {least}")
-    if not 0 <= args.max_changed <= 1 or not 0 <= args.min_recovery <= 1:
-        raise FlyError("--max_changed and --min_recovery are shares: give 0 to 1")
+    if not 0 < args.min_recovery <= 1:
+        raise FlyError(
+            f"--min-recovery {args.min_recovery:g}: give a share above 0 and at most 1, as 0.99"
+        )
+    if not 0 <= args.max_changed <= 1:
+        raise FlyError(f"--max_changed {args.max_changed:g}: give a share from 0 to 1, as 0.03")
     if args.output.suffix != ".json":
         raise FlyError(f"--output {args.output}: give the name of a .json file")
     if args.output.exists() and not args.force:
         raise FlyError(f"--output {args.output}: is there already: choose another, or add --force")
-    model_args = {**simple_parse_args_string(args.model_args), "trace": False}
+    model_args = {**(args.model_args or {}), "trace": False}
     if args.device:
         model_args["device"] = args.device
     own, _ = fly_config.split_model_args(model_args)

@@ -40,7 +40,7 @@ def tune_it(arguments, *flags, **changed):
 
 
 def test_a_tune_from_end_to_end(arguments, saved_pair, capsys):
-    assert tune_it(arguments, min_recovery=0, max_changed=1) == 0
+    assert tune_it(arguments, min_recovery=0.01, max_changed=1) == 0
     printed = capsys.readouterr()
     out, folder = arguments["--output"], arguments["--output"].parent
     assert "predicted" in printed.out
@@ -77,27 +77,27 @@ def test_a_tune_from_end_to_end(arguments, saved_pair, capsys):
 
 def test_a_restart_keeps_the_target_alone(arguments, capsys):
     """And refuses to replace what it wrote, unless told; another workload is measured anew."""
-    assert tune_it(arguments, min_recovery=0, candidates=1) == 0
+    assert tune_it(arguments, min_recovery=0.01, candidates=1) == 0
     kept = arguments["--output"].with_suffix(".baseline.json")
     stats = json.loads(kept.read_text())["stats"]
     capsys.readouterr()
-    assert tune_it(arguments, min_recovery=0, candidates=1) == 2
+    assert tune_it(arguments, min_recovery=0.01, candidates=1) == 2
     assert "is there already" in capsys.readouterr().err
-    assert tune_it(arguments, "--force", min_recovery=0, candidates=1) == 0
+    assert tune_it(arguments, "--force", min_recovery=0.01, candidates=1) == 0
     assert "kept by an earlier run" in capsys.readouterr().out
     assert json.loads(kept.read_text())["stats"] == stats
-    assert tune_it(arguments, "--force", min_recovery=0, candidates=1, max_gen_toks=12) == 0
+    assert tune_it(arguments, "--force", min_recovery=0.01, candidates=1, max_gen_toks=12) == 0
     assert "kept by an earlier run" not in capsys.readouterr().out
 
 
 def test_other_prompts_than_the_kept_ones_are_refused(arguments, task_dir, capsys):  # noqa: F811
     """A task's file changed between two tunes: scores of other documents must not be paired."""
-    assert tune_it(arguments, min_recovery=0, candidates=1) == 0
+    assert tune_it(arguments, min_recovery=0.01, candidates=1) == 0
     kept = arguments["--output"].with_suffix(".baseline.json")
     values = json.loads(kept.read_text())
     values["documents"][0]["prompt"][0] ^= 1
     kept.write_text(json.dumps(values))
-    assert tune_it(arguments, "--force", min_recovery=0, candidates=1) == 2
+    assert tune_it(arguments, "--force", min_recovery=0.01, candidates=1) == 2
     assert "holds other documents" in capsys.readouterr().err
 
 
@@ -114,7 +114,9 @@ def test_no_configuration_is_written_if_none_kept_the_score(arguments, capsys, m
     [
         ({"batch_size": 4}, "--batch_size 4: fly tune predicts one row"),
         ({"limit": 0}, "--limit 0: must be at least 1"),
-        ({"max_changed": 2}, "are shares"),
+        ({"max_changed": 2}, "--max_changed 2: give a share from 0 to 1"),
+        ({"min_recovery": 0}, "--min-recovery 0: give a share above 0 and at most 1"),
+        ({"min-recovery": 1.5}, "--min-recovery 1.5: give a share above 0 and at most 1"),
         ({"output": "here"}, "--output here: give the name of a .json file"),
         ({"model_args": "drafter=ngram"}, "nothing to tune: no draft model takes part"),
         ({"model_args": "use_sd=false"}, "nothing to tune: no draft model takes part"),
@@ -158,6 +160,16 @@ def test_retrained_weights_at_the_same_path_are_measured_anew(
     assert [is_reused(), is_reused()] == [False, True]
     arguments["--model_args"] += ",add_bos_token=True"
     assert not is_reused()
+
+
+def test_model_args_may_be_several_words_as_in_a_run(arguments, capsys):
+    """The second word, and a repeated flag, ended in usage or were lost."""
+    values = {**arguments, "--model_args": "pretrained=x"}
+    file = values.pop("file")
+    flags = [part for pair in values.items() for part in pair]
+    for words in (["dtype=float32", "use_sd=false"], ["-a", "dtype=float32,use_sd=false"]):
+        assert run("tune", file, *flags, *["--model_args", "pretrained=x", *words]) == 2
+        assert "nothing to tune: no draft model takes part" in capsys.readouterr().err
 
 
 def test_draft_weights_that_are_not_to_be_had(arguments, capsys):
