@@ -75,7 +75,7 @@ def _tune(args: argparse.Namespace) -> None:
     from fly.evaluation import report
     from fly.tuning import output
     from fly.tuning.live import TunedLM, Workload
-    from fly.tuning.tune import Options, Tuner
+    from fly.tuning.tune import Options, Tuner, Tuning
 
     session.start()
     lm = TunedLM(args.file, model_args)
@@ -92,10 +92,18 @@ def _tune(args: argparse.Namespace) -> None:
     options = Options(args.output, kinds, args.candidates, args.max_changed, args.min_recovery)
     facts = report.device_facts(lm.device)
     print(f"tuning for {facts['name']} ({facts['type']}, {facts['threads']} threads)")
-    with _quiet("lm_eval"):  # it would tell the same of every run, between our lines
-        tuning = Tuner(lm, workload, options).run()
     record = args.output.with_name(f"fly_tune_{time.strftime('%Y-%m-%dT%H-%M-%S')}.json")
-    output.write_record(record, tuning, lm, workload, options)
+
+    def keep(tuning: Tuning) -> None:
+        output.write_record(record, tuning, lm, workload, options)
+
+    try:
+        with _quiet("lm_eval"):  # it would tell the same of every run, between our lines
+            tuning = Tuner(lm, workload, options, keep).run()
+    except BaseException:
+        if record.exists():
+            print(f"what was measured before: {record}", file=sys.stderr)
+        raise
     output.print_table(tuning, args.min_recovery)
     print(f"record: {record}")
     best = tuning.best(args.min_recovery)

@@ -7,10 +7,25 @@ import pytest
 
 from fly import config
 from fly.errors import FlyError
-from fly.tuning import tune
+from fly.tuning import live, tune
 from fly.tuning.search import Grid
 from tests.integration.test_cli import config_file, run, task_dir  # noqa: F401  fixtures
 
+SCORED = """task: tiny_scored
+custom_dataset: !function tiny_utils.load
+output_type: generate_until
+test_split: test
+doc_to_text: "{{question}}"
+doc_to_target: "{{answer}}"
+process_results: !function scored_utils.score
+generation_kwargs: {until: ["zzz"], max_gen_toks: 12, do_sample: false}
+metric_list:
+  - {metric: variety, aggregation: mean, higher_is_better: true}
+  - {metric: nothing, aggregation: mean, higher_is_better: true}
+"""
+SCORE = """def score(doc, results):
+    return {"variety": 1 + len(set(results[0])), "nothing": 0.0}
+"""
 SMALL = Grid(
     spd_k=(2, 4), win_len=(1, 2), gates=((0.3, None, None),), ngrams=(None, (1, 4, 3))
 )  # fmt: skip
@@ -20,9 +35,11 @@ SMALL = Grid(
 def arguments(saved_pair, config_file, task_dir, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setattr(tune, "Grid", lambda: SMALL)
     monkeypatch.setattr(tune, "_SWEEPS", 1)
+    (task_dir / "tiny_scored.yaml").write_text(SCORED)
+    (task_dir / "scored_utils.py").write_text(SCORE)
     return {
         "file": config_file,
-        "--tasks": "tiny_task",
+        "--tasks": "tiny_scored",
         "--include_path": task_dir,
         "--limit": 3,
         "--max_gen_toks": 24,
@@ -47,6 +64,7 @@ def test_a_tune_from_end_to_end(arguments, saved_pair, capsys):
     assert f"configuration: {out}" in printed.out
     assert "[1/8] the target alone" in printed.err
     assert "left in all" in printed.err
+    assert "note: tiny_scored nothing: recovery is undefined" in printed.out
 
     assert run("config", "check", out) == 0
     values = json.loads(out.read_text())
@@ -62,6 +80,9 @@ def test_a_tune_from_end_to_end(arguments, saved_pair, capsys):
     for key, value in fastest["changes"].items():
         assert getattr(tuned, key) == value
     assert fastest["stats"]["requests"] == 3
+    assert record["runs_planned"] == len(record["runs"])
+    assert [r["metric"] for r in fastest["recoveries"] if r["is_judged"]] == ["variety"]
+    assert fastest["scores"].keys() == {"tiny_scored variety", "tiny_scored nothing"}
     # rules 2 + 2 (within: W < K) + 4 (across), drafters 3 (the given one is not in the grid)
     rules, ngrams = len(list(SMALL.around(tuned).rules())), len(SMALL.around(tuned).ngrams)
     assert len(record["predictions"]) == rules * ngrams
@@ -129,6 +150,48 @@ def test_bad_usage_ends_before_models_load(arguments, capsys, monkeypatch, chang
     assert message in capsys.readouterr().err
 
 
+def test_model_args_may_be_several_words_as_in_a_run(arguments, capsys):
+    """The second word, and a repeated flag, ended in usage or were lost."""
+    values = {**arguments, "--model_args": "pretrained=x"}
+    file = values.pop("file")
+    flags = [part for pair in values.items() for part in pair]
+    for words in (["dtype=float32", "use_sd=false"], ["-a", "dtype=float32,use_sd=false"]):
+        assert run("tune", file, *flags, *["--model_args", "pretrained=x", *words]) == 2
+        assert "nothing to tune: no draft model takes part" in capsys.readouterr().err
+
+
+def test_a_target_that_scores_nothing_ends_the_tune_early(arguments, capsys):
+    """Every candidate was `held`, and written, as there was nothing to lose."""
+    assert tune_it(arguments, tasks="tiny_task") == 2
+    error = capsys.readouterr().err
+    assert "task tiny_task: the target alone has no score that could be kept or lost" in error
+    assert "(exact_match 0; 3 documents): raise --limit, or choose other --tasks" in error
+    assert "[2/" not in error
+    assert not arguments["--output"].exists()
+
+
+def test_a_real_run_that_fails_loses_nothing_of_those_before(arguments, capsys, monkeypatch):
+    """The record was written at the end alone: hours of runs were gone with the last one."""
+    whole = live.TunedLM.run
+    count = iter(range(99))
+
+    def fails(self, workload, config):
+        if next(count) == 2:  # after the target alone and the given configuration
+            raise FlyError("no memory")
+        return whole(self, workload, config)
+
+    monkeypatch.setattr(live.TunedLM, "run", fails)
+    assert tune_it(arguments, min_recovery=0.01, max_changed=1) == 2
+    (path,) = arguments["--output"].parent.glob("fly_tune_*.json")
+    error = capsys.readouterr().err
+    assert f"what was measured before: {path}" in error
+    assert error.rstrip().endswith("fly: error: no memory")
+    record = json.loads(path.read_text())
+    assert record["runs_planned"] > len(record["runs"]) == 1
+    assert record["runs"][0]["stats"]["requests"] == 3
+    assert record["runs"][0]["held"] is True
+
+
 def test_retrained_weights_at_the_same_path_are_measured_anew(
     arguments, saved_pair, tmp_path, capsys, monkeypatch
 ):
@@ -162,16 +225,6 @@ def test_retrained_weights_at_the_same_path_are_measured_anew(
     assert not is_reused()
 
 
-def test_model_args_may_be_several_words_as_in_a_run(arguments, capsys):
-    """The second word, and a repeated flag, ended in usage or were lost."""
-    values = {**arguments, "--model_args": "pretrained=x"}
-    file = values.pop("file")
-    flags = [part for pair in values.items() for part in pair]
-    for words in (["dtype=float32", "use_sd=false"], ["-a", "dtype=float32,use_sd=false"]):
-        assert run("tune", file, *flags, *["--model_args", "pretrained=x", *words]) == 2
-        assert "nothing to tune: no draft model takes part" in capsys.readouterr().err
-
-
 def test_draft_weights_that_are_not_to_be_had(arguments, capsys):
     assert tune_it(arguments, draft_quantization="fp8") == 2
     assert "--draft_quantization fp8: not to be had here: choose from none" in (
@@ -179,11 +232,13 @@ def test_draft_weights_that_are_not_to_be_had(arguments, capsys):
     )
 
 
-def test_sampling_is_refused(arguments, task_dir, capsys):  # noqa: F811
+def test_sampling_is_refused(arguments, task_dir, capsys, monkeypatch):  # noqa: F811
     path = task_dir / "tiny_task.yaml"
     text = path.read_text().replace("do_sample: false", "do_sample: true, temperature: 0.7")
     (task_dir / "tiny_sampled.yaml").write_text(text.replace("tiny_task", "tiny_sampled"))
-    assert tune_it(arguments, tasks="tiny_sampled") == 2
+    with monkeypatch.context() as patch:  # refused before the first is decoded
+        patch.setattr("fly.lm.FlyLM._engine", lambda *a: pytest.fail("it was decoded"))
+        assert tune_it(arguments, tasks="tiny_sampled") == 2
     assert "predicts greedy decoding only" in capsys.readouterr().err
 
 
