@@ -142,6 +142,8 @@ def _quiet(name: str) -> Iterator[None]:
 
 def _checked(args: argparse.Namespace) -> dict[str, Any]:
     """Refuse what can be refused before models load; the model's arguments."""
+    from fly.evaluation import harness
+
     if args.batch_size != "1":
         raise FlyError(f"--batch_size {args.batch_size}: fly tune predicts one row: use 1")
     for name, least in (("limit", 1), ("candidates", 1), ("max_gen_toks", 2)):
@@ -164,6 +166,7 @@ def _checked(args: argparse.Namespace) -> dict[str, Any]:
     own, _ = fly_config.split_model_args(model_args)
     _check_tunable(fly_config.load(args.file, own, log=False), args.file)
     session.check_writable(args.output.parent, "--output")
+    harness.check_tasks(args.tasks, args.task_folder)
     return model_args
 
 
