@@ -120,6 +120,10 @@ def test_other_prompts_than_the_kept_ones_are_refused(arguments, task_dir, capsy
     kept.write_text(json.dumps(values))
     assert tune_it(arguments, "--force", min_recovery=0.01, candidates=1) == 2
     assert "holds other documents" in capsys.readouterr().err
+    record = max(kept.parent.glob("fly_tune_*.json"))  # what ran is there, not judged
+    (line,) = json.loads(record.read_text())["runs"]
+    assert line["stats"]["requests"] == 3
+    assert line["held"] is False
 
 
 def test_no_configuration_is_written_if_none_kept_the_score(arguments, capsys, monkeypatch):
