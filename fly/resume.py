@@ -222,6 +222,13 @@ def check_models(
     manifest: Manifest, config: fly_config.FlyConfig, hf_args: dict[str, Any], loaded: bool
 ) -> None:
     """Note or check which models these are. A hub id's commit may be known only once `loaded`."""
+    found = models_of(config, hf_args)
+    if loaded or all(model.get("commit", "") is not None for model in found.values()):
+        manifest.agree("models", found)
+
+
+def models_of(config: fly_config.FlyConfig, hf_args: dict[str, Any]) -> dict[str, Any]:
+    """Fingerprints of the models, and of folders beside them, that take part in a run."""
     found: dict[str, Any] = {
         name: {"path": path, "files": fingerprint.of_folder(Path(path))}
         for name in _BESIDE
@@ -232,5 +239,4 @@ def check_models(
     if config.needs_draft_model and config.draft_model_path:
         draft = loading.resolve_source(config.draft_model_path, "pretrained")
         found["draft"] = fingerprint.of_model(draft)
-    if loaded or all(model.get("commit", "") is not None for model in found.values()):
-        manifest.agree("models", found)
+    return found

@@ -19,6 +19,8 @@ def write_run(
     seconds: float = 10.0,
     backend: str = "fly",
     metric: str = "exact_match",
+    higher_is_better: bool = True,
+    of_corpus: bool = False,
     batch_size: int = 1,
     prompts: str = "question",
     with_records: bool = True,
@@ -28,15 +30,17 @@ def write_run(
     """One run; returns its results file.
 
     scores: by task, one per document. rounds, emitted, seconds: of every document. settings: keys
-    of the configuration. backend: `hf` is a run of lm-eval's own. trace: lines of a trace file.
+    of the configuration. backend: `hf` is a run of lm-eval's own. of_corpus: documents have no
+    score of their own. trace: lines of a trace file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     number = next(_dates)
     date = f"2026-01-01T00-{number // 60:02d}-{number % 60:02d}"
     samples = {
         task: [
-            sample(i, {metric: score}, f"{prompts} {i}", response=f"answer {score}")
+            sample(i, {metric: value}, f"{prompts} {i}", response=f"answer {score}")
             for i, score in enumerate(values)
+            for value in ([[score]] if of_corpus else [score])
         ]
         for task, values in scores.items()
     }
@@ -49,7 +53,7 @@ def write_run(
         "configs": {task: {} for task in scores},
         "versions": dict.fromkeys(scores, 1.0),
         "n-shot": dict.fromkeys(scores, 0),
-        "higher_is_better": {task: {metric: True} for task in scores},
+        "higher_is_better": {task: {metric: higher_is_better} for task in scores},
         "config": {"model": backend, "batch_size": batch_size},
     }
     records = [

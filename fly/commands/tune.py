@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lm_eval.utils import simple_parse_args_string
+from lm_eval._cli.utils import MergeDictAction, SplitArgs
 
 from fly import config as fly_config
 from fly import session
@@ -25,12 +25,19 @@ def add_command(subparsers: Any) -> None:
     )
     add = parser.add_argument
     add("file", metavar="CONFIG", help="the pair's JSON, as for config_path")
-    add("--tasks", nargs="+", required=True, metavar="T", help="generation tasks")
+    add("--tasks", nargs="+", action=SplitArgs, required=True, metavar="T", help="generation tasks")
     add("--limit", type=int, required=True, metavar="N", help="documents per task")
     add("--output", type=Path, required=True, metavar="FILE.json", help="the new configuration")
     add("--force", action="store_true", help="replace --output if it is there")
     add("--candidates", type=int, default=3, metavar="N", help="real runs beside CONFIG's (3)")
-    add("--min_recovery", type=float, default=0.99, help="share of the score to be kept (0.99)")
+    add(
+        "--min-recovery",
+        "--min_recovery",
+        type=float,
+        default=0.99,
+        metavar="SHARE",
+        help="share of the target's score that every metric must keep (0.99)",
+    )
     add(
         "--max_changed",
         type=float,
@@ -52,7 +59,14 @@ def add_command(subparsers: Any) -> None:
     add("--confirm_run_unsafe_code", action="store_true")
     add("--device")
     add("--include_path", dest="task_folder", metavar="DIR", help="folder of further tasks")
-    add("--model_args", default="", metavar="key=value,...", help="as in a run")
+    add(
+        "--model_args",
+        "-a",
+        nargs="+",
+        action=MergeDictAction,
+        metavar="key=value",
+        help="as in a run: a=b,c=d or a=b c=d",
+    )
     parser.set_defaults(func=_tune)
 
 
@@ -61,7 +75,7 @@ def _tune(args: argparse.Namespace) -> None:
     from fly.evaluation import report
     from fly.tuning import output
     from fly.tuning.live import TunedLM, Workload
-    from fly.tuning.tune import Options, Tuner
+    from fly.tuning.tune import Options, Tuner, Tuning
 
     session.start()
     lm = TunedLM(args.file, model_args)
@@ -78,10 +92,18 @@ def _tune(args: argparse.Namespace) -> None:
     options = Options(args.output, kinds, args.candidates, args.max_changed, args.min_recovery)
     facts = report.device_facts(lm.device)
     print(f"tuning for {facts['name']} ({facts['type']}, {facts['threads']} threads)")
-    with _quiet("lm_eval"):  # it would tell the same of every run, between our lines
-        tuning = Tuner(lm, workload, options).run()
     record = args.output.with_name(f"fly_tune_{time.strftime('%Y-%m-%dT%H-%M-%S')}.json")
-    output.write_record(record, tuning, lm, workload, options)
+
+    def keep(tuning: Tuning) -> None:
+        output.write_record(record, tuning, lm, workload, options)
+
+    try:
+        with _quiet("lm_eval"):  # it would tell the same of every run, between our lines
+            tuning = Tuner(lm, workload, options, keep).run()
+    except BaseException:
+        if record.exists():
+            print(f"what was measured before: {record}", file=sys.stderr)
+        raise
     output.print_table(tuning, args.min_recovery)
     print(f"record: {record}")
     best = tuning.best(args.min_recovery)
@@ -120,24 +142,31 @@ def _quiet(name: str) -> Iterator[None]:
 
 def _checked(args: argparse.Namespace) -> dict[str, Any]:
     """Refuse what can be refused before models load; the model's arguments."""
+    from fly.evaluation import harness
+
     if args.batch_size != "1":
         raise FlyError(f"--batch_size {args.batch_size}: fly tune predicts one row: use 1")
     for name, least in (("limit", 1), ("candidates", 1), ("max_gen_toks", 2)):
         value = getattr(args, name)
         if value is not None and value < least:
             raise FlyError(f"--{name} {value}: must be at least {least}")
-    if not 0 <= args.max_changed <= 1 or not 0 <= args.min_recovery <= 1:
-        raise FlyError("--max_changed and --min_recovery are shares: give 0 to 1")
+    if not 0 < args.min_recovery <= 1:
+        raise FlyError(
+            f"--min-recovery {args.min_recovery:g}: give a share above 0 and at most 1, as 0.99"
+        )
+    if not 0 <= args.max_changed <= 1:
+        raise FlyError(f"--max_changed {args.max_changed:g}: give a share from 0 to 1, as 0.03")
     if args.output.suffix != ".json":
         raise FlyError(f"--output {args.output}: give the name of a .json file")
     if args.output.exists() and not args.force:
         raise FlyError(f"--output {args.output}: is there already: choose another, or add --force")
-    model_args = {**simple_parse_args_string(args.model_args), "trace": False}
+    model_args = {**(args.model_args or {}), "trace": False}
     if args.device:
         model_args["device"] = args.device
     own, _ = fly_config.split_model_args(model_args)
     _check_tunable(fly_config.load(args.file, own, log=False), args.file)
     session.check_writable(args.output.parent, "--output")
+    harness.check_tasks(args.tasks, args.task_folder)
     return model_args
 
 

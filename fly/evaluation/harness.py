@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from lm_eval import simple_evaluate
@@ -77,11 +78,23 @@ def load_task(name: str, include_path: str | None = None) -> Task:
     manager = _manager(include_path)
     found = manager.load([name])["tasks"] if name in manager.all_subtasks else {}
     if name not in found:
-        near = difflib.get_close_matches(name, manager.all_subtasks, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "`fly ls tasks` lists them"
-        raise FlyError(f"task {name!r}: no such task: {hint}")
+        raise _no_such_task(name, manager.all_subtasks)
     task: Task = found[name]
     return task
+
+
+def check_tasks(names: Sequence[str], include_path: str | None = None) -> None:
+    """Raise FlyError if one is no task, group or tag, nor a task's file."""
+    known = _manager(include_path).all_tasks
+    for name in names:
+        if name not in known and not Path(name).is_file():
+            raise _no_such_task(name, known)
+
+
+def _no_such_task(name: str, known: Sequence[str]) -> FlyError:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else "`fly ls tasks` lists them"
+    return FlyError(f"task {name!r}: no such task: {hint}")
 
 
 def _manager(include_path: str | None) -> TaskManager:

@@ -208,6 +208,25 @@ def load(path: str | Path, name: str | None = None) -> Run:
     return run if name else Run(file, run.mode, results, tasks)
 
 
+def of_results(results: dict[str, Any], name: str) -> Run:
+    """A run as lm-eval returned it in this process, samples included; nothing is on disk."""
+    tasks = {
+        (task, filter_name): _task_run(results, task, filter_name, lines)
+        for task, samples in results["samples"].items()
+        for filter_name, lines in _by_filter([_as_written(line) for line in samples]).items()
+    }
+    return Run(Path(name), name, results, tasks)
+
+
+def _as_written(line: dict[str, Any]) -> dict[str, Any]:
+    """A sample with its arguments as lm-eval's samples file has them."""
+    named = {
+        f"gen_args_{i}": {f"arg_{j}": value for j, value in enumerate(arguments)}
+        for i, arguments in enumerate(line["arguments"])
+    }
+    return {**line, "arguments": named, "target": str(line["target"])}
+
+
 def load_all(path: str | Path) -> list[Run]:
     """Every run at or below `path` (a results file, or a folder of any depth), oldest first."""
     given = Path(path).expanduser()

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fly.errors import FlyError
+from fly.evaluation import compare
+from fly.evaluation.measured import Measured
 from fly.tuning.live import Outcome
 from fly.tuning.replay import Document
 
@@ -20,17 +22,14 @@ def load(path: Path, key: dict[str, Any]) -> Outcome | None:
         kept = json.loads(path.read_text(encoding="utf-8"))
         if kept["key"] != json.loads(json.dumps(key)):
             return None
-        scores = {
-            name: {int(doc): value for doc, value in by_doc.items()}
-            for name, by_doc in kept["scores"].items()
-        }
+        measured = Measured.model_validate(kept["measured"])
         documents = [
             Document(**{**d, "prompt": tuple(d["prompt"]), "tokens": tuple(d["tokens"])})
             for d in kept["documents"]
         ]
     except (OSError, ValueError, KeyError, TypeError):
         return None  # not there, or not ours: it is made anew
-    return Outcome(kept["stats"], scores, documents)
+    return Outcome(kept["stats"], measured, documents)
 
 
 def save(path: Path, key: dict[str, Any], outcome: Outcome) -> None:
@@ -39,7 +38,7 @@ def save(path: Path, key: dict[str, Any], outcome: Outcome) -> None:
         {
             "key": key,
             "stats": outcome.stats,
-            "scores": outcome.scores,
+            "measured": outcome.measured.model_dump(mode="json"),
             "documents": [asdict(document) for document in outcome.documents],
         },
         indent=None,
@@ -48,8 +47,15 @@ def save(path: Path, key: dict[str, Any], outcome: Outcome) -> None:
 
 def check_same_documents(kept: Outcome, other: Outcome, path: Path) -> None:
     """Refuse to compare runs on different prompts (a task's file changed in between)."""
-    if _prompts(kept) != _prompts(other):
-        raise FlyError(f"{path}: holds other documents than this run has: remove it and run again")
+    try:
+        compare.check_pairs(kept.measured, other.measured)
+        differs = "its prompts" if _prompts(kept) != _prompts(other) else None
+    except FlyError as error:
+        differs = str(error)
+    if differs:
+        raise FlyError(
+            f"{path}: holds other documents than this run has ({differs}): remove it and run again"
+        )
 
 
 def _prompts(outcome: Outcome) -> set[tuple[str, int, tuple[int, ...]]]:

@@ -1,60 +1,106 @@
-"""Did the scores hold? One number per task, against the target alone on the same documents."""
+"""Did the scores hold? Every metric and filter, as `fly compare` pairs and judges them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fly.tuning.live import Scores
+from fly.errors import FlyError
+from fly.evaluation import compare
+from fly.evaluation.measured import Measured
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """One task. name: "task,filter,metric". value: share of the baseline's score that is kept,
-    None if that is zero. lost, won: documents that score worse and better than the target alone.
+    """One metric under one filter, against the target alone on the same documents.
+
+    metric: `name` or `name,filter`. value: the recovery of docs/compare.md; None where it is
+    undefined (`reason` says why). lost, won: documents that score worse and better than the
+    target alone. verdict: that of `fly compare`, with its confidence. is_judged: whether the target
+    alone has a recovery by this metric; if not, none can be shown.
     """
 
-    name: str
+    task: str
+    metric: str
     documents: int
     baseline: float
-    score: float
+    score: float | None
     value: float | None
     lost: int
     won: int
+    verdict: str
+    reason: str
+    is_judged: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.task} {self.metric}"
 
     def held(self, least: float) -> bool:
-        """Where the target scores nothing, nothing can be lost."""
-        return self.value is None or self.value >= least
+        """Where the target alone has no recovery, no document may be worse."""
+        if not self.is_judged:
+            return self.lost == 0
+        return self.value is not None and self.value >= least
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {"name": self.name, **asdict(self)}
 
 
-def recoveries(baseline: Mapping[str, Scores], other: Mapping[str, Scores]) -> list[Recovery]:
-    """By task, under the filter and metric by which the target alone scores best."""
-    chosen: dict[str, str] = {}
-    for name in sorted(baseline):
-        task = name.split(",", 1)[0]
-        if task not in chosen or _sum(baseline[name]) > _sum(baseline[chosen[task]]):
-            chosen[task] = name
-    return [_recovery(name, baseline[name], other[name]) for name in chosen.values()]
+def held(recoveries: Sequence[Recovery], least: float) -> bool:
+    """Whether every metric kept this share; not so if nothing was judged."""
+    judged = any(recovery.is_judged for recovery in recoveries)
+    return judged and all(recovery.held(least) for recovery in recoveries)
 
 
-def _recovery(name: str, baseline: Scores, other: Scores) -> Recovery:
-    if baseline.keys() != other.keys():
-        raise ValueError(f"{name}: the runs scored different documents")
-    before, after = _sum(baseline), _sum(other)
+def recoveries(baseline: Measured, other: Measured, least: float) -> list[Recovery]:
+    """One for each metric of the baseline, also where the other run lacks it.
+
+    Raises FlyError if the runs did not answer the same questions.
+    """
+    compare.check_pairs(baseline, other)
+    itself, found = _rows(baseline, baseline, least), _rows(baseline, other, least)
+    return [_recovery(own, found.get(key)) for key, own in itself.items()]
+
+
+def check_judgeable(baseline: Measured, least: float) -> list[str]:
+    """Refuse tasks by which nothing could be held; notes on what else will not be judged."""
+    found = recoveries(baseline, baseline, least)
+    for name, task in baseline.tasks.items():
+        of_task = [recovery for recovery in found if recovery.task == name]
+        if any(recovery.is_judged for recovery in of_task):
+            continue
+        scores = ", ".join(f"{r.metric} {r.baseline:g}" for r in of_task)
+        raise FlyError(
+            f"task {name}: the target alone has no score that could be kept or lost "
+            f"({scores or 'no metric is a mean over documents'}; {len(task.documents)} documents): "
+            "raise --limit, or choose other --tasks"
+        )
+    unjudged = [recovery for recovery in found if not recovery.is_judged]
+    return [*baseline.notes, *(f"{r.name}: {r.reason}: not judged" for r in unjudged)]
+
+
+def _rows(baseline: Measured, other: Measured, least: float) -> dict[tuple[str, str], compare.Row]:
+    try:
+        result = compare.compare(baseline, [other], compare.Demand(min_recovery=least))
+    except FlyError:  # the runs pair up, so what is missing is a metric that both have
+        return {}
+    return {(row.task, row.metric): row for row in result.others[0].rows}
+
+
+def _recovery(own: compare.Row, found: compare.Row | None) -> Recovery:
+    scores = own.scores if found is None else found.scores
+    missing = found is None
     return Recovery(
-        name,
-        len(baseline),
-        before / len(baseline),
-        after / len(baseline),
-        after / before if before > 0 else None,
-        sum(other[doc] < baseline[doc] for doc in baseline),
-        sum(other[doc] > baseline[doc] for doc in baseline),
+        task=own.task,
+        metric=own.metric,
+        documents=scores.documents,
+        baseline=scores.baseline,
+        score=None if missing else scores.other,
+        value=None if missing else scores.recovery,
+        lost=scores.lost,
+        won=scores.won,
+        verdict="not enough evidence" if missing else scores.verdict,
+        reason="not every document has a number" if missing else scores.reason,
+        is_judged=own.scores.recovery is not None,
     )
-
-
-def _sum(scores: Scores) -> float:
-    return sum(scores.values())

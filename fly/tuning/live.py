@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fly import loading, preparation, session
+from fly import config as fly_config
+from fly import loading, preparation, resume, session
 from fly.config import FlyConfig
 from fly.decoding.records import RequestRecord, RunStats
 from fly.decoding.runner import ModelRunner
+from fly.decoding.sequence import Request
 from fly.errors import FlyError
-from fly.evaluation import harness
+from fly.evaluation import harness, measured, runs
+from fly.evaluation.measured import Measured
 from fly.lm import FlyLM
 from fly.tuning.replay import Document
 
@@ -22,9 +25,6 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
 logger = logging.getLogger(__name__)
-
-# doc_id -> score
-Scores = dict[int, float]
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,24 @@ class Workload:
 
 @dataclass
 class Outcome:
-    """One run. scores: by task, filter and metric, as "task,filter,metric"; by document.
-
-    documents: in the order in which they were decoded.
-    """
+    """One run. measured: its scores; documents: in the order in which they were decoded."""
 
     stats: dict[str, Any]
-    scores: dict[str, Scores]
+    measured: Measured = field(repr=False)
     documents: list[Document] = field(default_factory=list, repr=False)
 
     @property
     def tok_s(self) -> float:
         return float(self.stats["decode_tok_s"] or 0.0)
+
+    @property
+    def scores(self) -> dict[str, dict[int, float]]:
+        """By task, metric and filter (docs/compare.md: those that are means); by document."""
+        return {
+            f"{name} {metric.label}": metric.scores
+            for name, task in self.measured.tasks.items()
+            for metric in task.metrics
+        }
 
     @property
     def seconds(self) -> float:
@@ -76,11 +82,27 @@ class TunedLM(FlyLM):
         self.given = self.fly_config
         self._in_use = self.fly_config.draft_quantization
 
+    def _build(self, instances: list[Instance]) -> list[Request]:
+        wanted = super()._build(instances)
+        for request in wanted:  # refused before the first is decoded
+            if not request.sampling.is_plain:
+                raise FlyError(
+                    f"task {request.tag.task_name}: samples, or has a repetition penalty: fly tune "
+                    "predicts greedy decoding only: choose another task, or temperature=0"
+                )
+        return wanted
+
     def _keep(
         self, instance: Instance, text: str, record: RequestRecord, log: session.JsonLines
     ) -> None:
         self.records.append(record)
         super()._keep(instance, text, record, log)
+
+    def identity(self) -> dict[str, Any]:
+        """What the models are, beside the configuration: their files, HFLM's arguments."""
+        _, hf_args = fly_config.split_model_args(self._model_args)
+        hf_args.pop("device", None)  # where it runs is noted as what was found
+        return {"models": resume.models_of(self.given, hf_args), "model_args": hf_args}
 
     def quantizations(self) -> list[str]:
         """What draft_quantization can be here, the one in use first."""
@@ -152,16 +174,12 @@ class TunedLM(FlyLM):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         documents = [_document(record) for record in self.records]
-        return Outcome(self.stats.as_dict(), scores(result), documents)
+        found = measured.measure(runs.of_results(result, config.mode))
+        return Outcome(self.stats.as_dict(), found, documents)
 
 
 def _document(record: RequestRecord) -> Document:
     instance = record.request.tag
-    if not record.request.sampling.is_plain:
-        raise FlyError(
-            f"task {instance.task_name}: samples, or has a repetition penalty: fly tune predicts "
-            "greedy decoding only: choose another task, or temperature=0"
-        )
     return Document(
         task=str(instance.task_name),
         doc_id=int(instance.doc_id),
@@ -170,17 +188,3 @@ def _document(record: RequestRecord) -> Document:
         tokens=tuple(record.tokens),
         finish=record.finish_reason,
     )
-
-
-def scores(result: dict[str, Any]) -> dict[str, Scores]:
-    """Every number that lm-eval gave a document, where higher is better."""
-    found: dict[str, Scores] = {}
-    for task, samples in result["samples"].items():
-        higher = result.get("higher_is_better", {}).get(task, {})
-        for sample in samples:
-            for metric in sample["metrics"]:
-                value = sample.get(metric)
-                if isinstance(value, (bool, int, float)) and higher.get(metric) is not False:
-                    name = f"{task},{sample['filter']},{metric}"
-                    found.setdefault(name, {})[int(sample["doc_id"])] = float(value)
-    return found

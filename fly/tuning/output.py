@@ -16,15 +16,44 @@ from fly.evaluation import report
 from fly.tuning.baseline import write_json
 from fly.tuning.live import TunedLM, Workload
 from fly.tuning.search import kind
-from fly.tuning.tune import Options, Run, Tuning, summary
+from fly.tuning.tune import Options, Run, Tuning
 
 _NOT_WRITTEN = ("trace",)  # switched off for the time of tuning
+
+
+def summary(tuning: Tuning, least: float) -> list[dict[str, Any]]:
+    """Of every real run: what was predicted and measured, and what became of the scores."""
+    return [
+        {
+            "kind": kind(run.config),
+            "given": run.is_given,
+            "changes": {
+                key: value
+                for key, value in run.config.model_dump().items()
+                if value != getattr(tuning.given, key)
+            },
+            "predicted_decode_tok_s": run.predicted and round(run.predicted.tok_s, 3),
+            "measured_decode_tok_s": run.outcome.tok_s,
+            "error": None if run.error is None else round(run.error, 4),
+            "error_at_pace": None if run.error_at_pace is None else round(run.error_at_pace, 4),
+            "predicted_tau": run.predicted and round(run.predicted.tau, 3),
+            "measured_tau": run.outcome.stats["tau"],
+            "predicted_changed": run.predicted and round(run.predicted.changed, 4),
+            "measured_changed": round(
+                run.outcome.stats["deferred_accepted"] / max(1, run.outcome.stats["emitted"]), 4
+            ),
+            "pace": round(run.pace, 3),
+            "recoveries": [recovery.as_dict() for recovery in run.recoveries],
+            "held": run.held(least),
+        }
+        for run in tuning.runs
+    ]
 
 
 def write_record(
     path: Path, tuning: Tuning, lm: TunedLM, workload: Workload, options: Options
 ) -> None:
-    """Everything that was measured and predicted, to check the choice by or to choose anew."""
+    """Everything measured and predicted so far, to check the choice by or to choose anew."""
     replays = {
         kind: [
             {
@@ -61,6 +90,7 @@ def write_record(
                 "round_overhead": machine.overhead,
             },
             "replays": replays,
+            "runs_planned": tuning.planned,
             "runs": [
                 {**line, "stats": run.outcome.stats, "scores": run.outcome.scores}
                 for line, run in zip(summary(tuning, options.min_recovery), tuning.runs)
@@ -159,21 +189,26 @@ def _setting(run: Run) -> tuple[str, ...]:
 def _numbers(run: Run) -> tuple[str, ...]:
     stats, predicted = run.outcome.stats, run.predicted
     changed = stats["deferred_accepted"] / max(1, stats["emitted"])
-    if predicted is None:
-        return "-", f"{run.outcome.tok_s:.2f}", "-", f"- / {stats['tau']:.2f}", f"- / {changed:.1%}"
+    tok_s, tau, share = (
+        (predicted.tok_s, predicted.tau, predicted.changed) if predicted else (None, None, None)
+    )
     return (
-        f"{predicted.tok_s:.2f}",
-        f"{run.outcome.tok_s:.2f}",
-        f"{run.error:+.1%}",
-        f"{predicted.tau:.2f} / {stats['tau']:.2f}",
-        f"{predicted.changed:.1%} / {changed:.1%}",
+        _number(tok_s),
+        _number(stats["decode_tok_s"]),
+        _number(run.error, "+.1%"),
+        f"{_number(tau)} / {_number(stats['tau'])}",
+        f"{_number(share, '.1%')} / {changed:.1%}",
     )
 
 
+def _number(value: float | None, form: str = ".2f") -> str:
+    return "-" if value is None else format(value, form)
+
+
 def _scores(run: Run, least: float) -> tuple[str, str]:
-    """Recovery per task with the documents lost and won, and whether all of them held."""
-    parts = [
-        f"{'-' if r.value is None else f'{r.value:.2f}'} (-{r.lost} +{r.won})"
-        for r in run.recoveries
-    ]
-    return ", ".join(parts), "yes" if run.held(least) else "no"
+    """Recovery per judged metric with the documents lost and won, and whether all of them held."""
+    judged = [r for r in run.recoveries if r.is_judged or r.lost]
+    parts = [f"{_number(r.value)} (-{r.lost} +{r.won})" for r in judged]
+    if len(judged) > 1:
+        parts = [f"{r.name} {part}" for r, part in zip(judged, parts)]
+    return "\n".join(parts), "yes" if run.held(least) else "no"

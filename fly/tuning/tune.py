@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from fly import config as fly_config
 from fly.config import FlyConfig
 from fly.errors import FlyError
 from fly.evaluation import report
-from fly.tuning import baseline, costs
+from fly.tuning import baseline, costs, fidelity
 from fly.tuning.costs import PassSeconds
-from fly.tuning.fidelity import Recovery, recoveries
+from fly.tuning.fidelity import Recovery
 from fly.tuning.live import Outcome, TunedLM, Workload
 from fly.tuning.progress import Plan
 from fly.tuning.replay import Recorder, Replay, record_all
-from fly.tuning.search import Grid, Machine, Prediction, choose, kind, predict, predict_one
+from fly.tuning.search import Grid, Machine, Prediction, choose, predict, predict_one
 
 _SWEEPS = 7
 _ANCHORS = 5  # passes timed before and after a real run
@@ -43,14 +42,15 @@ class Options:
 @dataclass(frozen=True)
 class Run:
     """A configuration run for real. predicted: None where no replay tells. pace: how slow the
-    machine was then, by anchor passes; 1 is as when costs were measured."""
+    machine was then, by anchor passes; 1 is as when costs were measured. recoveries: empty until
+    the run is judged."""
 
     config: FlyConfig
     predicted: Prediction | None
     outcome: Outcome
-    recoveries: list[Recovery]
     pace: float
     is_given: bool
+    recoveries: list[Recovery] = field(default_factory=list)
 
     @property
     def error(self) -> float | None:
@@ -65,12 +65,12 @@ class Run:
         return None if self.error is None else (1 + self.error) / self.pace - 1
 
     def held(self, least: float) -> bool:
-        return all(recovery.held(least) for recovery in self.recoveries)
+        return fidelity.held(self.recoveries, least)
 
 
 @dataclass
 class Tuning:
-    """All that was measured and predicted."""
+    """All that was measured and predicted. planned: how many real runs there will be."""
 
     given: FlyConfig
     baseline: Outcome
@@ -78,19 +78,26 @@ class Tuning:
     machine: Machine
     replays: dict[str, list[Replay]] = field(repr=False)
     predictions: list[Prediction] = field(repr=False)
+    planned: int = 0
     runs: list[Run] = field(default_factory=list)
 
     def best(self, least: float) -> Run | None:
-        """The fastest measured one whose scores held."""
-        held = [run for run in self.runs if run.held(least)]
+        """The fastest measured one whose scores held; none that decoded nothing."""
+        held = [run for run in self.runs if run.held(least) and run.outcome.tok_s]
         return max(held, key=lambda run: run.outcome.tok_s, default=None)
 
 
 class Tuner:
-    """Runs the stages on a loaded pair."""
+    """Runs the stages on a loaded pair. keep: gets what there is, whenever a real run is added."""
 
-    def __init__(self, lm: TunedLM, workload: Workload, options: Options) -> None:
-        self._lm, self._workload, self._options = lm, workload, options
+    def __init__(
+        self,
+        lm: TunedLM,
+        workload: Workload,
+        options: Options,
+        keep: Callable[[Tuning], None] = lambda tuning: None,
+    ) -> None:
+        self._lm, self._workload, self._options, self._keep = lm, workload, options, keep
         self._kinds = options.quantizations
         self._given = fly_config.build(
             {**lm.given.model_dump(), "draft_quantization": lm.quantization}, "tune"
@@ -110,11 +117,7 @@ class Tuner:
     def run(self) -> Tuning:
         """Everything from the baseline to the real runs. Raises FlyError if nothing can be told."""
         first, reused = self._baseline()
-        if not first.documents:
-            raise FlyError(
-                f"--tasks {' '.join(self._workload.tasks)}: no request generates text, so there "
-                "is nothing to decode faster: choose generation tasks"
-            )
+        self._check(first)
         self._expect(first)
         drafts: dict[str, PassSeconds] = {}
         pass_cost: dict[str, Callable[[int], float]] = {}
@@ -139,6 +142,21 @@ class Tuner:
         self._plan.end()
         return tuning
 
+    def _check(self, first: Outcome) -> None:
+        """Refuse what the rest could not make use of."""
+        what = f"--tasks {' '.join(self._workload.tasks)}"
+        if not first.documents:
+            raise FlyError(
+                f"{what}: no request generates text, so there is nothing to decode faster: choose "
+                "generation tasks"
+            )
+        if not first.tok_s:
+            raise FlyError(
+                f"{what}: the target alone decoded no token: raise --limit, or choose other tasks"
+            )
+        for note in fidelity.check_judgeable(first.measured, self._options.min_recovery):
+            print(f"note: {note}")
+
     def _baseline(self) -> tuple[Outcome, bool]:
         self._plan.start("the target alone")
         path = self._options.output.with_suffix(".baseline.json")
@@ -148,6 +166,7 @@ class Tuner:
             "versions": report.versions(),
             "device": report.device_facts(self._lm.device),
             "dtype": str(self._lm.model.dtype),
+            **self._lm.identity(),
         }
         if (kept := baseline.load(path, key)) is not None:
             print(f"the target alone: kept by an earlier run ({path}); remove it to measure anew")
@@ -180,6 +199,11 @@ class Tuner:
         widest = max(self._grid.spd_k) + 1
         guess = max(ngram[2] for ngram in self._grid.ngrams if ngram is not None)
         most = draft.max_length - max(widest, guess + 2)
+        if most < 1:
+            raise FlyError(
+                f"the context of {draft.max_length} tokens has no room for passes of "
+                f"{max(widest, guess + 2)}: nothing to tune: use models with a longer one"
+            )
         contexts = (min(contexts[0], most), min(contexts[1], most))
         room = contexts[1] + max(widest, guess + 2)
         if self._target_costs is None:
@@ -228,9 +252,14 @@ class Tuner:
             self._plan.skip(f"real run {number}")
         for number, (_, predicted) in enumerate(todo, start=1):
             self._plan.expect(f"real run {number}", self._expected_seconds(tuning, predicted))
+        tuning.planned = len(todo)
+        self._keep(tuning)
         for number, (config, predicted) in enumerate(todo, start=1):
             self._plan.start(f"real run {number}")
             tuning.runs.append(self._run_one(tuning, config, predicted))
+            self._keep(tuning)  # before it is judged, which may end the tune
+            tuning.runs[-1] = self._judged(tuning, tuning.runs[-1])
+            self._keep(tuning)
 
     def _lm_kind(self) -> str:
         return str(self._given.draft_quantization)
@@ -244,46 +273,21 @@ class Tuner:
         before = self._anchor_seconds()
         outcome = self._lm.run(self._workload, config)
         after = self._anchor_seconds()
-        path = self._options.output.with_suffix(".baseline.json")
-        baseline.check_same_documents(tuning.baseline, outcome, path)
         return Run(
             config,
             predicted,
             outcome,
-            recoveries(tuning.baseline.scores, outcome.scores),
             pace=median([*before, *after]) / tuning.machine.target.anchor,
             is_given=config == self._given,
         )
 
+    def _judged(self, tuning: Tuning, run: Run) -> Run:
+        path = self._options.output.with_suffix(".baseline.json")
+        baseline.check_same_documents(tuning.baseline, run.outcome, path)
+        least = self._options.min_recovery
+        found = fidelity.recoveries(tuning.baseline.measured, run.outcome.measured, least)
+        return replace(run, recoveries=found)
+
     def _anchor_seconds(self) -> list[float]:
         assert self._anchor is not None
         return costs.timed(self._anchor.run, _ANCHORS)
-
-
-def summary(tuning: Tuning, least: float) -> list[dict[str, Any]]:
-    """Of every real run: what was predicted and measured, and what became of the scores."""
-    return [
-        {
-            "kind": kind(run.config),
-            "given": run.is_given,
-            "changes": {
-                key: value
-                for key, value in run.config.model_dump().items()
-                if value != getattr(tuning.given, key)
-            },
-            "predicted_decode_tok_s": run.predicted and round(run.predicted.tok_s, 3),
-            "measured_decode_tok_s": run.outcome.tok_s,
-            "error": None if run.error is None else round(run.error, 4),
-            "error_at_pace": None if run.error_at_pace is None else round(run.error_at_pace, 4),
-            "predicted_tau": run.predicted and round(run.predicted.tau, 3),
-            "measured_tau": run.outcome.stats["tau"],
-            "predicted_changed": run.predicted and round(run.predicted.changed, 4),
-            "measured_changed": round(
-                run.outcome.stats["deferred_accepted"] / max(1, run.outcome.stats["emitted"]), 4
-            ),
-            "pace": round(run.pace, 3),
-            "recoveries": [recovery.as_dict() for recovery in run.recoveries],
-            "held": run.held(least),
-        }
-        for run in tuning.runs
-    ]

@@ -1,14 +1,31 @@
 """`fly tune` on a tiny pair, run as a user runs it."""
 
 import json
+import shutil
 
 import pytest
 
 from fly import config
-from fly.tuning import tune
+from fly.errors import FlyError
+from fly.tuning import live, tune
 from fly.tuning.search import Grid
 from tests.integration.test_cli import config_file, run, task_dir  # noqa: F401  fixtures
 
+SCORED = """task: tiny_scored
+custom_dataset: !function tiny_utils.load
+output_type: generate_until
+test_split: test
+doc_to_text: "{{question}}"
+doc_to_target: "{{answer}}"
+process_results: !function scored_utils.score
+generation_kwargs: {until: ["zzz"], max_gen_toks: 12, do_sample: false}
+metric_list:
+  - {metric: variety, aggregation: mean, higher_is_better: true}
+  - {metric: nothing, aggregation: mean, higher_is_better: true}
+"""
+SCORE = """def score(doc, results):
+    return {"variety": 1 + len(set(results[0])), "nothing": 0.0}
+"""
 SMALL = Grid(
     spd_k=(2, 4), win_len=(1, 2), gates=((0.3, None, None),), ngrams=(None, (1, 4, 3))
 )  # fmt: skip
@@ -18,9 +35,11 @@ SMALL = Grid(
 def arguments(saved_pair, config_file, task_dir, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setattr(tune, "Grid", lambda: SMALL)
     monkeypatch.setattr(tune, "_SWEEPS", 1)
+    (task_dir / "tiny_scored.yaml").write_text(SCORED)
+    (task_dir / "scored_utils.py").write_text(SCORE)
     return {
         "file": config_file,
-        "--tasks": "tiny_task",
+        "--tasks": "tiny_scored",
         "--include_path": task_dir,
         "--limit": 3,
         "--max_gen_toks": 24,
@@ -38,13 +57,14 @@ def tune_it(arguments, *flags, **changed):
 
 
 def test_a_tune_from_end_to_end(arguments, saved_pair, capsys):
-    assert tune_it(arguments, min_recovery=0, max_changed=1) == 0
+    assert tune_it(arguments, min_recovery=0.01, max_changed=1) == 0
     printed = capsys.readouterr()
     out, folder = arguments["--output"], arguments["--output"].parent
     assert "predicted" in printed.out
     assert f"configuration: {out}" in printed.out
     assert "[1/8] the target alone" in printed.err
     assert "left in all" in printed.err
+    assert "note: tiny_scored nothing: recovery is undefined" in printed.out
 
     assert run("config", "check", out) == 0
     values = json.loads(out.read_text())
@@ -60,6 +80,9 @@ def test_a_tune_from_end_to_end(arguments, saved_pair, capsys):
     for key, value in fastest["changes"].items():
         assert getattr(tuned, key) == value
     assert fastest["stats"]["requests"] == 3
+    assert record["runs_planned"] == len(record["runs"])
+    assert [r["metric"] for r in fastest["recoveries"] if r["is_judged"]] == ["variety"]
+    assert fastest["scores"].keys() == {"tiny_scored variety", "tiny_scored nothing"}
     # rules 2 + 2 (within: W < K) + 4 (across), drafters 3 (the given one is not in the grid)
     rules, ngrams = len(list(SMALL.around(tuned).rules())), len(SMALL.around(tuned).ngrams)
     assert len(record["predictions"]) == rules * ngrams
@@ -75,28 +98,32 @@ def test_a_tune_from_end_to_end(arguments, saved_pair, capsys):
 
 def test_a_restart_keeps_the_target_alone(arguments, capsys):
     """And refuses to replace what it wrote, unless told; another workload is measured anew."""
-    assert tune_it(arguments, min_recovery=0, candidates=1) == 0
+    assert tune_it(arguments, min_recovery=0.01, candidates=1) == 0
     kept = arguments["--output"].with_suffix(".baseline.json")
     stats = json.loads(kept.read_text())["stats"]
     capsys.readouterr()
-    assert tune_it(arguments, min_recovery=0, candidates=1) == 2
+    assert tune_it(arguments, min_recovery=0.01, candidates=1) == 2
     assert "is there already" in capsys.readouterr().err
-    assert tune_it(arguments, "--force", min_recovery=0, candidates=1) == 0
+    assert tune_it(arguments, "--force", min_recovery=0.01, candidates=1) == 0
     assert "kept by an earlier run" in capsys.readouterr().out
     assert json.loads(kept.read_text())["stats"] == stats
-    assert tune_it(arguments, "--force", min_recovery=0, candidates=1, max_gen_toks=12) == 0
+    assert tune_it(arguments, "--force", min_recovery=0.01, candidates=1, max_gen_toks=12) == 0
     assert "kept by an earlier run" not in capsys.readouterr().out
 
 
 def test_other_prompts_than_the_kept_ones_are_refused(arguments, task_dir, capsys):  # noqa: F811
     """A task's file changed between two tunes: scores of other documents must not be paired."""
-    assert tune_it(arguments, min_recovery=0, candidates=1) == 0
+    assert tune_it(arguments, min_recovery=0.01, candidates=1) == 0
     kept = arguments["--output"].with_suffix(".baseline.json")
     values = json.loads(kept.read_text())
     values["documents"][0]["prompt"][0] ^= 1
     kept.write_text(json.dumps(values))
-    assert tune_it(arguments, "--force", min_recovery=0, candidates=1) == 2
+    assert tune_it(arguments, "--force", min_recovery=0.01, candidates=1) == 2
     assert "holds other documents" in capsys.readouterr().err
+    record = max(kept.parent.glob("fly_tune_*.json"))  # what ran is there, not judged
+    (line,) = json.loads(record.read_text())["runs"]
+    assert line["stats"]["requests"] == 3
+    assert line["held"] is False
 
 
 def test_no_configuration_is_written_if_none_kept_the_score(arguments, capsys, monkeypatch):
@@ -112,17 +139,95 @@ def test_no_configuration_is_written_if_none_kept_the_score(arguments, capsys, m
     [
         ({"batch_size": 4}, "--batch_size 4: fly tune predicts one row"),
         ({"limit": 0}, "--limit 0: must be at least 1"),
-        ({"max_changed": 2}, "are shares"),
+        ({"max_changed": 2}, "--max_changed 2: give a share from 0 to 1"),
+        ({"min_recovery": 0}, "--min-recovery 0: give a share above 0 and at most 1"),
+        ({"min-recovery": 1.5}, "--min-recovery 1.5: give a share above 0 and at most 1"),
         ({"output": "here"}, "--output here: give the name of a .json file"),
         ({"model_args": "drafter=ngram"}, "nothing to tune: no draft model takes part"),
         ({"model_args": "use_sd=false"}, "nothing to tune: no draft model takes part"),
         ({"model_args": ""}, "names no draft model"),
+        ({"tasks": "tiny_scored,tiny_tusk"}, "task 'tiny_tusk': no such task: did you mean 'tiny_"),
     ],
 )
 def test_bad_usage_ends_before_models_load(arguments, capsys, monkeypatch, changed, message):
     monkeypatch.setattr("fly.lm.FlyLM._load", lambda *a, **k: pytest.fail("models were loaded"))
     assert tune_it(arguments, **changed) == 2
     assert message in capsys.readouterr().err
+
+
+def test_model_args_may_be_several_words_as_in_a_run(arguments, capsys):
+    """The second word, and a repeated flag, ended in usage or were lost."""
+    values = {**arguments, "--model_args": "pretrained=x"}
+    file = values.pop("file")
+    flags = [part for pair in values.items() for part in pair]
+    for words in (["dtype=float32", "use_sd=false"], ["-a", "dtype=float32,use_sd=false"]):
+        assert run("tune", file, *flags, *["--model_args", "pretrained=x", *words]) == 2
+        assert "nothing to tune: no draft model takes part" in capsys.readouterr().err
+
+
+def test_a_target_that_scores_nothing_ends_the_tune_early(arguments, capsys):
+    """Every candidate was `held`, and written, as there was nothing to lose."""
+    assert tune_it(arguments, tasks="tiny_task") == 2
+    error = capsys.readouterr().err
+    assert "task tiny_task: the target alone has no score that could be kept or lost" in error
+    assert "(exact_match 0; 3 documents): raise --limit, or choose other --tasks" in error
+    assert "[2/" not in error
+    assert not arguments["--output"].exists()
+
+
+def test_a_real_run_that_fails_loses_nothing_of_those_before(arguments, capsys, monkeypatch):
+    """The record was written at the end alone: hours of runs were gone with the last one."""
+    whole = live.TunedLM.run
+    count = iter(range(99))
+
+    def fails(self, workload, config):
+        if next(count) == 2:  # after the target alone and the given configuration
+            raise FlyError("no memory")
+        return whole(self, workload, config)
+
+    monkeypatch.setattr(live.TunedLM, "run", fails)
+    assert tune_it(arguments, min_recovery=0.01, max_changed=1) == 2
+    (path,) = arguments["--output"].parent.glob("fly_tune_*.json")
+    error = capsys.readouterr().err
+    assert f"what was measured before: {path}" in error
+    assert error.rstrip().endswith("fly: error: no memory")
+    record = json.loads(path.read_text())
+    assert record["runs_planned"] > len(record["runs"]) == 1
+    assert record["runs"][0]["stats"]["requests"] == 3
+    assert record["runs"][0]["held"] is True
+
+
+def test_retrained_weights_at_the_same_path_are_measured_anew(
+    arguments, saved_pair, tmp_path, capsys, monkeypatch
+):
+    """The key named paths alone: scores of the weights before were taken for the new ones'."""
+
+    def stop(self, first):
+        raise FlyError("far enough")
+
+    monkeypatch.setattr(tune.Tuner, "_expect", stop)
+    for name in ("target", "draft"):
+        shutil.copytree(saved_pair / name, tmp_path / name)
+    pair = json.loads(arguments["file"].read_text())
+    arguments["file"].write_text(
+        json.dumps({**pair, "target_model_path": str(tmp_path / "target")})
+    )
+    arguments["--model_args"] = f"pretrained={tmp_path / 'draft'},dtype=float32"
+
+    def is_reused():
+        assert tune_it(arguments, "--force") == 2
+        printed = capsys.readouterr()
+        assert "far enough" in printed.err
+        return "kept by an earlier run" in printed.out
+
+    assert [is_reused(), is_reused()] == [False, True]
+    weights = tmp_path / "target" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-2] ^= 1  # one weight, a little
+    weights.write_bytes(data)
+    assert [is_reused(), is_reused()] == [False, True]
+    arguments["--model_args"] += ",add_bos_token=True"
+    assert not is_reused()
 
 
 def test_draft_weights_that_are_not_to_be_had(arguments, capsys):
@@ -132,11 +237,13 @@ def test_draft_weights_that_are_not_to_be_had(arguments, capsys):
     )
 
 
-def test_sampling_is_refused(arguments, task_dir, capsys):  # noqa: F811
+def test_sampling_is_refused(arguments, task_dir, capsys, monkeypatch):  # noqa: F811
     path = task_dir / "tiny_task.yaml"
     text = path.read_text().replace("do_sample: false", "do_sample: true, temperature: 0.7")
     (task_dir / "tiny_sampled.yaml").write_text(text.replace("tiny_task", "tiny_sampled"))
-    assert tune_it(arguments, tasks="tiny_sampled") == 2
+    with monkeypatch.context() as patch:  # refused before the first is decoded
+        patch.setattr("fly.lm.FlyLM._engine", lambda *a: pytest.fail("it was decoded"))
+        assert tune_it(arguments, tasks="tiny_sampled") == 2
     assert "predicts greedy decoding only" in capsys.readouterr().err
 
 

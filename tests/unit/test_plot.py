@@ -99,6 +99,23 @@ def test_a_baseline_that_solves_nothing_has_no_recovery(tmp_path):
     assert any("recovery is undefined" in note for note in data.notes)
 
 
+@pytest.mark.parametrize("of_corpus", [False, True])
+def test_recovery_below_one_is_worse_whatever_the_metrics_direction(tmp_path, of_corpus):
+    """An error rate that rose from 0.2 to 0.25 kept 0.8; by document and of the whole corpus."""
+    kind = {"metric": "wer", "higher_is_better": False, "of_corpus": of_corpus}
+    write_run(tmp_path, {"a": [0.1, 0.3]}, use_sd=False, **kind)
+    write_run(tmp_path, {"a": [0.2, 0.3]}, enable_fly=False, spd_k=8, **kind)
+    write_run(tmp_path, {"a": [0.1, 0.06]}, enable_fly=False, spd_k=4, **kind)
+    write_run(tmp_path, {"a": [0.0, 0.0]}, enable_fly=False, spd_k=2, **kind)
+    data = collect(runs.load_all(tmp_path))
+    points = by_label(data)
+    assert points["target-only"].recovery == 1
+    assert points["K=8"].recovery == pytest.approx(0.8)
+    assert points["K=4"].recovery == pytest.approx(2.5)
+    assert points["K=2"].recovery is None
+    assert any("K=2: not in the frontier: recovery is undefined" in note for note in data.notes)
+
+
 def test_speeds_are_of_the_task_alone_where_there_are_records(tmp_path):
     """A slow task must not slow the others' points; without records the run's speed is all."""
     scores = {"a": SOLVED, "b": SOLVED[:1]}

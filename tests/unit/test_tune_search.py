@@ -1,7 +1,5 @@
 """The grid, what is predicted from known costs, and which few are run."""
 
-from dataclasses import replace
-
 import pytest
 
 from fly import config, rules
@@ -9,7 +7,6 @@ from fly.decoding.records import Counts
 from fly.decoding.sequence import Request
 from fly.errors import FlyError
 from fly.tuning.costs import PassSeconds
-from fly.tuning.fidelity import recoveries
 from fly.tuning.replay import Recorder
 from fly.tuning.search import Grid, Machine, Prediction, changes, choose, kind, predict, predict_one
 from tests.positional import Positional, ScriptedModel
@@ -142,17 +139,3 @@ def test_changes_name_what_differs():
     other = config.build({**BASE.model_dump(), "spd_k": 9, "entropy_thre": None}, "test")
     assert changes(BASE, other) == {"spd_k": 9, "entropy_thre": None}
     assert rules.relaxation(other) != rules.relaxation(BASE)
-
-
-def test_recovery_is_judged_where_the_target_scores_best():
-    before = {"t,strict,em": {0: 0.0, 1: 0.0}, "t,loose,em": {0: 1.0, 1: 1.0}, "u,none,acc": {0: 0}}
-    after = {"t,strict,em": {0: 1.0, 1: 0.0}, "t,loose,em": {0: 1.0, 1: 0.0}, "u,none,acc": {0: 1}}
-    loose, other = recoveries(before, after)
-    assert (loose.name, loose.value, loose.lost, loose.won) == ("t,loose,em", 0.5, 1, 0)
-    assert not loose.held(0.99)
-    assert loose.held(0.5)
-    assert other.value is None
-    assert other.held(1.0)  # nothing there to be lost
-    with pytest.raises(ValueError, match="different documents"):
-        recoveries(before, {name: {0: 1.0} for name in before})
-    assert replace(loose, value=0.98).held(0.98)

@@ -180,7 +180,9 @@ def _against_baseline(point: Point, data: PlotData) -> Point:
     scores = _paired_scores(baseline, point)
     if scores is None:
         data.notes.append(f"{point.task}: {point.metric} has no score by document: no interval")
-        recovery = point.score / baseline.score if baseline.score else None
+        recovery = _recovery(baseline, point)
+        if recovery is None:
+            data.notes.append(f"{point.task}, {point.label}: not in the frontier: {_UNDEFINED}")
         return replace(point, speedup=point.speed / baseline.speed, recovery=recovery)
     compared = compare_scores(*scores, higher_is_better=_higher_is_better(point))
     if compared.recovery is None:
@@ -192,6 +194,17 @@ def _against_baseline(point: Point, data: PlotData) -> Point:
         recovery=compared.recovery,
         recovery_interval=compared.interval,
     )
+
+
+_UNDEFINED = "recovery is undefined: a score is below zero, or the denominator is zero"
+
+
+def _recovery(baseline: Point, point: Point) -> float | None:
+    """Of scores of the whole corpus: below 1 is worse; None where it is undefined."""
+    kept, base = point.score, baseline.score
+    if not _higher_is_better(point):
+        kept, base = base, kept
+    return kept / base if kept >= 0 and base > 0 else None
 
 
 def _unlike(point: Point, baseline: Point) -> str | None:
