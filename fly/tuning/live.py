@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import hashlib
+import json
 import logging
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -102,7 +104,9 @@ class TunedLM(FlyLM):
         """What the models are, beside the configuration: their files, HFLM's arguments."""
         _, hf_args = fly_config.split_model_args(self._model_args)
         hf_args.pop("device", None)  # where it runs is noted as what was found
-        return {"models": resume.models_of(self.given, hf_args), "model_args": hf_args}
+        text = json.dumps(hf_args, sort_keys=True, default=str)  # hashed: it may hold a token
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return {"models": resume.models_of(self.given, hf_args), "model_args": digest}
 
     def quantizations(self) -> list[str]:
         """What draft_quantization can be here, the one in use first."""

@@ -226,8 +226,9 @@ def test_retrained_weights_at_the_same_path_are_measured_anew(
     data[-2] ^= 1  # one weight, a little
     weights.write_bytes(data)
     assert [is_reused(), is_reused()] == [False, True]
-    arguments["--model_args"] += ",add_bos_token=True"
+    arguments["--model_args"] += ",add_bos_token=True,token=hf_of_mine"
     assert not is_reused()
+    assert "hf_of_mine" not in arguments["--output"].with_suffix(".baseline.json").read_text()
 
 
 def test_draft_weights_that_are_not_to_be_had(arguments, capsys):
