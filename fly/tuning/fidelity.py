@@ -38,10 +38,13 @@ class Recovery:
         return f"{self.task} {self.metric}"
 
     def held(self, least: float) -> bool:
-        """Where the target alone has no recovery, no document may be worse."""
+        """Where the target alone has no recovery, no document may be worse.
+
+        A run without any error, where lower is better, has no recovery either, and held.
+        """
         if not self.is_judged:
             return self.lost == 0
-        return self.value is not None and self.value >= least
+        return self.verdict == "held" if self.value is None else self.value >= least
 
     def as_dict(self) -> dict[str, Any]:
         return {"name": self.name, **asdict(self)}

@@ -15,7 +15,7 @@ def scored(prompt="p", **tasks):
     return Measured(
         name="run",
         mode="fly",
-        target={},
+        target={"name": "m", "files": None, "revision": None, "dtype": None},
         decoding={},
         tasks={name: _task(by_metric, prompt) for name, by_metric in tasks.items()},
     )
@@ -66,6 +66,7 @@ def test_where_lower_is_better_a_rise_is_a_loss():
     assert found.value == pytest.approx(0.5)
     assert not found.held(LEAST)
     assert verdict(before, scored(t={"wer": [0.1, 0.2, 0.2, 0.2]}))
+    assert verdict(before, scored(t={"wer": [0, 0, 0, 0]}))  # no recovery, and nothing lost
 
 
 def test_a_recovery_that_is_undefined_is_not_held():
