@@ -59,11 +59,6 @@ class Run:
             return None
         return self.predicted.tok_s / self.outcome.tok_s - 1
 
-    @property
-    def error_at_pace(self) -> float | None:
-        """The same, had the costs been measured at the run's own pace."""
-        return None if self.error is None else (1 + self.error) / self.pace - 1
-
     def held(self, least: float) -> bool:
         return fidelity.held(self.recoveries, least)
 
