@@ -18,7 +18,7 @@ from fly.tuning.live import TunedLM, Workload
 from fly.tuning.search import kind
 from fly.tuning.tune import Options, Run, Tuning
 
-_UNSTEADY = 0.25  # of pace; the short passes that measure it differ by less on an idle machine
+_UNSTEADY = 0.5  # of pace; the short passes that tell it differ by a third on an idle machine, too
 _NOT_WRITTEN = ("trace",)  # switched off for the time of tuning
 
 
