@@ -70,10 +70,11 @@ class FlyCLI(HarnessCLI):
         super().execute(args)
 
     def _run(self, args: argparse.Namespace) -> None:
-        arguments = resume.given_arguments(args, _yaml_values(args))
+        given = _yaml_values(args)
+        arguments = resume.given_arguments(args, given)
         reopened = None
         if args.resume is not None:
-            reopened = resume.reopen(args, arguments)
+            reopened = resume.reopen(args, arguments, resume.given_secrets(args, given))
             arguments = reopened.data["arguments"]
             if reopened.finished:
                 print(f"the run of {reopened.started} has ended: results: {reopened.results}")

@@ -31,7 +31,10 @@ _TAKEN_APART = (  # key=value flags
     "model_args", "gen_kwargs", "metadata", "hf_hub_log_args", "wandb_args", "wandb_config_args",
     "trackio_args",
 )  # fmt: skip
-_SECRETS = {"token", "hf_token", "use_auth_token", "access_token", "key", "api_key", "password"}
+_SECRETS = {
+    "token", "hf_token", "auth_token", "use_auth_token", "access_token", "key", "api_key", "secret",
+    "password",
+}  # fmt: skip
 _ONE_PROCESS = "WORLD_SIZE"  # set by torchrun and accelerate
 _BESIDE = ("tokenizer", "peft", "delta")  # model_args that may name folders, too
 _DECIDING = ("fly", "torch", "transformers", "lm-eval", "tokenizers")
@@ -39,6 +42,24 @@ _DECIDING = ("fly", "torch", "transformers", "lm-eval", "tokenizers")
 
 def given_arguments(args: argparse.Namespace, yaml_values: dict[str, Any]) -> dict[str, Any]:
     """What lm-eval will see: --config's values under the command line's, without secrets."""
+    return {
+        name: {key: part for key, part in value.items() if not _is_secret(key)}
+        if isinstance(value, dict)
+        else value
+        for name, value in _merged(args, yaml_values).items()
+    }
+
+
+def given_secrets(args: argparse.Namespace, yaml_values: dict[str, Any]) -> dict[str, Any]:
+    """What `given_arguments` leaves out, by argument: never written down."""
+    return {
+        name: found
+        for name, value in _merged(args, yaml_values).items()
+        if isinstance(value, dict) and (found := {k: v for k, v in value.items() if _is_secret(k)})
+    }
+
+
+def _merged(args: argparse.Namespace, yaml_values: dict[str, Any]) -> dict[str, Any]:
     on_line = {
         name: value
         for name, value in vars(args).items()
@@ -48,30 +69,19 @@ def given_arguments(args: argparse.Namespace, yaml_values: dict[str, Any]) -> di
     for name in _TAKEN_APART:
         if isinstance(text := arguments.get(name), str):  # as YAML may have it
             arguments[name] = simple_parse_args_string(text)
-    return {name: _without_secrets(value) for name, value in arguments.items()}
+    return arguments
 
 
-def _without_secrets(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return {key: part for key, part in value.items() if key not in _SECRETS}
-
-
-def _secrets(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """By argument: what `_without_secrets` takes out."""
-    found = {}
-    for name, value in vars(args).items():
-        if isinstance(value, dict) and (own := {k: v for k, v in value.items() if k in _SECRETS}):
-            found[name] = own
-    return found
+def _is_secret(key: str) -> bool:
+    return key.lower() in _SECRETS
 
 
 def is_one_process() -> bool:
     return int(os.environ.get(_ONE_PROCESS) or 1) == 1
 
 
-def reopen(args: argparse.Namespace, given: dict[str, Any]) -> Manifest:
-    """The run that --resume names; unless it has ended, `args` become its arguments.
+def reopen(args: argparse.Namespace, given: dict[str, Any], secrets: dict[str, Any]) -> Manifest:
+    """The run that --resume names; unless it has ended, `args` become its arguments and `secrets`.
 
     Changes to the folder that the run was started in. Raises FlyError if there is no such run, or
     an argument in `given` is not the run's.
@@ -86,11 +96,10 @@ def reopen(args: argparse.Namespace, given: dict[str, Any]) -> Manifest:
         )
     _check_given(manifest, given)
     args.config = None
-    secrets = _secrets(args)  # which were not noted: they must be given again
     for name, value in manifest.data["arguments"].items():
         setattr(args, name, value)
     for name, found in secrets.items():
-        setattr(args, name, {**(getattr(args, name) or {}), **found})
+        setattr(args, name, {**(getattr(args, name, None) or {}), **found})
     args.output_path = _output_path(manifest)
     there = manifest.data["working_directory"]
     if there != str(Path.cwd()):

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from fly.errors import FlyError
 
@@ -74,11 +74,8 @@ def _execute(args: argparse.Namespace) -> None:
 
     demand = _demand(args)
     stored = measured.read(args.baseline) if args.baseline else None
-    if stored and stored.mode not in ("target-only", "hf"):
-        raise FlyError(
-            f"--baseline {args.baseline}: holds a run of mode {stored.mode}, which is no baseline: "
-            "store target-only's, or compare the finished runs themselves"
-        )
+    if stored:
+        _check_baseline(stored.mode, f"--baseline {args.baseline}")
     if stored and args.baseline_run:
         raise FlyError("--baseline-run contradicts --baseline: the file is the baseline")
     _check_outputs(args)
@@ -92,6 +89,7 @@ def _execute(args: argparse.Namespace) -> None:
         baseline = compare.choose_baseline(found, args.baseline_run)
         others = [run for run in found if run is not baseline]
     if args.save_baseline:
+        _check_baseline(baseline.mode, f"--save-baseline {args.save_baseline}")
         measured.save(baseline, args.save_baseline)
         print(f"baseline {baseline.name} saved: {args.save_baseline}")
     if not others:  # a baseline alone was asked for
@@ -103,6 +101,17 @@ def _execute(args: argparse.Namespace) -> None:
     inconclusive = result.verdict == "not enough evidence"
     if gates and not (inconclusive and args.allow_inconclusive):
         sys.exit(STATUS[result.verdict])
+
+
+def _check_baseline(mode: str, flag: str) -> None:
+    """A stored baseline stands for the target itself."""
+    from fly.config import Verification
+
+    if mode in ("strict", *get_args(Verification)):
+        raise FlyError(
+            f"{flag}: a run of mode {mode} is no baseline to be stored: take target-only's, or "
+            "compare the finished runs themselves"
+        )
 
 
 def _demand(args: argparse.Namespace) -> Any:
@@ -197,6 +206,10 @@ def _made(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
         raise FlyError(f"--baseline-run {args.baseline_run}: choose one of {', '.join(planned)}")
     if stored:
         _check_early(args, stored)
+    if args.save_baseline:
+        alone = [name for name, mode in planned.items() if mode.rule == "target-only"]
+        chosen = planned[args.baseline_run or next(iter([*alone, *planned]))]
+        _check_baseline(chosen.rule, f"--save-baseline {args.save_baseline}")
     output = Path(_given(args, "output_path"))
     session.check_writable(output, "output_path")
     folders = modes.run_missing(planned, _run_flags(), output)

@@ -14,7 +14,7 @@ from fly.evaluation.measured import Measured, Metric, Task, Work, why_not_reusab
 class Demand:
     """What the scores must do: keep this share of the baseline's, shown with this confidence.
 
-    Scores of which no document is worse have kept it, however few there are.
+    Where no document is worse they have, however few there are, unless the baseline scores zero.
     """
 
     min_recovery: float = 0.99
@@ -23,13 +23,20 @@ class Demand:
 
 @dataclass(frozen=True)
 class Row:
-    """One metric of one task. primary: the task's first, which counts in the overall row."""
+    """One metric of one task. primary: it stands for the task in the overall row."""
 
     task: str
     metric: str
     primary: bool
     higher_is_better: bool
     scores: statistics.Comparison
+
+    @property
+    def is_judged(self) -> bool:
+        """False where nothing was lost because the baseline scores nothing."""
+        scores = self.scores
+        nothing = scores.baseline == 0 and scores.lost == 0
+        return not (self.higher_is_better and nothing and scores.recovery is None)
 
     @property
     def label(self) -> str:
@@ -63,7 +70,10 @@ class Speed:
 
 @dataclass(frozen=True)
 class Against:
-    """One run against the baseline. overall: the mean of the primary scores, None for one row."""
+    """One run against the baseline. overall: the mean of the primary scores, None for one row.
+
+    judged: all rows, also those that decide nothing (`Row.is_judged`).
+    """
 
     name: str
     rows: list[Row]
@@ -73,7 +83,7 @@ class Against:
     @property
     def verdict(self) -> statistics.Verdict:
         """fell if anything fell; else held if everything held; else not enough evidence."""
-        verdicts = {row.scores.verdict for row in self.judged}
+        verdicts = {row.scores.verdict for row in self.judged if row.is_judged}
         if "fell" in verdicts:
             return "fell"
         return "held" if verdicts == {"held"} else "not enough evidence"
@@ -85,12 +95,13 @@ class Against:
 
 @dataclass(frozen=True)
 class Result:
-    """All runs against one. notes: what was left out, for people."""
+    """All runs against one. verdicts: how many rows were judged. notes: what was left out."""
 
     baseline: str
     baseline_speeds: list[Speed]
     others: list[Against]
     demand: Demand
+    verdicts: int = 1
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -137,6 +148,7 @@ def compare(
         baseline_speeds=_speeds(baseline, None),
         others=[_against(baseline, other, demand, chosen, verdicts) for other in others],
         demand=demand,
+        verdicts=verdicts,
         notes=notes,
     )
     for against in result.others:
@@ -218,7 +230,8 @@ def _against(
     rows = []
     primaries = []
     for name, metrics in chosen.items():
-        for index, metric in enumerate(metrics):
+        primary = _primary(metrics)
+        for metric in metrics:
             theirs = _find(other.tasks[name], metric)
             assert theirs is not None  # chosen so
             pair = _paired(metric, theirs)
@@ -229,8 +242,9 @@ def _against(
                 confidence=demand.confidence,
                 verdicts=verdicts,
             )
-            rows.append(Row(name, metric.label, index == 0, metric.higher_is_better, scores))
-            if index == 0:
+            better = metric.higher_is_better
+            rows.append(Row(name, metric.label, metric is primary, better, scores))
+            if metric is primary:
                 primaries.append((metric.higher_is_better, pair))
     return Against(
         other.name, rows, _overall(primaries, demand, verdicts), _speeds(other, baseline)
@@ -240,6 +254,12 @@ def _against(
 def _count_rows(chosen: dict[str, list[Metric]]) -> int:
     tasks = [metrics for metrics in chosen.values() if metrics]
     return max(1, sum(map(len, tasks)) + (len(tasks) > 1))
+
+
+def _primary(metrics: list[Metric]) -> Metric | None:
+    """A task's first metric by which the baseline scores anything, else its first."""
+    scoring = (m for m in metrics if not m.higher_is_better or any(m.scores.values()))
+    return next(scoring, next(iter(metrics), None))
 
 
 def _paired(ours: Metric, theirs: Metric) -> tuple[list[float], list[float]]:

@@ -21,6 +21,7 @@ def as_json(result: Result) -> str:
     entry = {
         "verdict": result.verdict,
         "demand": asdict(result.demand),
+        "verdicts": result.verdicts,
         "baseline": {
             "name": result.baseline,
             "speeds": [asdict(s) for s in result.baseline_speeds],
@@ -63,7 +64,7 @@ def _test(
     if scores.verdict == "held":
         ElementTree.SubElement(case, "system-out").text = numbers
         return
-    skipped = scores.verdict == "not enough evidence" and allow
+    skipped = scores.verdict == "not enough evidence" and (allow or not row.is_judged)
     problem = ElementTree.SubElement(
         case, "skipped" if skipped else "failure", message=f"{scores.verdict}: {words}"
     )

@@ -10,7 +10,7 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
-from fly.evaluation.compare import Demand, Pace, Result
+from fly.evaluation.compare import Demand, Pace, Result, Row
 from fly.evaluation.statistics import Comparison, Interval, Ratio, bound_of_no_loss
 
 _WIDTH = 100
@@ -96,8 +96,7 @@ def _score_rows(result: Result) -> Iterator[tuple[str, list[list[str]]]]:
         count = f"{first.documents:,} document{'s' if first.documents != 1 else ''}"
         lines = [[result.baseline, _number(first.baseline), "", "", "", count]]
         for other in result.others:
-            scores = other.judged[index].scores
-            lines.append([other.name, *_cells(scores, result)])
+            lines.append([other.name, *_cells(other.judged[index], result)])
         yield label, lines
 
 
@@ -105,7 +104,9 @@ def _number(score: float) -> str:
     return f"{score:.4g}"
 
 
-def _cells(scores: Comparison, result: Result) -> list[str]:
+def _cells(row: Row, result: Result) -> list[str]:
+    scores = row.scores
+    verdict = scores.verdict if row.is_judged else "decides nothing"
     recovery = "undefined"
     if scores.recovery is not None:
         recovery = f"{scores.recovery:.3f}{_interval(scores.interval, 3)}"
@@ -114,7 +115,7 @@ def _cells(scores: Comparison, result: Result) -> list[str]:
         recovery,
         f"{scores.lost} / {scores.won}",
         f"{scores.p:.3f}" if scores.p >= 0.001 else "<0.001",
-        "\n".join([scores.verdict, *in_words(scores, result.demand)]),
+        "\n".join([verdict, *in_words(scores, result.demand)]),
     ]
 
 
@@ -173,4 +174,10 @@ def _notes(result: Result) -> list[str]:
     lines = ["lost / won: documents that score worse / better than the baseline's."]
     if not result.baseline_speeds:
         lines.append(f"no speed ratios: {result.baseline} has no records of requests")
+    if result.verdicts > 1:
+        doubt = 1 - result.demand.confidence
+        lines.append(
+            f"{result.verdicts} rows are judged together: fell leaves a doubt of at most "
+            f"{doubt:.3g} / {result.verdicts}."
+        )
     return lines + result.notes

@@ -167,6 +167,8 @@ def _target(run: Run) -> dict[str, str | None]:
     name = arguments.get("pretrained") if isinstance(arguments, dict) else str(arguments)
     if run.entry:
         name = run.entry["config"]["target_model_path"]
+    elif isinstance(arguments, dict) and arguments.get("gguf_file"):
+        name = str(Path(str(name)) / arguments["gguf_file"])
     dtype = run.entry["dtype"] if run.entry else config.get("model_dtype")
     return {
         "name": None if name is None else str(name),
@@ -225,6 +227,9 @@ def read(path: Path) -> Measured:
         ) from None
 
 
+_OF_FLY = ("sampling", "seed")  # that other backends do not tell
+
+
 def why_not_reusable(baseline: Measured, run: Measured) -> str | None:
     """Why this baseline's scores are not what the run's own target would score; None if they are.
 
@@ -233,11 +238,12 @@ def why_not_reusable(baseline: Measured, run: Measured) -> str | None:
     ours, theirs = baseline.target, run.target
     keys = ["files"] if ours["files"] and theirs["files"] else ["name", "revision"]
     for key in [*keys, "dtype"]:
-        if ours[key] != theirs[key]:
+        known = key != "revision" or None not in (ours[key], theirs[key])
+        if ours[key] != theirs[key] and known:
             return f"another target ({key}: {ours[key]}, now {theirs[key]})"
     for key, value in run.decoding.items():
         stored = baseline.decoding.get(key)
-        if stored != value and not (key == "sampling" and None in (stored, value)):
+        if stored != value and not (key in _OF_FLY and None in (stored, value)):
             return f"decoded otherwise ({key}: {stored}, now {value})"
     for name, task in run.tasks.items():
         stored_task = baseline.tasks.get(name)

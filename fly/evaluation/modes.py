@@ -7,8 +7,9 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from fly import loading, manifest
 from fly.errors import FlyError
 from fly.evaluation import runs
 from fly.evaluation.report import versions
-from fly.fingerprint import of_model
+from fly.resume import models_of
 
 # What each mode changes in the pair's file; `hf` is lm-eval's own backend on the target.
 NAMED: dict[str, dict[str, Any]] = {
@@ -36,14 +37,16 @@ _MARK = "fly_compare.json"
 class Mode:
     """One run to be made: `fly run` with these model_args. identity: changes if the texts may.
 
-    models: what they are now, by role.
+    models: looks up what they are now, by role (fly.fingerprint). rule: what the run's own mode
+    will be.
     """
 
     name: str
     model: str
     model_args: dict[str, Any]
     identity: str
-    models: dict[str, Any] = field(default_factory=dict)
+    models: Callable[[], dict[str, Any]] = dict
+    rule: str = ""
 
 
 def plan(
@@ -69,30 +72,29 @@ def _mode(name: str, model_args: dict[str, Any]) -> Mode:
     own, rest = fly_config.split_model_args(model_args)
     config = fly_config.resolve(rest.pop("config_path", None), own, log=False)
     target = loading.resolve_source(config.target_model_path, "target_model_path")
-    models = {"target": of_model(target)}
-    if name != "hf" and config.needs_draft_model and config.draft_model_path:
-        models["draft"] = of_model(loading.resolve_source(config.draft_model_path, "pretrained"))
+    models = partial(models_of, config, rest)
+    models()  # what is not there is refused now
     if name == "hf":
+        models = partial(models_of, config.model_copy(update={"use_sd": False}), rest)
         gguf = {"gguf_file": target.gguf_file} if target.gguf_file else {}
         arguments = {"pretrained": target.path, **gguf, **rest}
         identity = json.dumps(arguments, sort_keys=True, default=str)
-        return Mode(name, "hf", arguments, identity, models)
+        return Mode(name, "hf", arguments, identity, models, "hf")
     identity = json.dumps([config.hash(), rest], sort_keys=True, default=str)
-    return Mode(name, "fly", model_args, identity, models)
+    return Mode(name, "fly", model_args, identity, models, config.mode)
 
 
 def run_missing(modes: Mapping[str, Mode], flags: Sequence[str], output: Path) -> dict[str, Path]:
     """Run what is not finished yet; the folder of each mode. flags: of `fly run`, for all modes.
 
     A mode is finished if its folder holds a run that this same command has made, of the same
-    models and versions. A failed run
-    ends the comparison with FlyError; what has finished stays, and the next call goes on with the
-    rest, in the middle of a run if its records are there.
+    models and versions. A failed run ends the comparison with FlyError; what has finished stays,
+    and the next call goes on with the rest, in the middle of a run if its records are there.
     """
     folders = {}
     for name, mode in modes.items():
         folder = folders[name] = output / name
-        mark = {"command": _hash(mode, flags), "models": mode.models, "versions": versions()}
+        mark = {"command": _hash(mode, flags), "models": mode.models(), "versions": versions()}
         if _is_finished(folder, mark):
             print(f"{name}: finished before, in {folder}", flush=True)
             continue
@@ -100,12 +102,12 @@ def run_missing(modes: Mapping[str, Mode], flags: Sequence[str], output: Path) -
         how = ", going on" if unfinished else ""
         print(f"\n--- {name} ({len(folders)} of {len(modes)}){how} ---", flush=True)
         if unfinished:
-            _run(mode, ["--resume", str(unfinished)], f"; to start it anew, remove {folder}")
+            again = [*_arguments(mode, flags, folder), "--resume", str(unfinished)]
+            _run(mode, again, f"; to start it anew, remove {folder}")
         else:
-            there = [str(run.path) for run in manifest.all_in(folder)]
-            _set_mark(folder, {**mark, "finished": False, "before": there})
+            _set_mark(folder, {**mark, "finished": False, "before": _manifests(folder)})
             _run(mode, _arguments(mode, flags, folder))
-        _set_mark(folder, {**mark, "finished": True})
+        _set_mark(folder, {**mark, "models": mode.models(), "finished": True})
     return folders
 
 
@@ -116,7 +118,7 @@ def _hash(mode: Mode, flags: Sequence[str]) -> str:
 
 def _is_finished(folder: Path, mark: dict[str, Any]) -> bool:
     try:
-        return bool(_mark(folder) == {**mark, "finished": True} and runs.load(folder))
+        return _agrees(_mark(folder), {**mark, "finished": True}) and bool(runs.load(folder))
     except FlyError:
         return False
 
@@ -125,10 +127,40 @@ def _cut_short(folder: Path, mark: dict[str, Any]) -> Path | None:
     """The unfinished run that this same command began there: what `--resume` goes on with."""
     noted = _mark(folder) or {}
     before = noted.pop("before", [])
-    if noted != {**mark, "finished": False}:
+    if not _agrees(noted, {**mark, "finished": False}):
         return None
-    own = [run for run in manifest.all_in(folder) if str(run.path) not in before]
+    own = [run for run in manifest.all_in(folder) if _relative(run, folder) not in before]
     return own[-1].path if own and not own[-1].finished else None
+
+
+def _manifests(folder: Path) -> list[str]:
+    return [_relative(run, folder) for run in manifest.all_in(folder)]
+
+
+def _relative(run: manifest.Manifest, folder: Path) -> str:
+    return run.path.relative_to(folder).as_posix()
+
+
+def _agrees(noted: Any, mark: dict[str, Any]) -> bool:
+    """The same mark; a hub id's commit may not have been known yet: it is when models load."""
+    if not isinstance(noted, dict) or not isinstance(noted.get("models"), dict):
+        return False
+    models = {
+        role: {**model, "commit": None} if _is_open(model, mark["models"].get(role)) else model
+        for role, model in noted["models"].items()
+    }
+    now = {
+        role: {**model, "commit": None} if _is_open(model, noted["models"].get(role)) else model
+        for role, model in mark["models"].items()
+    }
+    return {**noted, "models": models} == {**mark, "models": now}
+
+
+def _is_open(model: Any, other: Any) -> bool:
+    both = (model, other)
+    return all(isinstance(m, dict) and "commit" in m for m in both) and any(
+        m["commit"] is None for m in both
+    )
 
 
 def _mark(folder: Path) -> Any:

@@ -24,6 +24,7 @@ RESAMPLES = 9999
 LEVEL = 0.95  # of the printed intervals
 POWER = 0.8  # chance with which `decides` documents decide
 _DRAWS = 20_000
+_FEW = 10  # resamples beyond the observed value: with fewer, p is but an upper bound
 _MOST_AT_ONCE = 4_000_000  # numbers in memory per batch of resamples
 
 
@@ -132,6 +133,7 @@ def compare_tasks(
     if not arrays:
         raise ValueError("no documents to compare")
     pairs = [_Pairs(b, a) if higher_is_better else _Pairs(a, b) for a, b in arrays]
+    doubt = (1 - confidence) / verdicts  # that a fall may leave
     change = np.concatenate([task.change / len(task.base) for task in pairs]) / len(pairs)
     lost, won = int((change < 0).sum()), int((change > 0).sum())
     binary = all(np.isin(values, (0, 1)).all() for task in arrays for values in task)
@@ -146,13 +148,12 @@ def compare_tasks(
         recovery = kept / base
         interval = _recovery_interval(pairs, resamples, seed)
         probability = _probability(pairs, min_recovery, seed)
-        doubt = (1 - confidence) / verdicts
         fell = change.sum() < 0 and p / 2 <= doubt and probability <= doubt
         verdict, reason = _verdict(probability >= confidence, fell, lost, won)
-        decides = _documents_that_decide(pairs, base, lost, min_recovery, confidence)
+        decides = _documents_that_decide(pairs, base, lost, min_recovery, confidence, doubt)
         if decides is not None and verdict == "not enough evidence":
             decides = max(decides, len(change) + 1)
-    elif lost == 0 and not higher_is_better and base == 0:
+    elif lost == 0 and not higher_is_better and _is_zero(pairs):
         verdict, reason = "held", f"no document scored worse; {undefined}"
     return Comparison(
         documents=len(change),
@@ -218,6 +219,10 @@ def _checked(baseline: ArrayLike, other: ArrayLike) -> tuple[Floats, Floats]:
     return a, b
 
 
+def _is_zero(pairs: list[_Pairs]) -> bool:
+    return not any(task.base.any() for task in pairs)
+
+
 def _undefined(pairs: list[_Pairs], base: float, higher_is_better: bool) -> str:
     """Why there is no recovery; empty if there is one."""
     if any((task.base < 0).any() or (task.kept < 0).any() for task in pairs):
@@ -237,6 +242,7 @@ def _sign_flips(change: Floats, resamples: int, seed: int) -> float:
     differing = change[change != 0]
     if len(differing) < 2:
         return 1.0
+    sampled = len(differing) >= 60 or 2 ** len(differing) > resamples
     result = stats.permutation_test(
         (differing / np.abs(differing).max(),),
         lambda x, axis: np.round(np.sum(x, axis=axis), 9),  # equal sums must be equal
@@ -246,7 +252,11 @@ def _sign_flips(change: Floats, resamples: int, seed: int) -> float:
         batch=max(1, _MOST_AT_ONCE // len(differing)),
         rng=np.random.default_rng(seed),
     )
-    return float(result.pvalue)
+    p = float(result.pvalue)
+    if sampled and p < _FEW / resamples:  # no smaller p can be drawn: the flips' normal tail
+        z = differing.sum() / math.sqrt((differing**2).sum())
+        p = min(p, float(2 * stats.norm.sf(abs(z))))
+    return p
 
 
 def _recovery_interval(pairs: list[_Pairs], resamples: int, seed: int) -> Interval | None:
@@ -332,7 +342,12 @@ def _verdict(enough: bool, fell: bool, lost: int, won: int) -> tuple[Verdict, st
 
 
 def _documents_that_decide(
-    pairs: list[_Pairs], base: float, lost: int, min_recovery: float, confidence: float
+    pairs: list[_Pairs],
+    base: float,
+    lost: int,
+    min_recovery: float,
+    confidence: float,
+    doubt: float,
 ) -> int | None:
     """Sample size of a one-sided z test of mean(kept - min_recovery * base) = 0, at POWER.
 
@@ -351,5 +366,5 @@ def _documents_that_decide(
     variance = sum(total * margin.var() / len(margin) for margin in margins) / len(pairs) ** 2
     if abs(mean) < 1e-12:
         return None
-    z = stats.norm.ppf(confidence) + stats.norm.ppf(POWER)
+    z = stats.norm.ppf(confidence if mean > 0 else 1 - doubt) + stats.norm.ppf(POWER)
     return max(1, math.ceil(variance * (z / mean) ** 2))

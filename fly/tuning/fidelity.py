@@ -42,6 +42,8 @@ class Recovery:
 
         A run without any error, where lower is better, has no recovery either, and held.
         """
+        if self.score is None:
+            return False
         if not self.is_judged:
             return self.lost == 0
         return self.verdict == "held" if self.value is None else self.value >= least

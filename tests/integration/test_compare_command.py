@@ -116,16 +116,43 @@ def test_a_mode_that_was_cut_short_goes_on(tmp_path, monkeypatch):
         modes.run_missing({"fly": mode}, ["--limit", "2"], tmp_path)
     with pytest.raises(FlyError, match=r"goes on with fly$"):  # the first command's run is there
         modes.run_missing({"fly": mode}, ["--limit", "2"], tmp_path)
-    changed = modes.Mode("fly", "fly", {}, "identity", {"target": "retrained"})
+    changed = modes.Mode("fly", "fly", {}, "identity", lambda: {"target": "retrained"})
     with pytest.raises(FlyError, match=r"goes on with fly$"):
         modes.run_missing({"fly": changed}, ["--limit", "1"], tmp_path)
     assert calls[0][:2] == ["--limit", "1"]
-    assert calls[1] == ["--resume", str(begun.path)]
+    # the whole command again, as secrets are not in the manifest
+    assert calls[1] == [*calls[0], "--resume", str(begun.path)]
     assert [call[:2] for call in calls[2:]] == [
         ["--limit", "2"],
         ["--limit", "2"],
         ["--limit", "1"],
     ]
+
+
+def test_a_hub_models_commit_becomes_known_while_it_runs(tmp_path, monkeypatch):
+    """On a fresh cache the first call knows no commit; the second must find what it began."""
+    commit = [None]
+
+    def fetched(command, check):
+        commit[0] = commit[0] or "abc"
+        return subprocess.CompletedProcess(command, status)
+
+    look = lambda: {"target": {"path": "org/model", "commit": commit[0]}}  # noqa: E731
+    mode = modes.Mode("fly", "fly", {}, "identity", look)
+    monkeypatch.setattr(modes.subprocess, "run", fetched)
+    monkeypatch.setattr(modes.runs, "load", lambda folder: True)
+    status = -9
+    with pytest.raises(FlyError, match="killed by signal 9"):
+        modes.run_missing({"fly": mode}, [], tmp_path)
+    begun = Manifest.create(tmp_path / "fly", arguments={})
+    begun.release()
+    mark = {"command": modes._hash(mode, []), "models": look(), "versions": modes.versions()}
+    assert modes._cut_short(tmp_path / "fly", mark) == begun.path
+    status = 0
+    modes.run_missing({"fly": mode}, [], tmp_path)
+    assert modes._is_finished(tmp_path / "fly", mark)
+    commit[0] = "def"
+    assert not modes._is_finished(tmp_path / "fly", {**mark, "models": look()})
 
 
 def test_a_failing_mode_ends_with_one_line_and_keeps_the_finished(

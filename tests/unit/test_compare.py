@@ -7,7 +7,7 @@ import pytest
 
 from fly import cli
 from fly.errors import FlyError
-from fly.evaluation import compare, measured, runs
+from fly.evaluation import compare, compare_files, compare_table, measured, runs
 from tests.written_runs import write
 
 SOLVED = [1] * 210 + [0] * 90
@@ -157,6 +157,23 @@ def test_many_tasks_do_not_fail_a_job_by_chance(tmp_path):
     assert compare.compare(one[0], one[1:]).verdict == "fell"
 
 
+def test_a_metric_by_which_the_baseline_scores_nothing_decides_nothing(tmp_path):
+    """gsm8k's strict filter finds nothing in some models' answers: that must neither fail each
+    job nor stand for the task."""
+    tasks = {"t": {"strict": [0] * 300, "acc": SOLVED}, "u": {"acc": SOLVED}}
+    base = load(write(tmp_path / "a", "target-only", tasks=tasks))
+    other = load(write(tmp_path / "b", "fly", tasks=tasks))
+    result = compare.compare(base, [other])
+    assert result.verdict == "held"
+    assert [row.primary for row in result.others[0].rows] == [False, True, True]
+    assert result.others[0].overall.scores.baseline == pytest.approx(0.7)
+    assert "decides nothing" in compare_table.markdown(result)
+    junit = ElementTree.fromstring(compare_files.as_junit(result, allow_inconclusive=False))
+    assert junit.find("testsuite").get("failures") == "0"
+    alone = compare.compare(base, [other], metrics=["strict"])
+    assert alone.verdict == "not enough evidence"
+
+
 def test_an_error_rate_that_rises_fell(tmp_path):
     errors = [1] * 30 + [0] * 270
     base = load(write(tmp_path / "a", "target-only", errors, higher_is_better=False))
@@ -240,6 +257,9 @@ def test_a_stored_baseline_of_something_else_is_refused(folders, tmp_path, capsy
 
 def test_what_is_no_baseline_is_refused(folders, tmp_path, capsys):
     file = tmp_path / "baseline.json"
+    assert fly("compare", folders[1], "--save-baseline", file) == 2
+    assert "a run of mode fly is no baseline to be stored" in capsys.readouterr().err
+    assert not file.exists()
     assert fly("compare", folders[1], "--baseline", file) == 2
     assert "cannot be read" in capsys.readouterr().err
     file.write_text('{"format": 2}')

@@ -222,21 +222,23 @@ def test_the_namespace_becomes_the_run_s(tmp_path, monkeypatch):
         resume=str(tmp_path / "out"), config="x", hf_hub_log_args={"token": "s"}, limit=None,
         model_args={"token": "t"},
     )  # fmt: skip
-    found = resume.reopen(args, {"output_path": "..", "hf_hub_log_args": {}, "limit": 2.0})
+    secrets = resume.given_secrets(args, {"trackio_args": "project=p,HF_TOKEN=u"})
+    found = resume.reopen(args, {"output_path": "..", "hf_hub_log_args": {}, "limit": 2.0}, secrets)
     assert found.path == run.path
     assert (args.config, args.limit, args.output_path) == (None, 2.0, str(tmp_path / "out"))
     assert args.hf_hub_log_args == {"org": "o", "token": "s"}
     assert args.model_args == {"dtype": "float32", "token": "t"}
+    assert args.trackio_args == {"HF_TOKEN": "u"}  # of --config's file
     assert os.getcwd() == str(tmp_path)
     with pytest.raises(FlyError, match=r'--output_path was "gone/out", is now "else"'):
-        resume.reopen(args, {"output_path": "else"})
+        resume.reopen(args, {"output_path": "else"}, {})
 
 
 def test_several_processes_do_not_resume(tmp_path, monkeypatch):
     Manifest.create(tmp_path, arguments={}).release()
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(FlyError, match="WORLD_SIZE=2: only runs of one process"):
-        resume.reopen(argparse.Namespace(resume=str(tmp_path)), {})
+        resume.reopen(argparse.Namespace(resume=str(tmp_path)), {}, {})
     assert not resume.is_one_process()
 
 

@@ -145,10 +145,29 @@ def test_fell_takes_more_certainty_where_many_verdicts_are_reached():
     assert statistics.compare_scores(*table(60, 12, 0, 34), verdicts=20).verdict == "fell"
 
 
+def test_a_collapse_fell_however_many_verdicts_there_are():
+    """9,999 sign flips cannot show a p below 0.0002, which many rows ask for."""
+    lost = [([1.0] * 200, [0.0] * 200)] * 3
+    found = statistics.compare_tasks(lost, verdicts=10_000)
+    assert (found.verdict, found.test) == ("fell", "sign flips")
+    assert found.p < 1e-50
+
+
+def test_a_fall_that_many_verdicts_hide_takes_more_documents():
+    one, many = (
+        statistics.compare_scores(*table(130, 9, 1, 60), verdicts=n).decides for n in (1, 20)
+    )
+    assert many > 1.8 * one
+    better = [statistics.compare_scores(*table(130, 1, 2, 60), verdicts=n) for n in (1, 20)]
+    assert better[0].decides == better[1].decides
+
+
 def test_scores_below_zero_have_no_ratio():
     found = statistics.compare_scores([-1.0, -2.0], [-1.0, -3.0])
     assert found.recovery is None
     assert "below zero" in found.reason
+    cancelled = statistics.compare_scores([1.0, 2.0], [-1.0, 1.0], higher_is_better=False)
+    assert (cancelled.recovery, cancelled.verdict) == (None, "not enough evidence")
 
 
 def test_tasks_count_the_same_whatever_their_size():
