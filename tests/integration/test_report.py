@@ -7,7 +7,7 @@ import pytest
 
 from fly.evaluation import runs
 from fly.evaluation.html import page, report, summary
-from tests import traced_runs
+from tests import traced_runs, written_runs
 from tests.integration.test_cli import config_file, evaluate, run, task_dir  # noqa: F401  fixtures
 
 EVIL = "</script><script>alert(1)</script><!--<script> <img src=x onerror=alert(2)> \u2028 &amp;"
@@ -93,7 +93,7 @@ def test_runs_of_other_documents_are_shown_but_not_compared(written, tmp_path):
     one = traced_runs.write(tmp_path / "a", "target-only")
     data, _ = written(one, traced_runs.write(tmp_path / "b", prompt="Why"))
     (compared,) = data["summary"]["comparisons"]
-    assert "the content differs" in compared["refused"]
+    assert "document 0: the prompt differs" in compared["refused"]
 
 
 def test_a_run_of_another_backend_has_scores_and_no_times(written, tmp_path):
@@ -102,6 +102,21 @@ def test_a_run_of_another_backend_has_scores_and_no_times(written, tmp_path):
     assert (hf["mode"], hf["stats"], hf["acceptance"]) == ("hf", None, None)
     assert data["summary"]["comparisons"][0]["end_to_end"] is None
     assert "tokens" not in data["documents"][0]["runs"][0]
+
+
+def test_a_document_shows_the_metric_by_which_the_baseline_scores(written, tmp_path):
+    """gsm8k's strict filter comes first and finds nothing: every right answer looked wrong."""
+    tasks = {"t": {"strict": [0, 0], "acc": [1, 0]}}
+    runs = [
+        written_runs.write(tmp_path / mode, mode, tasks=tasks) for mode in ("target-only", "fly")
+    ]
+    data, _ = written(*runs)
+    assert [[cell["score"] for cell in row["runs"]] for row in data["documents"]] == [
+        [1, 1],
+        [0, 0],
+    ]
+    rows = data["summary"]["comparisons"][0]["rows"]
+    assert [row["verdict"] for row in rows] == ["decides nothing", "held"]
 
 
 def test_traces_may_be_limited_while_the_charts_use_all(written, tmp_path):

@@ -71,7 +71,7 @@ def _row(row: Row) -> dict[str, Any]:
         "won": scores.won,
         "p": scores.p,
         "test": scores.test,
-        "verdict": scores.verdict,
+        "verdict": scores.verdict if row.is_judged else "decides nothing",
         "decides": scores.decides,
         "reason": scores.reason,
     }

@@ -31,10 +31,13 @@ def samples_of(run: Run, key: Key) -> dict[str, Sample]:
 def rows(runs: list[Run], wanted: list[Key]) -> list[dict[str, Any]]:
     """For the table. The first run is what the others are compared with."""
     decoded = [_decoded(run) for run in runs]
+    main = {task: _main_metric(runs[0], task) for task, _ in wanted}
     result = []
     for key in wanted:
         base = samples_of(runs[0], key)
-        cells = [_cell(run, key, base, own.get(key)) for run, own in zip(runs, decoded)]
+        cells = [
+            _cell(run, key, base, own.get(key), main[key[0]]) for run, own in zip(runs, decoded)
+        ]
         result.append({"task": key[0], "doc": key[1], "runs": cells})
     return result
 
@@ -79,13 +82,28 @@ def _decoded(run: Run) -> dict[Key, dict[str, float]]:
     return sums
 
 
+def _main_metric(run: Run, task: str) -> tuple[str, str] | None:
+    """The first (filter, metric) by which any document of the run scores, else the first."""
+    scoring: dict[tuple[str, str], bool] = {}
+    for (name, filter_name), task_run in run.tasks.items():
+        for sample in task_run.samples.values() if name == task else ():
+            for metric, score in sample.scores.items():
+                key = (filter_name, metric)
+                scoring[key] = scoring.get(key, False) or bool(score)
+    return next((key for key, any_ in scoring.items() if any_), next(iter(scoring), None))
+
+
 def _cell(
-    run: Run, key: Key, base: dict[str, Sample], decoded: dict[str, float] | None
+    run: Run,
+    key: Key,
+    base: dict[str, Sample],
+    decoded: dict[str, float] | None,
+    main: tuple[str, str] | None,
 ) -> dict[str, Any] | None:
     own = samples_of(run, key)
     if not own:
         return None
-    cell: dict[str, Any] = {"score": _main_score(own)}
+    cell: dict[str, Any] = {"score": _main_score(own, main)}
     if base:
         cell["change"] = _change(run, key[0], base, own)
         cell["same"] = _responses(base) == _responses(own)
@@ -96,8 +114,10 @@ def _cell(
     return cell
 
 
-def _main_score(by_filter: dict[str, Sample]) -> float | None:
-    """Under the task's first filter that gives a number, its first metric."""
+def _main_score(by_filter: dict[str, Sample], main: tuple[str, str] | None) -> float | None:
+    """By the main metric; else under the first filter that gives a number, its first."""
+    if main and main[0] in by_filter and main[1] in by_filter[main[0]].scores:
+        return by_filter[main[0]].scores[main[1]]
     for sample in by_filter.values():
         for score in sample.scores.values():
             return score

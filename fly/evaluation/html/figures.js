@@ -43,7 +43,7 @@ function interval({ low, high }, format) {
   return isNumber(low) ? `95 % interval ${format(low)} to ${format(high)}; ` : "";
 }
 
-const SIGNS = { held: ["\u2713", "held"], fell: ["\u2717", "fell"] };
+const SIGNS = { held: ["\u2713", "held"], fell: ["\u2717", "fell"], "decides nothing": ["\u2013", ""] };
 
 function recoveryCard({ main, verdict, reason, decides }) {
   const [sign, style] = SIGNS[verdict] || ["?", "undecided"];
