@@ -131,6 +131,11 @@ def count(out):
     return sum(file.read_bytes().count(b"\n") for file in out.rglob("fly_requests_*.jsonl"))
 
 
+def goings_on(out):
+    """How often the run was gone on with: its manifest is replaced as a whole."""
+    return sum(len(json.loads(file.read_text())["resumed"]) for file in out.rglob("fly_run_*.json"))
+
+
 def tear(out, rng):
     """What a kill in the middle of a write leaves: the beginning of a line."""
     for name in ("fly_requests_*.jsonl", "fly_trace_*.jsonl"):
@@ -161,12 +166,14 @@ def test_killed_at_any_moment_and_resumed_a_run_ends_like_an_unbroken_one(place,
     plan = list(moments(rng))[number]
     out = place / f"killed{number}"
     command = arguments(out.name)
-    for at, wait, torn in plan:
+    for times, (at, wait, torn) in enumerate(plan):
         run = killing.Run(command, place)
-        if at is None:
-            reached = lambda: any(out.rglob("fly_run_*.json"))  # noqa: E731
-        else:
-            reached = lambda at=at: count(out) >= at  # noqa: E731
+
+        def reached(at=at, times=times):
+            if at is None:
+                return any(out.rglob("fly_run_*.json"))
+            return goings_on(out) == times and count(out) >= at
+
         assert run.kill_when(reached, wait), "it ended before it could be killed"
         if torn:
             tear(out, rng)
