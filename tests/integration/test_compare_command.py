@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -18,7 +19,7 @@ from lm_eval._cli import HarnessCLI
 from fly.errors import FlyError
 from fly.evaluation import modes
 from fly.manifest import Manifest
-from tests import tiny
+from tests import killing, tiny
 from tests.integration.test_cli import config_file, run, task_dir  # noqa: F401  fixtures
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,6 +51,18 @@ def graded_tasks(task_dir, saved_pair):
     return task_dir
 
 
+@pytest.fixture
+def forked(monkeypatch, tmp_path):
+    """Modes run in forks of a process that has imported everything; the CI examples' do not."""
+
+    def start(command, check):
+        assert command[1:4] == ["-m", "fly", "run"]
+        status, _ = killing.Run(command[3:], tmp_path).end()
+        return subprocess.CompletedProcess(command, status)
+
+    monkeypatch.setattr(modes, "subprocess", SimpleNamespace(run=start))
+
+
 def flags(saved_pair, config_file, tasks, out):
     return [
         "compare", "--model_args",
@@ -59,6 +72,7 @@ def flags(saved_pair, config_file, tasks, out):
 
 
 def test_modes_are_run_once_compared_and_judged(
+    forked,
     saved_pair,
     config_file,
     graded_tasks,
@@ -156,6 +170,7 @@ def test_a_hub_models_commit_becomes_known_while_it_runs(tmp_path, monkeypatch):
 
 
 def test_a_failing_mode_ends_with_one_line_and_keeps_the_finished(
+    forked,
     saved_pair,
     config_file,
     graded_tasks,
