@@ -25,7 +25,7 @@ fly_setup() { # fly_setup [extra]: "" or "dev"
     if [ "$(cat "$stamp" 2>/dev/null)" != "$key" ]; then
         echo "installing fly and its dependencies into .venv (a minute or two)"
         "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-            -c constraints.txt -e ".${extra:+[$extra]}" 2>&1 | { grep -v '^WARNING' || true; }
+            -c constraints.txt -e ".${extra:+[$extra]}" 2>&1 | { grep -vE '^ *(WARNING|DEPRECATION)' || true; }
         [ "${PIPESTATUS[0]}" -eq 0 ] || return 2
         echo "$key" >"$stamp"
     fi
