@@ -145,22 +145,18 @@ def _agrees(noted: Any, mark: dict[str, Any]) -> bool:
     """The same mark; a hub id's commit may not have been known yet: it is when models load."""
     if not isinstance(noted, dict) or not isinstance(noted.get("models"), dict):
         return False
-    models = {
-        role: {**model, "commit": None} if _is_open(model, mark["models"].get(role)) else model
-        for role, model in noted["models"].items()
-    }
-    now = {
-        role: {**model, "commit": None} if _is_open(model, noted["models"].get(role)) else model
-        for role, model in mark["models"].items()
-    }
-    return {**noted, "models": models} == {**mark, "models": now}
+    ours, theirs = noted["models"], mark["models"]
+    noted = {**noted, "models": _without_unknown(ours, theirs)}
+    return noted == {**mark, "models": _without_unknown(theirs, ours)}
 
 
-def _is_open(model: Any, other: Any) -> bool:
-    both = (model, other)
-    return all(isinstance(m, dict) and "commit" in m for m in both) and any(
-        m["commit"] is None for m in both
-    )
+def _without_unknown(models: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+    """Without commits that the same model among the others does not have."""
+    unknown = {role for role, model in others.items() if model.get("commit", "") is None}
+    return {
+        role: {**model, "commit": None} if role in unknown and "commit" in model else model
+        for role, model in models.items()
+    }
 
 
 def _mark(folder: Path) -> Any:

@@ -130,7 +130,7 @@ def test_a_mode_that_was_cut_short_goes_on(tmp_path, monkeypatch):
         modes.run_missing({"fly": mode}, ["--limit", "2"], tmp_path)
     with pytest.raises(FlyError, match=r"goes on with fly$"):  # the first command's run is there
         modes.run_missing({"fly": mode}, ["--limit", "2"], tmp_path)
-    changed = modes.Mode("fly", "fly", {}, "identity", lambda: {"target": "retrained"})
+    changed = modes.Mode("fly", "fly", {}, "identity", lambda: {"target": {"path": "new"}})
     with pytest.raises(FlyError, match=r"goes on with fly$"):
         modes.run_missing({"fly": changed}, ["--limit", "1"], tmp_path)
     assert calls[0][:2] == ["--limit", "1"]
