@@ -39,6 +39,11 @@ class Row:
         return not (self.higher_is_better and nothing and scores.recovery is None)
 
     @property
+    def verdict(self) -> str:
+        """That of its scores, or what people read where it does not judge."""
+        return self.scores.verdict if self.is_judged else "decides nothing"
+
+    @property
     def label(self) -> str:
         return f"{self.task} {self.metric}"
 
@@ -70,10 +75,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Against:
-    """One run against the baseline. overall: the mean of the primary scores, None for one row.
-
-    judged: all rows, also those that decide nothing (`Row.is_judged`).
-    """
+    """One run against the baseline. overall: the mean of the primary scores, None for one row."""
 
     name: str
     rows: list[Row]
@@ -83,13 +85,13 @@ class Against:
     @property
     def verdict(self) -> statistics.Verdict:
         """fell if anything fell; else held if everything held; else not enough evidence."""
-        verdicts = {row.scores.verdict for row in self.judged if row.is_judged}
+        verdicts = {row.verdict for row in self.all_rows if row.is_judged}
         if "fell" in verdicts:
             return "fell"
         return "held" if verdicts == {"held"} else "not enough evidence"
 
     @property
-    def judged(self) -> list[Row]:
+    def all_rows(self) -> list[Row]:
         return [*self.rows, *([self.overall] if self.overall else [])]
 
 
@@ -230,7 +232,7 @@ def _against(
     rows = []
     primaries = []
     for name, metrics in chosen.items():
-        primary = _primary(metrics)
+        first = primary(metrics)
         for metric in metrics:
             theirs = _find(other.tasks[name], metric)
             assert theirs is not None  # chosen so
@@ -243,8 +245,8 @@ def _against(
                 verdicts=verdicts,
             )
             better = metric.higher_is_better
-            rows.append(Row(name, metric.label, metric is primary, better, scores))
-            if metric is primary:
+            rows.append(Row(name, metric.label, metric is first, better, scores))
+            if metric is first:
                 primaries.append((metric.higher_is_better, pair))
     return Against(
         other.name, rows, _overall(primaries, demand, verdicts), _speeds(other, baseline)
@@ -256,7 +258,7 @@ def _count_rows(chosen: dict[str, list[Metric]]) -> int:
     return max(1, sum(map(len, tasks)) + (len(tasks) > 1))
 
 
-def _primary(metrics: list[Metric]) -> Metric | None:
+def primary(metrics: list[Metric]) -> Metric | None:
     """A task's first metric by which the baseline scores anything, else its first."""
     scoring = (m for m in metrics if not m.higher_is_better or any(m.scores.values()))
     return next(scoring, next(iter(metrics), None))

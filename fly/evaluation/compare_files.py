@@ -38,9 +38,9 @@ def as_junit(result: Result, allow_inconclusive: bool) -> str:
     root = ElementTree.Element("testsuites", name="fly compare")
     for other in result.others:
         suite = ElementTree.SubElement(root, "testsuite", name=f"{other.name} vs {result.baseline}")
-        for row in other.judged:
+        for row in other.all_rows:
             _test(suite, row, other, result, allow_inconclusive)
-        suite.set("tests", str(len(other.judged)))
+        suite.set("tests", str(len(other.all_rows)))
         for kind in ("failure", "skipped"):
             count = len(suite.findall(f"testcase/{kind}"))
             suite.set("failures" if kind == "failure" else kind, str(count))

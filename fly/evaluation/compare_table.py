@@ -90,13 +90,13 @@ def _title(result: Result) -> str:
 
 def _score_rows(result: Result) -> Iterator[tuple[str, list[list[str]]]]:
     """Task by task, a label and lines: the baseline's, then every other run's."""
-    for index, row in enumerate(result.others[0].judged):
+    for index, row in enumerate(result.others[0].all_rows):
         first = row.scores
         label = f"{row.task}: {row.metric}" + ("" if row.higher_is_better else " (lower is better)")
         count = f"{first.documents:,} document{'s' if first.documents != 1 else ''}"
         lines = [[result.baseline, _number(first.baseline), "", "", "", count]]
         for other in result.others:
-            lines.append([other.name, *_cells(other.judged[index], result)])
+            lines.append([other.name, *_cells(other.all_rows[index], result)])
         yield label, lines
 
 
@@ -106,7 +106,6 @@ def _number(score: float) -> str:
 
 def _cells(row: Row, result: Result) -> list[str]:
     scores = row.scores
-    verdict = scores.verdict if row.is_judged else "decides nothing"
     recovery = "undefined"
     if scores.recovery is not None:
         recovery = f"{scores.recovery:.3f}{_interval(scores.interval, 3)}"
@@ -115,7 +114,7 @@ def _cells(row: Row, result: Result) -> list[str]:
         recovery,
         f"{scores.lost} / {scores.won}",
         f"{scores.p:.3f}" if scores.p >= 0.001 else "<0.001",
-        "\n".join([verdict, *in_words(scores, result.demand)]),
+        "\n".join([row.verdict, *in_words(scores, result.demand)]),
     ]
 
 

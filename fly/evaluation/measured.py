@@ -88,7 +88,8 @@ def measure(run: Run) -> Measured:
     by_name: dict[str, list[TaskRun]] = defaultdict(list)
     for task in run.tasks.values():
         by_name[task.name].append(task)
-    tasks = {name: _task(run, parts, notes) for name, parts in by_name.items()}
+    done = work(run)
+    tasks = {name: _task(run, parts, done.get(name, {}), notes) for name, parts in by_name.items()}
     if not tasks:
         raise FlyError(f"{run.path}: holds no samples: nothing was scored")
     return Measured(
@@ -101,7 +102,7 @@ def measure(run: Run) -> Measured:
     )
 
 
-def _task(run: Run, parts: list[TaskRun], notes: list[str]) -> Task:
+def _task(run: Run, parts: list[TaskRun], done: dict[int, Work], notes: list[str]) -> Task:
     first = parts[0]
     config = run.results["configs"].get(first.name, {})
     return Task(
@@ -113,7 +114,7 @@ def _task(run: Run, parts: list[TaskRun], notes: list[str]) -> Task:
             for doc_id, sample in first.samples.items()
         },
         metrics=[metric for part in parts for metric in _metrics(part, notes)],
-        work=_work(run, first.name),
+        work=done,
     )
 
 
@@ -138,24 +139,24 @@ def _metrics(task: TaskRun, notes: list[str]) -> list[Metric]:
     return found
 
 
-def _work(run: Run, task: str) -> dict[int, Work]:
-    sums: dict[int, list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
+def work(run: Run) -> dict[str, dict[int, Work]]:
+    """By task and document: sums over its requests (repeats). Empty without fly's records."""
+    sums: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
     for record in run.requests:
-        if record["task"] != task:
-            continue
         seconds = record["seconds"]
         decode = seconds["draft"] + seconds["verify"] + seconds["other"]
         added = (record["emitted"], record["rounds"], decode, decode + seconds["prefill"])
-        sums[record["doc_id"]] = [a + b for a, b in zip(sums[record["doc_id"]], added)]
-    return {
-        doc_id: Work(
+        key = record["task"], record["doc_id"]
+        sums[key] = [a + b for a, b in zip(sums[key], added)]
+    result: dict[str, dict[int, Work]] = defaultdict(dict)
+    for (task, doc_id), (tokens, rounds, decode, whole) in sums.items():
+        result[task][doc_id] = Work(
             tokens=int(tokens),
             rounds=int(rounds),
             decode=round(decode, 6),
             end_to_end=round(whole, 6),
         )
-        for doc_id, (tokens, rounds, decode, whole) in sums.items()
-    }
+    return dict(result)
 
 
 # ---------------------------------------------------------------------------- what was decoded

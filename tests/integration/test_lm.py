@@ -292,11 +292,8 @@ def test_what_was_finished_survives_ctrl_c(saved_pair, tmp_path, monkeypatch, ca
     session.start()
 
 
-def test_an_interruption_names_the_way_on(saved_pair, tmp_path, monkeypatch, caplog):
-    """With a manifest the run can be resumed, and the message is the command."""
-    run = session.start(tmp_path)
-    run.go_on_as(Manifest.create(tmp_path, arguments={}), None)
-    lm = fly_lm(saved_pair)
+def interrupt_after_one(lm, monkeypatch):
+    """Ctrl-C once the first response is kept."""
     honest = lm._keep
 
     def interrupt(*args):
@@ -304,6 +301,14 @@ def test_an_interruption_names_the_way_on(saved_pair, tmp_path, monkeypatch, cap
         raise KeyboardInterrupt
 
     monkeypatch.setattr(lm, "_keep", interrupt)
+
+
+def test_an_interruption_names_the_way_on(saved_pair, tmp_path, monkeypatch, caplog):
+    """With a manifest the run can be resumed, and the message is the command."""
+    run = session.start(tmp_path)
+    run.go_on_as(Manifest.create(tmp_path, arguments={}), None)
+    lm = fly_lm(saved_pair)
+    interrupt_after_one(lm, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         lm.generate_until(instances({"max_gen_toks": 10}))
     assert f"1 of 5 responses are kept in {tmp_path}" in caplog.text
@@ -344,13 +349,7 @@ def test_without_an_output_path_an_interruption_is_kept_in_fly_home(
     monkeypatch.setenv("FLY_HOME", str(tmp_path))
     session.start(None)
     lm = fly_lm(saved_pair)
-    honest = lm._keep
-
-    def interrupt(*args):
-        honest(*args)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(lm, "_keep", interrupt)
+    interrupt_after_one(lm, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         lm.generate_until(instances({"max_gen_toks": 10}))
     assert len(list((tmp_path / "interrupted").glob("*.jsonl"))) == 1

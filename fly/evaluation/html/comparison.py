@@ -38,8 +38,9 @@ def against_first(found: Sequence[measured.Measured]) -> list[dict[str, Any]]:
 def _entry(against: Against) -> dict[str, Any]:
     main = against.overall or next(row for row in against.rows if row.primary)
     deciding = main
-    if main.scores.verdict != against.verdict:
-        deciding = next(row for row in against.judged if row.scores.verdict == against.verdict)
+    if main.verdict != against.verdict:
+        same = (row for row in against.all_rows if row.verdict == against.verdict)
+        deciding = next(same, main)  # nothing judges: there is not enough evidence
     speed = against.speeds[-1] if against.speeds else None  # over all tasks, if there are several
     return {
         "name": against.name,
@@ -47,7 +48,7 @@ def _entry(against: Against) -> dict[str, Any]:
         "verdict": against.verdict,
         "reason": deciding.scores.reason if deciding is main else _of_row(deciding),
         "decides": deciding.scores.decides,
-        "rows": [_row(row) for row in against.judged],
+        "rows": [_row(row) for row in against.all_rows],
         "end_to_end": _ratio(speed.end_to_end) if speed else None,
         "decode": _ratio(speed.decode) if speed else None,
         "saved": speed.pace.saved if speed else None,
@@ -71,7 +72,7 @@ def _row(row: Row) -> dict[str, Any]:
         "won": scores.won,
         "p": scores.p,
         "test": scores.test,
-        "verdict": scores.verdict if row.is_judged else "decides nothing",
+        "verdict": row.verdict,
         "decides": scores.decides,
         "reason": scores.reason,
     }

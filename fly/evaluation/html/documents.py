@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from fly.evaluation.compare import primary
+from fly.evaluation.measured import Measured, Metric, Work
 from fly.evaluation.runs import Run, Sample
 
 Key = tuple[str, int]
@@ -28,15 +30,15 @@ def samples_of(run: Run, key: Key) -> dict[str, Sample]:
     }
 
 
-def rows(runs: list[Run], wanted: list[Key]) -> list[dict[str, Any]]:
+def rows(runs: list[Run], measured: list[Measured], wanted: list[Key]) -> list[dict[str, Any]]:
     """For the table. The first run is what the others are compared with."""
-    decoded = [_decoded(run) for run in runs]
-    main = {task: _main_metric(runs[0], task) for task, _ in wanted}
+    main = {name: primary(task.metrics) for name, task in measured[0].tasks.items()}
     result = []
     for key in wanted:
         base = samples_of(runs[0], key)
         cells = [
-            _cell(run, key, base, own.get(key), main[key[0]]) for run, own in zip(runs, decoded)
+            _cell(run, key, base, _work(own, key), main.get(key[0]))
+            for run, own in zip(runs, measured)
         ]
         result.append({"task": key[0], "doc": key[1], "runs": cells})
     return result
@@ -67,38 +69,13 @@ def _outputs(by_filter: dict[str, Sample]) -> dict[str, Any]:
     }
 
 
-def _decoded(run: Run) -> dict[Key, dict[str, float]]:
-    """Sums over the document's requests (repeats), from fly's records."""
-    sums: dict[Key, dict[str, float]] = {}
-    for record in run.requests:
-        own = sums.setdefault(
-            (record["task"], record["doc_id"]), {"tokens": 0, "rounds": 0, "seconds": 0.0}
-        )
-        own["tokens"] += record["emitted"]
-        own["rounds"] += record["rounds"]
-        own["seconds"] += sum(
-            value for phase, value in record["seconds"].items() if phase != "compile"
-        )
-    return sums
-
-
-def _main_metric(run: Run, task: str) -> tuple[str, str] | None:
-    """The first (filter, metric) by which any document of the run scores, else the first."""
-    scoring: dict[tuple[str, str], bool] = {}
-    for (name, filter_name), task_run in run.tasks.items():
-        for sample in task_run.samples.values() if name == task else ():
-            for metric, score in sample.scores.items():
-                key = (filter_name, metric)
-                scoring[key] = scoring.get(key, False) or bool(score)
-    return next((key for key, any_ in scoring.items() if any_), next(iter(scoring), None))
+def _work(measured: Measured, key: Key) -> Work | None:
+    task = measured.tasks.get(key[0])
+    return task.work.get(key[1]) if task else None
 
 
 def _cell(
-    run: Run,
-    key: Key,
-    base: dict[str, Sample],
-    decoded: dict[str, float] | None,
-    main: tuple[str, str] | None,
+    run: Run, key: Key, base: dict[str, Sample], work: Work | None, main: Metric | None
 ) -> dict[str, Any] | None:
     own = samples_of(run, key)
     if not own:
@@ -107,17 +84,17 @@ def _cell(
     if base:
         cell["change"] = _change(run, key[0], base, own)
         cell["same"] = _responses(base) == _responses(own)
-    if decoded:
-        cell["tokens"] = decoded["tokens"]
-        cell["tau"] = round(decoded["tokens"] / decoded["rounds"], 3) if decoded["rounds"] else None
-        cell["seconds"] = round(decoded["seconds"], 3)
+    if work:
+        cell["tokens"] = work.tokens
+        cell["tau"] = round(work.tokens / work.rounds, 3) if work.rounds else None
+        cell["seconds"] = round(work.end_to_end, 3)
     return cell
 
 
-def _main_score(by_filter: dict[str, Sample], main: tuple[str, str] | None) -> float | None:
-    """By the main metric; else under the first filter that gives a number, its first."""
-    if main and main[0] in by_filter and main[1] in by_filter[main[0]].scores:
-        return by_filter[main[0]].scores[main[1]]
+def _main_score(by_filter: dict[str, Sample], main: Metric | None) -> float | None:
+    """By what stands for the task; else under the first filter that gives a number, its first."""
+    if main and main.filter in by_filter and main.name in by_filter[main.filter].scores:
+        return by_filter[main.filter].scores[main.name]
     for sample in by_filter.values():
         for score in sample.scores.values():
             return score

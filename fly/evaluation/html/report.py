@@ -33,7 +33,7 @@ def page(runs: list[Run], max_traces: int = 200) -> str:
                 "comparisons": comparison.against_first(measured),
                 "traced": {"shown": [numbers[key] for key in shown], "all": len(traced)},
             },
-            "data-documents": documents.rows(runs, wanted),
+            "data-documents": documents.rows(runs, measured, wanted),
             "data-texts": documents.texts(runs, wanted),
             "data-traces": traces.block(per_run, {key: numbers[key] for key in shown}),
         },

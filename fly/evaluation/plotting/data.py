@@ -5,11 +5,11 @@ from __future__ import annotations
 import csv
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from fly.errors import FlyError
 from fly.evaluation import replay, settings
 from fly.evaluation.acceptance import Position, measure
+from fly.evaluation.measured import Work, work
 from fly.evaluation.runs import Run, TaskRun
 from fly.evaluation.statistics import Interval, compare_scores, compare_speed
 
@@ -20,8 +20,9 @@ TARGET_ONLY = "target-only"
 class Point:
     """One run on one task. label: what sets it apart; series: the same without K.
 
-    speed: end-to-end tokens per second, target-only's too. speedup, recovery: against the
-    target-only run; None without one. The intervals: 95 %, paired by document.
+    speed: end-to-end tokens per second, target-only's too. work: by document; empty without
+    records. speedup, recovery: against the target-only run; None without one. The intervals: 95 %,
+    paired by document.
     """
 
     run: Run = field(repr=False)
@@ -34,6 +35,7 @@ class Point:
     tau: float
     speed: float
     score: float
+    work: dict[int, Work] = field(repr=False)
     speedup: float | None = None
     speedup_interval: Interval | None = None
     recovery: float | None = None
@@ -94,8 +96,9 @@ def collect(runs: list[Run], metric: str | None = None) -> PlotData:
             timed.append(run)
     names = _labels(timed)
     for run in timed:
+        done = work(run)
         for task in dict.fromkeys(name for name, _ in run.tasks):
-            point = _point(run, task, metric, *names[run.path])
+            point = _point(run, task, metric, done.get(task, {}), *names[run.path])
             if point is not None:
                 data.points.append(point)
             if run.rounds:
@@ -121,21 +124,22 @@ def _labels(runs: list[Run]) -> dict[Path, tuple[str, str]]:
     return result
 
 
-def _point(run: Run, task: str, metric: str | None, label: str, series: str) -> Point | None:
+def _point(
+    run: Run, task: str, metric: str | None, done: dict[int, Work], label: str, series: str
+) -> Point | None:
     scored = _scored(run, task, metric)
     if scored is None:
         return None
     task_run, name = scored
     assert run.entry is not None
     stats = run.entry["stats"]
-    records = [record for record in run.requests if record["task"] == task]
-    if records:  # of this task alone
-        stats = _sums(records)
+    if done:  # of this task alone
+        stats = _sums(list(done.values()))
     return Point(
         run, task, task_run.filter, name, label, series,
         k=0 if run.mode == TARGET_ONLY else int(run.entry["config"]["spd_k"]),
         tau=stats["tau"] or 0.0, speed=stats["end_to_end_tok_s"] or 0.0,
-        score=task_run.aggregated[name][0],
+        score=task_run.aggregated[name][0], work=done,
     )  # fmt: skip
 
 
@@ -149,13 +153,12 @@ def _scored(run: Run, task: str, metric: str | None) -> tuple[TaskRun, str] | No
     return None
 
 
-def _sums(records: list[dict[str, Any]]) -> dict[str, float]:
-    emitted = sum(record["emitted"] for record in records)
-    rounds = sum(record["rounds"] for record in records)
-    seconds = sum(map(_decoding, records))
+def _sums(done: list[Work]) -> dict[str, float]:
+    tokens, rounds = sum(item.tokens for item in done), sum(item.rounds for item in done)
+    seconds = sum(item.end_to_end for item in done)
     return {
-        "tau": emitted / rounds if rounds else 0.0,
-        "end_to_end_tok_s": emitted / seconds if seconds else 0.0,
+        "tau": tokens / rounds if rounds else 0.0,
+        "end_to_end_tok_s": tokens / seconds if seconds else 0.0,
     }
 
 
@@ -172,11 +175,15 @@ def _against_baseline(point: Point, data: PlotData) -> Point:
         data.notes.append(f"{point.task}, {point.label}: not in the frontier: {why}")
         return point
     baseline = candidates[len(reasons) - 1 - reasons[::-1].index(None)]  # the newest that fits
-    work = [_tokens_and_seconds(p) for p in (baseline, point)]
     speed = None
-    if work[0].keys() == work[1].keys():  # not so if answers came from lm-eval's cache
-        columns = [[pair[i] for _, pair in sorted(of.items())] for of in work for i in (0, 1)]
-        speed = compare_speed(*columns)
+    if baseline.work.keys() == point.work.keys():  # not so if answers came from lm-eval's cache
+        pairs = [(baseline.work[number], point.work[number]) for number in sorted(point.work)]
+        speed = compare_speed(
+            [ours.tokens for ours, _ in pairs],
+            [ours.end_to_end for ours, _ in pairs],
+            [theirs.tokens for _, theirs in pairs],
+            [theirs.end_to_end for _, theirs in pairs],
+        )
     scores = _paired_scores(baseline, point)
     if scores is None:
         data.notes.append(f"{point.task}: {point.metric} has no score by document: no interval")
@@ -243,20 +250,6 @@ def _paired_scores(baseline: Point, point: Point) -> tuple[list[float], list[flo
     except KeyError:  # a metric of the whole corpus
         return None
     return first, second
-
-
-def _tokens_and_seconds(point: Point) -> dict[int, tuple[int, float]]:
-    """By document; empty without records."""
-    result: dict[int, tuple[int, float]] = {}
-    for record in point.run.requests:
-        if record["task"] == point.task:
-            tokens, seconds = result.get(record["doc_id"], (0, 0.0))
-            result[record["doc_id"]] = (tokens + record["emitted"], seconds + _decoding(record))
-    return result
-
-
-def _decoding(record: dict[str, Any]) -> float:
-    return sum(value for phase, value in record["seconds"].items() if phase != "compile")
 
 
 def _positions(run: Run, task: str, label: str) -> list[Positions]:
