@@ -12,6 +12,7 @@ from fly.decoding.records import RunStats
 from fly.errors import FlyError
 from fly.evaluation.runs import read_lines
 from fly.manifest import first_difference, plain
+from fly.paths import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -82,10 +83,8 @@ class Earlier:
         if self._new_trace is None:
             return
         logger.info("%s: rounds of unfinished requests are dropped", self._trace)
-        beside = self._trace.with_name(f".{self._trace.name}.new")
         lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in self._new_trace]
-        beside.write_text("".join(lines), encoding="utf-8")
-        os.replace(beside, self._trace)
+        write_whole(self._trace, "".join(lines))
         self._new_trace = None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,12 @@ def of_model(source: ModelSource, revision: str | None = None) -> dict[str, Any]
         cached = None
     commit = Path(cached).parent.name if isinstance(cached, str) else None
     return {"path": source.path, "commit": commit}
+
+
+def of_value(value: Any) -> str:
+    """16 hex digits of the SHA-256 of its JSON; what JSON lacks goes by its text."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def of_folder(folder: Path) -> dict[str, str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from fly.errors import FlyError
+from fly.paths import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -80,9 +80,7 @@ class Manifest:
         return self.folder / name if name else None
 
     def save(self) -> None:
-        beside = self.path.with_name(f".{self.path.name}.new")
-        beside.write_text(json.dumps(self.data, indent=2, ensure_ascii=False), encoding="utf-8")
-        os.replace(beside, self.path)
+        write_whole(self.path, json.dumps(self.data, indent=2, ensure_ascii=False))
 
     def agree(self, name: str, value: Any) -> None:
         """Note a fact that must stay as it is while the run lasts, or check it against the note.

@@ -1,5 +1,6 @@
 """Where fly's own files lie: shipped configurations and tasks, and the user's cache."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -20,3 +21,15 @@ def fly_home() -> Path:
     if home := os.environ.get("FLY_HOME"):
         return Path(home).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fly"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write or replace a file as a whole: nobody ever meets half of it. Raises OSError."""
+    beside = path.with_name(f".{path.name}.new")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +54,11 @@ def _report(args: argparse.Namespace) -> None:
 def write(output: Path, text: str) -> None:
     """Write the whole file or none of it."""
     from fly.errors import FlyError
+    from fly.paths import write_whole
 
-    part = output.with_name(f".{output.name}.part")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         # half of a surrogate pair, which a JSON escape may spell, has no UTF-8
-        part.write_text(text, encoding="utf-8", errors="replace")
-        part.replace(output)
+        write_whole(output, text.encode(errors="replace").decode())
     except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink()
         raise FlyError(f"--output {output}: cannot be written: {error.strerror}") from None

@@ -5,7 +5,6 @@ A baseline file is one JSON, small enough to commit: hashes instead of texts.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections import defaultdict
@@ -17,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from fly import loading
 from fly.errors import FlyError
 from fly.evaluation.runs import Run, TaskRun
-from fly.fingerprint import of_model
+from fly.fingerprint import of_model, of_value
 
 _HASH_DIGITS = 16
 
@@ -185,8 +184,7 @@ def fingerprint(model: str) -> str | None:
         files = of_model(loading.resolve_source(model, "target_model_path")).get("files")
     except FlyError:
         return None
-    text = json.dumps(files, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:_HASH_DIGITS] if files else None
+    return of_value(files) if files else None
 
 
 def _decoding(run: Run) -> dict[str, Any]:

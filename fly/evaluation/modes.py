@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import subprocess
@@ -20,6 +19,7 @@ from fly import loading, manifest
 from fly.errors import FlyError
 from fly.evaluation import runs
 from fly.evaluation.report import versions
+from fly.fingerprint import of_value
 from fly.resume import models_of
 
 # What each mode changes in the pair's file; `hf` is lm-eval's own backend on the target.
@@ -112,8 +112,7 @@ def run_missing(modes: Mapping[str, Mode], flags: Sequence[str], output: Path) -
 
 
 def _hash(mode: Mode, flags: Sequence[str]) -> str:
-    text = json.dumps([mode.model, mode.identity, list(flags)])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return of_value([mode.model, mode.identity, list(flags)])
 
 
 def _is_finished(folder: Path, mark: dict[str, Any]) -> bool:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 from fly.errors import FlyError
 from fly.evaluation import compare
 from fly.evaluation.measured import Measured
+from fly.paths import write_whole
 from fly.tuning.live import Outcome
 from fly.tuning.replay import Document
 
@@ -64,13 +63,4 @@ def _prompts(outcome: Outcome) -> set[tuple[str, int, tuple[int, ...]]]:
 
 def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
     """Whole or not at all: a reader never sees half of it."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(value, file, indent=indent, ensure_ascii=False)
-            file.write("\n")
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    write_whole(path, json.dumps(value, indent=indent, ensure_ascii=False) + "\n")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
-import json
 import logging
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fly import config as fly_config
-from fly import loading, preparation, resume, session
+from fly import fingerprint, loading, preparation, resume, session
 from fly.config import FlyConfig
 from fly.decoding.records import RequestRecord, RunStats
 from fly.decoding.runner import ModelRunner
@@ -104,9 +102,8 @@ class TunedLM(FlyLM):
         """What the models are, beside the configuration: their files, HFLM's arguments."""
         _, hf_args = fly_config.split_model_args(self._model_args)
         hf_args.pop("device", None)  # where it runs is noted as what was found
-        text = json.dumps(hf_args, sort_keys=True, default=str)  # hashed: it may hold a token
-        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        return {"models": resume.models_of(self.given, hf_args), "model_args": digest}
+        hashed = fingerprint.of_value(hf_args)  # they may hold a token
+        return {"models": resume.models_of(self.given, hf_args), "model_args": hashed}
 
     def quantizations(self) -> list[str]:
         """What draft_quantization can be here, the one in use first."""
