@@ -10,7 +10,7 @@ import difflib
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -25,6 +25,21 @@ DrafterName = Literal["model", "ngram", "cascade"]
 EntropyKind = Literal["top3", "full", "normalized"]
 Verification = Literal["fly", "exact", "typical", "top_k", "accept_all"]
 Quantization = Literal["auto", "none", "int4", "int8", "fp8"]
+# What only one rule reads. `fly compare` gives exact verification fly's keys, on purpose.
+_KEYS_OF_RULE: dict[Verification, tuple[str, ...]] = {
+    "fly": (
+        "win_len",
+        "entropy_thre",
+        "margin_thre",
+        "draft_ratio_thre",
+        "draft_rank_max",
+        "defer_across_rounds",
+        "window_rule",
+        "abla_no_window",
+    ),
+    "typical": ("typical_epsilon", "typical_delta"),
+    "top_k": ("relaxed_top_k", "relaxed_delta"),
+}
 _NOT_SETTINGS = ("$schema", "$comment")  # for editors and readers; in no hash
 
 
@@ -375,7 +390,21 @@ def load(path: str, overrides: Mapping[str, Any] | None = None, *, log: bool = T
 
 def resolve(path: str | None, own: Mapping[str, Any], *, log: bool = True) -> FlyConfig:
     """The configuration that model_args mean: a file with overrides, or without one the keys."""
-    return build(_coerced(own), "model_args") if path is None else load(path, own, log=log)
+    config = build(_coerced(own), "model_args") if path is None else load(path, own, log=log)
+    for key in _unread(config, own) if log else ():
+        logger.warning(
+            "model_args %s=%s: verification=%s does not read it", key, own[key], config.rule
+        )
+    return config
+
+
+def _unread(config: FlyConfig, keys: Iterable[str]) -> list[str]:
+    """Those of `keys` that only verification rules not in force read."""
+    if config.drafter_name is None:
+        return []
+    in_force = ("fly", "exact") if config.rule == "exact" else (config.rule,)
+    others = [names for rule, names in _KEYS_OF_RULE.items() if rule not in in_force]
+    return [key for key in keys if any(key in names for names in others)]
 
 
 def _coerced(values: Mapping[str, Any]) -> dict[str, Any]:

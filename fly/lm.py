@@ -279,11 +279,15 @@ class FlyLM(HFLM):
         if isinstance(self.batch_size, int):
             return self.batch_size
         config = self.fly_config
-        widths = [(self.model, config.spd_k + 1 if config.drafter_name else 1)]
-        if config.needs_draft_model:
-            widths.append((self.draft_model, config.num_ngram_pred_tokens + 2))
+        width = config.spd_k + 1 if config.drafter_name else 1
+        works = [memory.RowWork(ModelRunner(self.model, 1, self.max_length), width)]
+        if (draft := self.draft_model) is not None:
+            runner = ModelRunner(draft, 1, self.max_length)
+            sampled = any(not request.sampling.is_greedy for request in requests)
+            kept = config.spd_k if sampled else 0
+            works.append(memory.RowWork(runner, config.num_ngram_pred_tokens + 2, kept))
         rows = memory.rows_that_fit(
-            [(ModelRunner(model, 1, self.max_length), width) for model, width in widths],
+            works,
             tokens_per_row=max(len(request.prompt) + request.budget for request in requests),
             at_most=min(len(requests), self.max_batch_size),
         )

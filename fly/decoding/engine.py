@@ -11,11 +11,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from fly.decoding.gates import EntropyKind, Gate, entropy
+from fly.decoding.gates import Gate, entropy
 from fly.decoding.graphs import StaticPasses
 from fly.decoding.memory import is_out_of_memory
 from fly.decoding.records import Counts, RequestRecord
@@ -26,6 +27,9 @@ from fly.decoding.stopping import Decode
 from fly.decoding.verification import Relaxation, judge, resolve
 from fly.drafters.base import Draft, Drafter
 from fly.errors import FlyError
+
+if TYPE_CHECKING:
+    from fly.config import EntropyKind
 
 logger = logging.getLogger(__name__)
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-EntropyKind = Literal["top3", "full", "normalized"]
+if TYPE_CHECKING:
+    from fly.config import EntropyKind
 
 
 class Gate(Protocol):

@@ -6,6 +6,7 @@ A row costs its K/V, exactly known per token, and its share of the widest pass's
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,18 +28,29 @@ def is_out_of_memory(error: BaseException) -> bool:
     return said or (error.__context__ is not None and is_out_of_memory(error.__context__))
 
 
-def rows_that_fit(
-    runners: Iterable[tuple[ModelRunner, int]], tokens_per_row: int, at_most: int
-) -> int:
+@dataclass(frozen=True)
+class RowWork:
+    """What one row asks of a model.
+
+    runner: of one slot, used for the measurement and left empty. width: the widest pass per row, in
+    tokens. kept: draft tokens whose distribution a sampling row keeps until they are verified.
+    """
+
+    runner: ModelRunner
+    width: int
+    kept: int = 0
+
+
+def rows_that_fit(works: Iterable[RowWork], tokens_per_row: int, at_most: int) -> int:
     """Rows of `tokens_per_row` tokens that fit beside the loaded models; 1 to `at_most`.
 
-    runners: each model's runner (one slot, used for the measurement and left empty) and the
-    widest pass it makes per row, in tokens. Models on one device share its memory.
+    Models on one device share its memory.
     """
     needed: dict[torch.device, int] = {}
-    for runner, width in runners:
+    for work in works:
+        runner = work.runner
         try:
-            bytes_per_row = row_bytes(runner, width, tokens_per_row)
+            bytes_per_row = row_bytes(work, tokens_per_row)
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
                 return 1
@@ -48,12 +60,13 @@ def rows_that_fit(
     return max(1, min(at_most, *fits))
 
 
-def row_bytes(runner: ModelRunner, width: int, tokens_per_row: int) -> int:
-    """Bytes that one row takes: K/V of its tokens, and the workspace of a pass `width` wide.
+def row_bytes(work: RowWork, tokens_per_row: int) -> int:
+    """Bytes that one row takes: K/V of its tokens, the widest pass's workspace, distributions.
 
     The workspace is measured on accelerators. On CPUs, where it cannot be, it is the logits in
     the model's dtype and twice in float32, which is most of it.
     """
+    runner, width = work.runner, work.width
     runner.prefill(0, [0])
     on_cuda = runner.device.type == "cuda"
     if on_cuda:
@@ -68,7 +81,9 @@ def row_bytes(runner: ModelRunner, width: int, tokens_per_row: int) -> int:
         workspace = logits.numel() * (8 + runner.model.dtype.itemsize)
     bytes_per_token = runner.cache.bytes_per_token
     runner.resize(runner.slots)
-    return bytes_per_token * runner.cache.rounded(tokens_per_row + width) + workspace
+    distributions = work.kept * logits.shape[-1] * torch.float32.itemsize
+    cached = bytes_per_token * runner.cache.rounded(tokens_per_row + width)
+    return cached + workspace + distributions
 
 
 def free_bytes(device: torch.device) -> int:

@@ -183,16 +183,23 @@ def test_other_errors_are_not_taken_for_memory(pair):
 
 
 def test_auto_batch_fits_rows_to_free_memory(pair, monkeypatch):
-    runner = ModelRunner(pair[0], 1, 512)
-    row = memory.row_bytes(runner, 7, 100)
+    work = memory.RowWork(ModelRunner(pair[0], 1, 512), width=7)
+    row = memory.row_bytes(work, 100)
     kv = 2 * 2 * 2 * 8 * 4  # layers, K and V, K/V heads, head size, float32
     assert row == kv * 256 + 7 * 64 * (8 + 4)  # capacity comes in blocks of 256 tokens
     monkeypatch.setattr(memory, "free_bytes", lambda device: 10 * row)
-    assert memory.rows_that_fit([(runner, 7)], 100, at_most=64) == 8
-    assert memory.rows_that_fit([(runner, 7), (runner, 7)], 100, at_most=64) == 4
-    assert memory.rows_that_fit([(runner, 7)], 100, at_most=3) == 3
+    assert memory.rows_that_fit([work], 100, at_most=64) == 8
+    assert memory.rows_that_fit([work, work], 100, at_most=64) == 4
+    assert memory.rows_that_fit([work], 100, at_most=3) == 3
     monkeypatch.setattr(memory, "free_bytes", lambda device: 0)
-    assert memory.rows_that_fit([(runner, 7)], 100, at_most=64) == 1
+    assert memory.rows_that_fit([work], 100, at_most=64) == 1
+
+
+def test_auto_batch_counts_the_distributions_of_sampling_rows(pair):
+    """A draft of K tokens is verified against K distributions of the whole vocabulary (64)."""
+    runner = ModelRunner(pair[1], 1, 512)
+    greedy = memory.row_bytes(memory.RowWork(runner, 2), 100)
+    assert memory.row_bytes(memory.RowWork(runner, 2, kept=9), 100) == greedy + 9 * 64 * 4
 
 
 def test_memory_stays_flat_over_many_requests(pair):

@@ -372,6 +372,18 @@ def test_auto_batch_size_is_said_and_bounded_by_memory(saved_pair, lm, monkeypat
     assert "batch_size=auto: 1 rows in flight" in caplog.text
 
 
+def test_auto_batch_size_knows_which_requests_sample(saved_pair, monkeypatch):
+    auto = fly_lm(saved_pair, batch_size="auto")
+    kept = []
+    monkeypatch.setattr(
+        "fly.decoding.memory.rows_that_fit",
+        lambda works, **_: kept.append([work.kept for work in works]) or 2,
+    )
+    auto.generate_until(instances({"max_gen_toks": 4}))
+    auto.generate_until(instances({"max_gen_toks": 4, "do_sample": True, "temperature": 1.0}))
+    assert kept == [[0, 0], [0, auto.fly_config.spd_k]]
+
+
 def test_preparation_is_reported_and_does_not_change_the_model_s_size(saved_pair):
     plain = fly_lm(saved_pair, dtype="bfloat16", compile="off", draft_quantization="none")
     ready = fly_lm(saved_pair, dtype="bfloat16")

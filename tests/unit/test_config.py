@@ -99,6 +99,22 @@ def test_overrides_replace_keys_and_are_logged(tmp_path, caplog):
     assert "spd_k: 15 -> 9" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("own", "named"),
+    [
+        ({"verification": "typical", "margin_thre": 0.2, "typical_delta": 0.5}, ["margin_thre"]),
+        ({"verification": "exact", "margin_thre": 0.2, "relaxed_delta": 0.5}, ["relaxed_delta"]),
+        ({"relaxed_top_k": 3, "win_len": 4}, ["relaxed_top_k"]),
+        ({"use_sd": False, "relaxed_top_k": 3}, []),
+    ],
+)
+def test_keys_of_a_rule_not_in_force_are_named(tmp_path, caplog, own, named):
+    """Somebody who tunes a threshold that nothing reads would believe that it changes nothing."""
+    config.resolve(write(tmp_path, GOOD), own)
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert [warning.split()[1].split("=")[0] for warning in warnings] == named
+
+
 def test_command_line_values_take_the_keys_type(tmp_path):
     path = write(tmp_path, GOOD)
     result = config.load(path, {"entropy_thre": "None", "enable_fly": "False", "temperature": 0})
