@@ -25,11 +25,12 @@ DrafterName = Literal["model", "ngram", "cascade"]
 EntropyKind = Literal["top3", "full", "normalized"]
 Verification = Literal["fly", "exact", "typical", "top_k", "accept_all"]
 Quantization = Literal["auto", "none", "int4", "int8", "fp8"]
-# What only one rule reads. `fly compare` gives exact verification fly's keys, on purpose.
-_KEYS_OF_RULE: dict[Verification, tuple[str, ...]] = {
+# what only one rule reads
+KEYS_OF_RULE: dict[str, tuple[str, ...]] = {
     "fly": (
-        "win_len",
         "entropy_thre",
+        "win_len",
+        "entropy_kind",
         "margin_thre",
         "draft_ratio_thre",
         "draft_rank_max",
@@ -399,11 +400,14 @@ def resolve(path: str | None, own: Mapping[str, Any], *, log: bool = True) -> Fl
 
 
 def _unread(config: FlyConfig, keys: Iterable[str]) -> list[str]:
-    """Those of `keys` that only verification rules not in force read."""
+    """Those of `keys` that only verification rules not in force read.
+
+    `fly compare` decodes exactly with the keys that its run of fly has, so those pass there.
+    """
     if config.drafter_name is None:
         return []
-    in_force = ("fly", "exact") if config.rule == "exact" else (config.rule,)
-    others = [names for rule, names in _KEYS_OF_RULE.items() if rule not in in_force]
+    in_force = "fly" if config.rule == "exact" else config.rule
+    others = [names for rule, names in KEYS_OF_RULE.items() if rule != in_force]
     return [key for key in keys if any(key in names for names in others)]
 
 

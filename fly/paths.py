@@ -24,7 +24,14 @@ def fly_home() -> Path:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write or replace a file as a whole: nobody ever meets half of it. Raises OSError."""
+    """Write or replace a file as a whole: nobody ever meets half of it. Raises OSError.
+
+    What a link names is replaced, not the link; a pipe or a terminal is written to.
+    """
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    path = path.resolve()
     beside = path.with_name(f".{path.name}.new")
     try:
         beside.write_text(text, encoding="utf-8")

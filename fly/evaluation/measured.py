@@ -17,6 +17,7 @@ from fly import loading
 from fly.errors import FlyError
 from fly.evaluation.runs import Run, TaskRun
 from fly.fingerprint import of_model, of_value
+from fly.paths import write_whole
 
 _HASH_DIGITS = 16
 
@@ -209,7 +210,7 @@ def save(measured: Measured, path: Path) -> None:
     """Write a baseline file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(measured.model_dump_json() + "\n", encoding="utf-8")
+        write_whole(path, measured.model_dump_json() + "\n")
     except OSError as error:
         raise FlyError(f"--save-baseline {path}: cannot be written: {error.strerror}") from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fly.config import KEYS_OF_RULE
 from fly.evaluation.runs import Run
 
 MODES = {"fly": "FLy", "strict": "exact"}  # names for print; others go by their own
@@ -16,14 +17,6 @@ _WITH_DRAFT = (
     "draft_model_path", "draft_policy", "draft_quantization", "draft_device", "draft_dtype",
 )  # fmt: skip
 _OF_NGRAM = ("max_ngram_size", "min_ngram_size", "num_ngram_pred_tokens")
-_OF_RULE = {
-    "fly": (
-        "entropy_thre", "win_len", "entropy_kind", "margin_thre", "draft_ratio_thre",
-        "draft_rank_max", "defer_across_rounds", "window_rule",
-    ),
-    "typical": ("typical_epsilon", "typical_delta"),
-    "top_k": ("relaxed_top_k", "relaxed_delta"),
-}  # fmt: skip
 _SHORT = {
     "spd_k": "K", "win_len": "W", "entropy_thre": "\u03b8", "entropy_kind": "entropy",
     "margin_thre": "margin", "draft_ratio_thre": "ratio", "draft_rank_max": "rank",
@@ -43,7 +36,7 @@ def in_force(run: Run) -> dict[str, Any]:
     if run.entry is None:
         return {}
     config, device = run.entry["config"], run.entry["device"]
-    keys = [*_OF_RULE.get(run.mode, ())]
+    keys = [key for key in KEYS_OF_RULE.get(run.mode, ()) if key != "abla_no_window"]
     found: dict[str, Any] = {}
     if run.entry["drafter"] is not None:
         keys += ["spd_k", *_WITH_DRAFT]
