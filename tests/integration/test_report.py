@@ -96,6 +96,27 @@ def test_runs_of_other_documents_are_shown_but_not_compared(written, tmp_path):
     assert "document 0: the prompt differs" in compared["refused"]
 
 
+def test_several_runs_are_judged_together_as_fly_compare_judges_them(written, tmp_path):
+    """With 5 of 60 lost a single run fell; as one of two it is not certain enough. A run that
+    cannot be compared counts for nothing, and takes nobody's place."""
+    base = written_runs.write(tmp_path / "base", "target-only", [1.0] * 60)
+    worse = [0.0] * 5 + [1.0] * 55
+    one, two = (written_runs.write(tmp_path / name, "fly", worse) for name in ("one", "two"))
+    alien = written_runs.write(tmp_path / "alien", "fly", worse, prompt="another question")
+    data, _ = written(base, alien, one)
+    alien_entry, alone = data["summary"]["comparisons"]
+    assert "prompt differs" in alien_entry["refused"]
+    assert alone["verdict"] == "fell"
+    data, _ = written(base, one, alien, two)
+    together = data["summary"]["comparisons"]
+    assert [entry.get("verdict") for entry in together] == [
+        "not enough evidence",
+        None,
+        "not enough evidence",
+    ]
+    assert [entry["name"] for entry in together] == ["fly", "fly #2", "fly #3"]
+
+
 def test_a_run_of_another_backend_has_scores_and_no_times(written, tmp_path):
     data, _ = written(traced_runs.write(tmp_path / "a", "hf"), traced_runs.write(tmp_path / "b"))
     hf = data["summary"]["runs"][0]

@@ -7,7 +7,7 @@ from typing import Any
 
 from fly.errors import FlyError
 from fly.evaluation import measured
-from fly.evaluation.compare import Against, Row, choose_baseline, compare
+from fly.evaluation.compare import Against, Row, check_pairs, choose_baseline, compare
 from fly.evaluation.runs import Run
 from fly.evaluation.statistics import Interval, Ratio
 
@@ -23,16 +23,28 @@ def ordered(runs: Sequence[Run], names: Sequence[str]) -> tuple[list[Run], list[
 
 
 def against_first(found: Sequence[measured.Measured]) -> list[dict[str, Any]]:
-    """One entry per other run; `refused` says why where the runs cannot be compared."""
-    result = []
-    for other in found[1:]:
-        try:
-            compared = compare(found[0], [other])
-        except FlyError as error:
-            result.append({"name": other.name, "refused": str(error)})
-        else:
-            result.append(_entry(compared.others[0]))
-    return result
+    """One entry per other run, all judged together, as `fly compare` judges them.
+
+    `refused` says why where a run cannot be compared.
+    """
+    refused = {number: why for number, other in enumerate(found) if (why := _why(found[0], other))}
+    others = [other for number, other in enumerate(found) if number and number not in refused]
+    try:
+        entries = [_entry(against) for against in compare(found[0], others).others]
+    except FlyError as error:  # the runs share no metric
+        entries = [{"name": other.name, "refused": str(error)} for other in others]
+    for number, why in refused.items():
+        entries.insert(number - 1, {"name": found[number].name, "refused": why})
+    return entries
+
+
+def _why(baseline: measured.Measured, other: measured.Measured) -> str | None:
+    """Why two runs cannot be compared, in one line; None if they can be."""
+    try:
+        check_pairs(baseline, other)
+    except FlyError as error:
+        return str(error)
+    return None
 
 
 def _entry(against: Against) -> dict[str, Any]:
