@@ -19,7 +19,9 @@ def add_command(subparsers: Any) -> None:
     )
     parser.add_argument("--output", required=True, metavar="DIR", help="where the figures go")
     parser.add_argument(
-        "--metric", metavar="NAME[,FILTER]", help="the score to draw (default: the task's first)"
+        "--metric",
+        metavar="NAME[,FILTER]",
+        help="the score to draw (default: the first that is not zero)",
     )
     parser.set_defaults(func=_plot)
 

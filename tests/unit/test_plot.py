@@ -117,6 +117,24 @@ def test_recovery_below_one_is_worse_whatever_the_metrics_direction(tmp_path, of
     assert "recovery is undefined" in note
 
 
+def test_the_score_is_the_first_that_the_target_scores_by(tmp_path):
+    """GSM8K's strict filter finds nothing in a chat model's answers, FLy's stray hit or not."""
+    for scores, own in (([1.0, 1.0], {"use_sd": False}), ([1.0, 0.0], {})):
+        path = write_run(tmp_path, {"a": scores}, **own)
+        (file,) = tmp_path.glob(path.name.replace("results_", "samples_a_") + "l")
+        lines = runs.read_lines(file)
+        stray = 0.0 if own else 0.5
+        strict = [{**line, "filter": "strict", "exact_match": stray} for line in lines]
+        file.write_text("".join(json.dumps(line) + "\n" for line in [*strict, *lines]))
+        results = json.loads(path.read_text())
+        results["results"]["a"]["exact_match,strict"] = stray
+        path.write_text(json.dumps(results))
+    found = runs.load_all(tmp_path)
+    assert [point.filter for point in collect(found).points] == ["none", "none"]
+    assert [point.recovery for point in collect(found).points] == [1.0, 0.5]
+    assert [p.filter for p in collect(found, "exact_match,strict").points] == ["strict", "strict"]
+
+
 def test_speeds_are_of_the_task_alone_where_there_are_records(tmp_path):
     """A slow task must not slow the others' points; without records the run's speed is all."""
     scores = {"a": SOLVED, "b": SOLVED[:1]}

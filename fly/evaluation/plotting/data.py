@@ -83,7 +83,8 @@ class PlotData:
 
 
 def collect(runs: list[Run], metric: str | None = None) -> PlotData:
-    """Everything that can be drawn of these runs. metric: `NAME` or `NAME,FILTER`; else the first.
+    """Everything that can be drawn of these runs. metric: `NAME` or `NAME,FILTER`; else each task's
+    first by which the target alone scores anything.
 
     Raises FlyError if nothing can be drawn, or if no task has the metric.
     """
@@ -98,9 +99,12 @@ def collect(runs: list[Run], metric: str | None = None) -> PlotData:
     for run in timed:
         done = work(run)
         for task in dict.fromkeys(name for name, _ in run.tasks):
-            point = _point(run, task, metric, done.get(task, {}), *names[run.path])
+            wanted = metric or _scoring_metric(timed, task)
+            point = _point(run, task, wanted, done.get(task, {}), *names[run.path])
             if point is not None:
                 data.points.append(point)
+            elif metric is None:
+                data.notes.append(f"{task}, {names[run.path][0]}: has no {wanted}: left out")
             if run.rounds:
                 data.positions += _positions(run, task, names[run.path][0])
     if not data.points:
@@ -141,6 +145,19 @@ def _point(
         tau=stats["tau"] or 0.0, speed=stats["end_to_end_tok_s"] or 0.0,
         score=task_run.aggregated[name][0], work=done,
     )  # fmt: skip
+
+
+def _scoring_metric(runs: list[Run], task: str) -> str | None:
+    """The task's first `NAME,FILTER` by which the target-only runs, or without one all, score.
+
+    None if none does: GSM8K's strict filter, for one, finds nothing in a chat model's answers.
+    """
+    for run in [run for run in runs if run.mode == TARGET_ONLY] or runs:
+        for (name, filter_name), task_run in run.tasks.items():
+            for known, (value, _) in task_run.aggregated.items():
+                if name == task and (value or not task_run.higher_is_better[known]):
+                    return f"{known},{filter_name}"
+    return None
 
 
 def _scored(run: Run, task: str, metric: str | None) -> tuple[TaskRun, str] | None:
