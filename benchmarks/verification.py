@@ -45,6 +45,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "tie_k5": {"spd_k": 5, **ACROSS, **NO_ENTROPY, "draft_ratio_thre": 0.6, "draft_rank_max": 2},
     "tie_k8": {"spd_k": 8, **ACROSS, **NO_ENTROPY, "draft_ratio_thre": 0.6, "draft_rank_max": 2},
     "top_k": {"spd_k": 8, "verification": "top_k"},
+    "target_only_t1": {"use_sd": False, "gen_kwargs": SAMPLED},
     "exact_k8_t1": {"spd_k": 8, "enable_fly": False, "gen_kwargs": SAMPLED},
     "accept_all": {"spd_k": 8, "verification": "accept_all"},
 }
@@ -56,16 +57,25 @@ TASKS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Tally:
-    """One setting on one task. correct: by document. chunks: its statistics by first document."""
+    """One setting on one task. correct: by document. chunks: statistics by documents."""
 
     correct: dict[int, float] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
-    chunks: dict[int, dict[str, Any]] = field(default_factory=dict)
+    chunks: dict[frozenset[int], dict[str, Any]] = field(default_factory=dict)
+
+    def add(self, record: dict[str, Any]) -> None:
+        """A record of more documents takes the place of earlier ones of some of them."""
+        chunk = frozenset(document["doc_id"] for document in record["documents"])
+        others = {known: stats for known, stats in self.chunks.items() if not known <= chunk}
+        self.chunks = {**others, chunk: record["stats"]}
+        for document in record["documents"]:
+            self.correct[document["doc_id"]] = document["correct"]
+            self.texts[document["doc_id"]] = document["text"]
 
     def total(self, name: str) -> float:
         return sum(stats[name] for stats in self.chunks.values())
 
-    def speed(self, chunks: set[int]) -> float:
+    def speed(self, chunks: set[frozenset[int]]) -> float:
         """Tokens per second of decoding, over the given chunks."""
         emitted = sum(self.chunks[chunk]["emitted"] for chunk in chunks)
         seconds = [self.chunks[chunk]["seconds"] for chunk in chunks]
@@ -75,8 +85,11 @@ class Tally:
 Tallies = dict[tuple[str, str], Tally]
 
 
-def read(path: Path) -> Tallies:
-    """What earlier runs appended, by (setting, task); a torn line is dropped."""
+def read(path: Path, limit: int | None = None) -> Tallies:
+    """What earlier runs appended, by (setting, task); a torn line is dropped.
+
+    limit: only records that lie within the first so many documents.
+    """
     tallies: Tallies = defaultdict(Tally)
     if not path.exists():
         return tallies
@@ -85,11 +98,8 @@ def read(path: Path) -> Tallies:
             record = json.loads(line)
         except json.JSONDecodeError:
             continue
-        tally = tallies[record["setting"], record["task"]]
-        tally.chunks[record["documents"][0]["doc_id"]] = record["stats"]
-        for document in record["documents"]:
-            tally.correct[document["doc_id"]] = document["correct"]
-            tally.texts[document["doc_id"]] = document["text"]
+        if limit is None or record["documents"][-1]["doc_id"] < limit:
+            tallies[record["setting"], record["task"]].add(record)
     return tallies
 
 
@@ -140,7 +150,9 @@ def run(args: argparse.Namespace, settings: dict[str, dict[str, Any]], path: Pat
     base = lm.fly_config.model_dump()
     done = read(path)
     for setting, task, documents in turns(args.limit, args.chunk, list(settings)):
-        if task not in args.tasks or set(documents) <= set(done[setting, task].correct):
+        # what is done in chunks of another size must not count twice
+        documents = [d for d in documents if d not in done[setting, task].correct]
+        if task not in args.tasks or not documents:
             continue
         own = dict(settings[setting])
         sampled = own.pop("gen_kwargs", None)
@@ -239,7 +251,7 @@ def main() -> None:
     if not args.report:
         check_same_experiment(path, args, settings)
         run(args, settings, path)
-    tallies = read(path)
+    tallies = read(path, args.limit)
     rows = [row(tallies, *key) for key in list(tallies) if tallies[key].correct]
     print_table(rows)
     print(json.dumps({"rows": rows}))

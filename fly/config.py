@@ -10,7 +10,7 @@ import difflib
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -306,13 +306,17 @@ def check_consistency(config: FlyConfig, where: str) -> None:
             f"defer_across_rounds=true with window_rule='reference' ({where}): the reference code "
             "knows no window across rounds: set one of them back"
         )
-    relaxed = config.mode == "fly" and not config.abla_no_window and not config.defer_across_rounds
-    if relaxed and config.win_len >= config.spd_k:
+    if _wants_room(config) and config.win_len >= config.spd_k:
         raise FlyError(
             f"win_len={config.win_len} needs spd_k >= {config.win_len + 1}, got {config.spd_k}: "
             f"lower win_len or raise spd_k ({where}); defer_across_rounds=true (with "
             "window_rule='paper') needs neither; for exact verification set enable_fly=false"
         )
+
+
+def _wants_room(config: FlyConfig) -> bool:
+    """Whether a window must fit into the draft of its round."""
+    return config.mode == "fly" and not config.abla_no_window and not config.defer_across_rounds
 
 
 def build(values: Mapping[str, Any], where: str) -> FlyConfig:
@@ -392,23 +396,30 @@ def load(path: str, overrides: Mapping[str, Any] | None = None, *, log: bool = T
 def resolve(path: str | None, own: Mapping[str, Any], *, log: bool = True) -> FlyConfig:
     """The configuration that model_args mean: a file with overrides, or without one the keys."""
     config = build(_coerced(own), "model_args") if path is None else load(path, own, log=log)
-    for key in _unread(config, own) if log else ():
-        logger.warning(
-            "model_args %s=%s: verification=%s does not read it", key, own[key], config.rule
-        )
+    for line in _without_effect(config, own) if log else ():
+        logger.warning("%s", line)
     return config
 
 
-def _unread(config: FlyConfig, keys: Iterable[str]) -> list[str]:
-    """Those of `keys` that only verification rules not in force read.
+def _without_effect(config: FlyConfig, own: Mapping[str, Any]) -> Iterator[str]:
+    """What model_args ask for and decoding does not do, one line each.
 
     `fly compare` decodes exactly with the keys that its run of fly has, so those pass there.
     """
     if config.drafter_name is None:
-        return []
+        return
     in_force = "fly" if config.rule == "exact" else config.rule
-    others = [names for rule, names in KEYS_OF_RULE.items() if rule != in_force]
-    return [key for key in keys if any(key in names for names in others)]
+    for rule, keys in KEYS_OF_RULE.items():
+        for key in keys if rule != in_force else ():
+            if key in own:
+                yield f"model_args {key}={own[key]}: verification={config.rule} does not read it"
+    longest = min(config.spd_k, config.num_ngram_pred_tokens)
+    if config.drafter_name == "ngram" and _wants_room(config) and config.win_len >= longest:
+        yield (
+            f"drafter=ngram: drafts of at most {longest} tokens leave no room for "
+            f"win_len={config.win_len}, so nothing can be deferred: raise num_ngram_pred_tokens, "
+            "lower win_len, or set defer_across_rounds=true"
+        )
 
 
 def _coerced(values: Mapping[str, Any]) -> dict[str, Any]:

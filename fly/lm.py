@@ -253,7 +253,10 @@ class FlyLM(HFLM):
             spd_k=config.spd_k if config.drafter_name else 0,
             relaxation=rules.relaxation(config),
             eos_ids=self.eos_ids,
-            decode=lambda ids: self.tokenizer.decode(ids, skip_special_tokens=False),
+            # cleaning up would take back characters that a stop string has matched
+            decode=lambda ids: self.tokenizer.decode(
+                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            ),
             observer=observer,
             reuse_prefixes=config.prefix_reuse,
             trace_entropy=config.entropy_kind if config.trace or self.observers else None,

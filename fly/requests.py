@@ -41,13 +41,30 @@ _INERT: dict[str, tuple[Any, ...]] = {
     "num_return_sequences": (1,),
     "use_cache": (True,),
 }
-# What a generation_config may hold that transformers' generate would apply and fly does not.
-_UNAPPLIED = (
-    "no_repeat_ngram_size", "encoder_repetition_penalty", "bad_words_ids", "min_length",
-    "min_new_tokens", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens",
-    "begin_suppress_tokens", "sequence_bias", "guidance_scale", "exponential_decay_length_penalty",
-)  # fmt: skip
-_UNAPPLIED_SAMPLING = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
+# What a generation_config may hold that transformers' generate would apply and fly does not, with
+# the values under which it changes nothing; None and what is empty never do.
+_UNAPPLIED: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "penalty_alpha": (0, 0.0),
+    "no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1, 1.0),
+    "bad_words_ids": (),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "suppress_tokens": (),
+    "begin_suppress_tokens": (),
+    "sequence_bias": (),
+    "guidance_scale": (1, 1.0),
+    "exponential_decay_length_penalty": (),
+}
+_UNAPPLIED_SAMPLING: dict[str, tuple[Any, ...]] = {
+    "typical_p": (1, 1.0),
+    "epsilon_cutoff": (0, 0.0),
+    "eta_cutoff": (0, 0.0),
+    "top_h": (),
+}
 _FILTERS = ("top_k", "top_p", "min_p")
 _KNOWN = (
     "until", "max_gen_toks", "max_length", "max_new_tokens",
@@ -200,10 +217,13 @@ def check_decoding(requests: list[Request], lm: FlyLM) -> None:
 
 def _unapplied(generation_config: Any, is_sampling: bool) -> list[str]:
     """`name=value` of what the model's generation_config asks for and fly does not apply."""
-    names = _UNAPPLIED + (_UNAPPLIED_SAMPLING if is_sampling else ())
-    values = {name: getattr(generation_config, name, None) for name in names}
-    inert: tuple[Any, ...] = (None, 0, 1, 0.0, 1.0, [], {})
-    return [f"{name}={value}" for name, value in values.items() if value not in inert]
+    inert = {**_UNAPPLIED, **(_UNAPPLIED_SAMPLING if is_sampling else {})}
+    values = {name: getattr(generation_config, name, None) for name in inert}
+    return [
+        f"{name}={value}"
+        for name, value in values.items()
+        if value not in (None, [], {}, *inert[name])
+    ]
 
 
 def _refuse_unsupported(kwargs: dict[str, Any], settings: Sampling, where: str) -> None:

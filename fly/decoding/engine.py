@@ -229,7 +229,10 @@ class Engine:
                 continue
             p_NV = torch.softmax(scores_NV, dim=-1)
             if self._relaxation is not None and self._relaxation.by_gates_alone:
-                choice_BK1[slot, : k + 1] = draw(p_NV, row.noise.choose[: k + 1])
+                own_N = draw(p_NV, row.noise.choose[: k + 1])
+                # a native match always stands, so that nothing is drawn in its place
+                own_N[:k] = torch.where(native_BK[slot, :k], draft_BK[slot, :k], own_N[:k])
+                choice_BK1[slot, : k + 1] = own_N
                 continue
             native_BK[slot, :k], choice_BK1[slot, : k + 1] = rejection_sample(
                 p_NV, draft.probabilities(slot), draft_BK[slot, :k], row.noise

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Gate(Protocol):
-    """passes(logits_MV, token_M) -> [M] bool. Thresholds pass at equality."""
+    """passes(logits_MV, token_M) -> [M] bool. At equality all but TypicalGate's pass."""
 
     def passes(self, logits_MV: Tensor, token_M: Tensor) -> Tensor: ...
 

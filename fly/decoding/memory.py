@@ -73,7 +73,7 @@ def row_bytes(work: RowWork, tokens_per_row: int) -> int:
         torch.cuda.synchronize(runner.device)
         torch.cuda.reset_peak_memory_stats(runner.device)
         before = torch.cuda.memory_allocated(runner.device)
-    logits = runner.extend([[0] * width]).float()
+    logits = runner.extend([[0] * width]).to(torch.float32, copy=True)  # as for sampling rows
     if on_cuda:
         torch.cuda.synchronize(runner.device)
         workspace = torch.cuda.max_memory_allocated(runner.device) - before

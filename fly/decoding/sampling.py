@@ -27,6 +27,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+_TIES = 64  # so many tokens may tie with the k-th largest before all of them are looked at
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -95,8 +97,13 @@ class Sampling:
             scores_NV = TemperatureLogitsWarper(self.temperature)(None, scores_NV)
         if not 0 < self.top_k < scores_NV.shape[-1]:
             return self._filter(scores_NV)
-        # what is left after top-k is little, and sorting a whole vocabulary is not
-        kept_NK, index_NK = scores_NV.topk(self.top_k)
+        # What is left after top-k is little, and sorting a whole vocabulary is not. Tokens that tie
+        # with the k-th are kept; in bfloat16 there are some more often than not.
+        kept_NK, index_NK = scores_NV.topk(min(self.top_k + _TIES, scores_NV.shape[-1]))
+        least_N1 = kept_NK[:, self.top_k - 1 : self.top_k]
+        if (kept_NK[:, -1:] == least_N1).any():
+            return self._filter(scores_NV.masked_fill(scores_NV < least_N1, -math.inf))
+        kept_NK = kept_NK.masked_fill(kept_NK < least_N1, -math.inf)
         excluded_NV = torch.full_like(scores_NV, -math.inf)
         return excluded_NV.scatter(-1, index_NK, self._filter(kept_NK))
 

@@ -198,12 +198,20 @@ def test_sampling_settings_by_precedence(saved_pair, monkeypatch):
     assert resolved(lm, {"do_sample": True}).temperature == 0.5
 
 
-def test_repetition_penalty_of_the_target_is_applied_as_hf_applies_it(saved_pair, lm, hf):
-    penalised = {"max_gen_toks": 40, "repetition_penalty": 1.3}
+@pytest.mark.parametrize("of_target", [False, True])
+def test_a_repetition_penalty_is_applied_as_hf_applies_it(lm, hf, monkeypatch, of_target):
+    """Whether gen_kwargs ask for it or the target's generation_config."""
+    asked = {"max_gen_toks": 40}
     prompts = PROMPTS[:-1]  # hf cannot generate from an empty one
-    texts = lm.generate_until(instances(penalised, prompts))
-    assert texts == hf.generate_until(instances(penalised, prompts))
-    assert texts != lm.generate_until(instances({"max_gen_toks": 40}, prompts))
+    plain = lm.generate_until(instances(asked, prompts))
+    if of_target:
+        for own in (lm, hf):
+            monkeypatch.setattr(own.model.generation_config, "repetition_penalty", 1.3)
+    else:
+        asked["repetition_penalty"] = 1.3
+    texts = lm.generate_until(instances(asked, prompts))
+    assert texts == hf.generate_until(instances(asked, prompts))
+    assert texts != plain
 
 
 def test_none_in_gen_kwargs_switches_a_filter_off(saved_pair, monkeypatch):
@@ -219,6 +227,34 @@ def test_what_the_target_asks_for_and_fly_does_not_apply_is_said(saved_pair, mon
     resolved(lm, {"do_sample": False})
     assert "generation_config sets no_repeat_ngram_size=3" in caplog.text
     assert "temperature=0.7 is overridden by gen_kwargs of a_task" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_said"),
+    [
+        ("num_beams", 4, True),
+        ("num_beams", 1, False),
+        ("min_new_tokens", 1, True),
+        ("no_repeat_ngram_size", 1, True),
+        ("forced_eos_token_id", 1, True),
+        ("guidance_scale", 1.0, False),
+    ],
+)
+def test_a_value_is_without_effect_for_its_own_argument(
+    saved_pair, lm, monkeypatch, caplog, name, value, is_said
+):
+    """1 switches beams off, and a minimum of new tokens on."""
+    monkeypatch.setattr(lm.model.generation_config, name, value)
+    resolved(lm, {"do_sample": False})
+    assert (f"generation_config sets {name}={value}" in caplog.text) == is_said
+
+
+def test_characters_that_a_stop_string_matched_are_not_cleaned_away(saved_pair, monkeypatch):
+    """Else "b ." in one block would hide the stop "b " that one token at a time meets."""
+    lm = fly_lm(saved_pair)
+    monkeypatch.setattr(lm.tokenizer, "clean_up_tokenization_spaces", True)
+    engine = lm._engine(lm._build(instances({"until": ["b "]}, ["a"])), lambda record: None)
+    assert engine._decode(lm.tok_encode("b .", add_special_tokens=False)) == "b ."
 
 
 def test_a_cache_that_would_repeat_one_sample_is_refused(saved_pair, monkeypatch):

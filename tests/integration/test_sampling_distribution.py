@@ -430,7 +430,11 @@ def varied_requests():
     ]
 
 
-@pytest.mark.parametrize("relaxation", [None, tiny.relaxed(2, 0.3)], ids=["strict", "fly"])
+@pytest.mark.parametrize(
+    "relaxation",
+    [None, tiny.relaxed(2, 0.3), tiny.relaxed(2, 0.3, across=True)],
+    ids=["strict", "within", "across"],
+)
 @pytest.mark.parametrize("name", ["none", "model", "ngram", "cascade"])
 def test_a_rows_tokens_do_not_depend_on_its_neighbours(target, draft, name, relaxation):
     """One generator for the batch, or numbers taken by what was accepted, would show here."""

@@ -76,6 +76,21 @@ def test_a_run_can_be_replayed_from_its_trace(saved_pair, folder, drafter, acros
     assert across == any(line["open"] is not None for line in everything)
 
 
+@pytest.mark.parametrize("rule", ["fly", "exact", "typical", "top_k"])
+def test_a_native_token_is_the_targets_own_choice_when_sampling_too(saved_pair, folder, rule):
+    """A rule that never draws in a match's place must not show a draw there."""
+    own = {"verification": rule, "drafter": "model", "defer_across_rounds": rule == "fly"}
+    lm = fly_lm(saved_pair, **{**RELAXED, **own}, trace=True, temperature=1.0, top_k=0)
+    lm.generate_until(instances({"max_gen_toks": 40, "do_sample": True}))
+    seen = [
+        (native, token == choice)
+        for line in lines(folder)
+        for native, token, choice in zip(line["native"], line["draft"], line["choice"])
+    ]
+    assert {("1", True), ("0", False)} <= set(seen)
+    assert ("1", False) not in seen
+
+
 def test_off_by_default_and_changes_nothing(saved_pair, folder):
     asked = {"max_gen_toks": 30}
     plain = fly_lm(saved_pair, **RELAXED, drafter="model", defer_across_rounds=True)

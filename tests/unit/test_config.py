@@ -106,13 +106,20 @@ def test_overrides_replace_keys_and_are_logged(tmp_path, caplog):
         ({"verification": "exact", "margin_thre": 0.2, "relaxed_delta": 0.5}, ["relaxed_delta"]),
         ({"relaxed_top_k": 3, "win_len": 4}, ["relaxed_top_k"]),
         ({"use_sd": False, "relaxed_top_k": 3}, []),
+        ({"drafter": "ngram", "num_ngram_pred_tokens": 6}, ["drafter"]),
+        ({"drafter": "ngram", "num_ngram_pred_tokens": 7}, []),
+        ({"drafter": "ngram", "num_ngram_pred_tokens": 6, "defer_across_rounds": True}, []),
+        ({"drafter": "ngram", "num_ngram_pred_tokens": 6, "enable_fly": False}, []),
     ],
 )
-def test_keys_of_a_rule_not_in_force_are_named(tmp_path, caplog, own, named):
-    """Somebody who tunes a threshold that nothing reads would believe that it changes nothing."""
+def test_what_has_no_effect_is_said(tmp_path, caplog, own, named):
+    """Somebody who tunes a threshold that nothing reads would believe that it changes nothing;
+    an n-gram's draft that no window fits into is decoded exactly, called FLy.
+    """
     config.resolve(write(tmp_path, GOOD), own)
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert [warning.split()[1].split("=")[0] for warning in warnings] == named
+    said = [warning.removeprefix("model_args ").split("=")[0] for warning in warnings]
+    assert said == named
 
 
 def test_command_line_values_take_the_keys_type(tmp_path):

@@ -7,6 +7,7 @@ from dataclasses import asdict
 import pytest
 import torch
 from transformers import GenerationConfig
+from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 from fly.decoding.sampling import GREEDY, Noise, Sampling, draw, rejection_sample
 from tests import tiny
@@ -64,6 +65,22 @@ def test_processing_is_that_of_transformers_generate(model, settings):
     torch.testing.assert_close(mine_NV, scores_NV, rtol=1e-6, atol=1e-6)
     if settings != Sampling(1.0):
         assert not torch.allclose(mine_NV, logits_NV)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.6])
+@pytest.mark.parametrize(("size", "step"), [(300, 0.5), (300, 1.0), (5000, 0.125)])
+def test_tokens_that_tie_with_the_kth_are_kept(size, step, top_p):
+    """Of bfloat16 logits some tie at the k-th place more often than not; transformers keeps all."""
+    generator = torch.Generator().manual_seed(size)
+    logits_NV = (torch.randn(20, size, generator=generator) / step).round() * step
+    expected_NV = TopKLogitsWarper(50)(None, logits_NV.clone())
+    assert int((expected_NV > -math.inf).sum(-1).max()) > 50
+    mine_NV = Sampling(1.0, top_k=50).process(logits_NV, [1], ())
+    assert torch.equal(mine_NV, expected_NV)
+    cut_NV = Sampling(1.0, top_k=50, top_p=top_p).process(logits_NV, [1], ())
+    kept = (cut_NV > -math.inf).sum(-1)
+    reference_NV = TopPLogitsWarper(top_p)(None, expected_NV) if top_p < 1 else expected_NV
+    assert torch.equal(kept, (reference_NV > -math.inf).sum(-1))
 
 
 def test_processors_come_in_the_order_of_transformers(model):

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from fly.config import FlyConfig
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SETTINGS = {"target_only": {"use_sd": False}, "exact_k8": {"spd_k": 8, "enable_fly": False}}
 
@@ -78,6 +80,47 @@ def test_a_line_of_the_table(bench, tmp_path):
     against_itself = bench.row(bench.read(path), "target_only", "gsm8k")
     assert against_itself["speed_over_exact"] == pytest.approx(2.0)
     assert against_itself["mcnemar_p"] == 1.0
+
+
+def test_a_limit_leaves_out_what_lies_beyond(bench, tmp_path):
+    """The table of the first 2 documents must not hold tau of others."""
+    path = tmp_path / "records.jsonl"
+    write(
+        path, record("target_only", 0, [1.0, 1.0]), record("target_only", 2, [0.0], seconds=100.0)
+    )
+    tally = bench.read(path, limit=2)["target_only", "gsm8k"]
+    assert list(tally.correct) == [0, 1]
+    assert tally.total("rounds") == 10
+    assert bench.read(path)["target_only", "gsm8k"].total("rounds") == 20
+
+
+def test_documents_that_were_decoded_again_count_once(bench, tmp_path):
+    path = tmp_path / "records.jsonl"
+    write(path, record("target_only", 0, [1.0]), record("target_only", 0, [0.0, 1.0, 1.0]))
+    tally = bench.read(path)["target_only", "gsm8k"]
+    assert tally.correct == {0: 0.0, 1: 1.0, 2: 1.0}
+    assert tally.total("rounds") == 10
+
+
+def test_only_what_is_left_of_a_chunk_is_decoded(bench, tmp_path, monkeypatch):
+    """Documents that are done in chunks of another size would count twice."""
+    path = tmp_path / "records.jsonl"
+    write(path, record("target_only", 1, [1.0, 1.0]))
+    seen = []
+
+    def evaluate(lm, task, documents, **_):
+        seen.append((task, documents))
+        how = {"filter": "flexible-extract", "exact_match": 1.0, "resps": [["text"]]}
+        return [{"doc_id": document, **how} for document in documents]
+
+    fake = Namespace(fly_config=FlyConfig(target_model_path="x"))
+    monkeypatch.setattr("fly.lm.FlyLM", lambda **_: fake)
+    monkeypatch.setattr("fly.evaluation.harness.evaluate", evaluate)
+    given = args(tmp_path, device="cpu", limit=5, chunk=4, tasks=["gsm8k"])
+    for _ in range(2):
+        bench.run(given, {"target_only": SETTINGS["target_only"]}, path)
+    assert seen == [("gsm8k", [0, 3]), ("gsm8k", [4])]
+    assert len(bench.read(path)["target_only", "gsm8k"].chunks) == 3
 
 
 def test_every_setting_meets_every_document_once(bench):
