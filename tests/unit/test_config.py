@@ -93,7 +93,7 @@ def test_missing_file_lists_the_shipped_ones():
 
 def test_overrides_replace_keys_and_are_logged(tmp_path, caplog):
     path = write(tmp_path, {**GOOD, "spd_k": 15})
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="fly"):
         result = config.load(path, {"spd_k": 9, "entropy_thre": 1, "win_len": 3})
     assert (result.spd_k, result.entropy_thre, result.win_len) == (9, 1.0, 3)
     assert "spd_k: 15 -> 9" in caplog.text
