@@ -4,6 +4,8 @@ import contextlib
 import os
 from pathlib import Path
 
+from fly.errors import FlyError
+
 _PACKAGE = Path(__file__).resolve().parent
 
 
@@ -40,3 +42,12 @@ def write_whole(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             beside.unlink()
         raise
+
+
+def write_output(path: Path, text: str, flag: str) -> None:
+    """`write_whole` in a folder that is made; raises FlyError that names the command's flag."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text)
+    except OSError as error:
+        raise FlyError(f"{flag} {path}: cannot be written: {error.strerror}") from None

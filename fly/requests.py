@@ -44,10 +44,10 @@ _INERT: dict[str, tuple[Any, ...]] = {
 # What a generation_config may hold that transformers' generate would apply and fly does not, with
 # the values under which it changes nothing; None and what is empty never do.
 _UNAPPLIED: dict[str, tuple[Any, ...]] = {
-    "num_beams": (1,),
-    "penalty_alpha": (0, 0.0),
-    "no_repeat_ngram_size": (0,),
-    "encoder_repetition_penalty": (1, 1.0),
+    "num_beams": _INERT["num_beams"],
+    "penalty_alpha": (0,),
+    "no_repeat_ngram_size": _INERT["no_repeat_ngram_size"],
+    "encoder_repetition_penalty": (1,),
     "bad_words_ids": (),
     "min_length": (0,),
     "min_new_tokens": (0,),
@@ -56,13 +56,13 @@ _UNAPPLIED: dict[str, tuple[Any, ...]] = {
     "suppress_tokens": (),
     "begin_suppress_tokens": (),
     "sequence_bias": (),
-    "guidance_scale": (1, 1.0),
+    "guidance_scale": (1,),
     "exponential_decay_length_penalty": (),
 }
 _UNAPPLIED_SAMPLING: dict[str, tuple[Any, ...]] = {
-    "typical_p": (1, 1.0),
-    "epsilon_cutoff": (0, 0.0),
-    "eta_cutoff": (0, 0.0),
+    "typical_p": _INERT["typical_p"],
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
     "top_h": (),
 }
 _FILTERS = ("top_k", "top_p", "min_p")

@@ -143,7 +143,7 @@ def _check_outputs(args: argparse.Namespace) -> None:
 
 def _write(args: argparse.Namespace, result: Result) -> None:
     from fly.evaluation import compare_files, compare_table
-    from fly.paths import write_whole
+    from fly.paths import write_output
 
     texts = {
         "json": lambda: compare_files.as_json(result),
@@ -152,13 +152,9 @@ def _write(args: argparse.Namespace, result: Result) -> None:
     }
     for name, text in texts.items():
         path = getattr(args, name)
-        if path is None:
-            continue
-        try:
-            write_whole(path, text())
-        except OSError as error:
-            raise FlyError(f"--{name} {path}: cannot be written: {error.strerror}") from None
-        print(f"{name}: {path}")
+        if path is not None:
+            write_output(path, text(), f"--{name}")
+            print(f"{name}: {path}")
 
 
 # -------------------------------------------------------------------------------- both forms

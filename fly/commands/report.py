@@ -53,12 +53,7 @@ def _report(args: argparse.Namespace) -> None:
 
 def write(output: Path, text: str) -> None:
     """Write the whole file or none of it."""
-    from fly.errors import FlyError
-    from fly.paths import write_whole
+    from fly.paths import write_output
 
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        # half of a surrogate pair, which a JSON escape may spell, has no UTF-8
-        write_whole(output, text.encode(errors="replace").decode())
-    except OSError as error:
-        raise FlyError(f"--output {output}: cannot be written: {error.strerror}") from None
+    # half of a surrogate pair, which a JSON escape may spell, has no UTF-8
+    write_output(output, text.encode(errors="replace").decode(), "--output")

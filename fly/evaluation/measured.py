@@ -17,7 +17,7 @@ from fly import loading
 from fly.errors import FlyError
 from fly.evaluation.runs import Run, TaskRun
 from fly.fingerprint import of_model, of_value
-from fly.paths import write_whole
+from fly.paths import write_output
 
 _HASH_DIGITS = 16
 
@@ -208,11 +208,7 @@ def _decoding(run: Run) -> dict[str, Any]:
 
 def save(measured: Measured, path: Path) -> None:
     """Write a baseline file."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, measured.model_dump_json() + "\n")
-    except OSError as error:
-        raise FlyError(f"--save-baseline {path}: cannot be written: {error.strerror}") from None
+    write_output(path, measured.model_dump_json() + "\n", "--save-baseline")
 
 
 def read(path: Path) -> Measured:

@@ -13,6 +13,7 @@ from fly.evaluation import plotting, runs, settings
 from fly.evaluation.plotting.data import collect, pareto
 from tests.integration.test_cli import run
 from tests.runs_to_plot import write_run
+from tests.written_runs import write_lines
 
 SOLVED = [1.0] * 9 + [0.0]
 ONE_LOST = [0.0] + [1.0] * 8 + [0.0]
@@ -125,7 +126,7 @@ def test_the_score_is_the_first_that_the_target_scores_by(tmp_path):
         lines = runs.read_lines(file)
         stray = 0.0 if own else 0.5
         strict = [{**line, "filter": "strict", "exact_match": stray} for line in lines]
-        file.write_text("".join(json.dumps(line) + "\n" for line in [*strict, *lines]))
+        write_lines(file, [*strict, *lines])
         results = json.loads(path.read_text())
         results["results"]["a"]["exact_match,strict"] = stray
         path.write_text(json.dumps(results))
@@ -145,7 +146,7 @@ def test_speeds_are_of_the_task_alone_where_there_are_records(tmp_path):
     for record in records:
         if record["task"] == "b":
             record["seconds"] = {phase: 4 * value for phase, value in record["seconds"].items()}
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_lines(file, records)
     data = collect(runs.load_all(tmp_path))
     assert [p.speedup for p in data.points] == pytest.approx([1, 1, 2, 0.5])
     assert data.tasks == ["a", "b"]

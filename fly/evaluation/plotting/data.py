@@ -96,10 +96,12 @@ def collect(runs: list[Run], metric: str | None = None) -> PlotData:
         else:
             timed.append(run)
     names = _labels(timed)
+    tasks = {name for run in timed for name, _ in run.tasks}
+    wanted_of = {task: metric or _scoring_metric(timed, task) for task in tasks}
     for run in timed:
         done = work(run)
         for task in dict.fromkeys(name for name, _ in run.tasks):
-            wanted = metric or _scoring_metric(timed, task)
+            wanted = wanted_of[task]
             point = _point(run, task, wanted, done.get(task, {}), *names[run.path])
             if point is not None:
                 data.points.append(point)
