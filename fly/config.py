@@ -25,6 +25,7 @@ DrafterName = Literal["model", "ngram", "cascade"]
 EntropyKind = Literal["top3", "full", "normalized"]
 Verification = Literal["fly", "exact", "typical", "top_k", "accept_all"]
 Quantization = Literal["auto", "none", "int4", "int8", "fp8"]
+Execution = Literal["auto", "kernels", "onednn", "eager"]
 # what only one rule reads
 KEYS_OF_RULE: dict[str, tuple[str, ...]] = {
     "fly": (
@@ -214,14 +215,28 @@ class FlyConfig(BaseModel):
     )
     compile: Literal["auto", "off"] = Field(
         "auto",
-        description="auto: weights prepacked for oneDNN on a bfloat16 CPU, CUDA graphs on a GPU, "
-        "and a logged reason where neither applies. off: the model's own eager passes.",
+        description="auto: packed weights on a CPU (see execution), CUDA graphs on a GPU, and a "
+        "logged reason where neither applies. off: the model's own eager passes.",
+    )
+    execution: Execution = Field(
+        "auto",
+        description="How a CPU computes the passes of bfloat16 models. kernels: fly's own, for "
+        "x86-64 with AVX2, AVX-512 or AMX. onednn: oneDNN's prepacked weights, for CPUs with "
+        "bfloat16 instructions. eager: the model's own passes. auto: the first of these that can "
+        "be had here.",
+    )
+    threads: int | None = Field(
+        None,
+        ge=1,
+        description="Threads of a CPU's passes. null: PyTorch's choice (OMP_NUM_THREADS), at most "
+        "the cores that this process may use.",
     )
     draft_quantization: Quantization = Field(
         "auto",
         description="Weights of the draft model; strict decoding stays exact, FLy may accept other "
-        "tokens. int4, int8: on a bfloat16 CPU. int8, fp8: on a GPU, by torchao. auto: int4 on a "
-        "bfloat16 CPU, none elsewhere.",
+        "tokens. int8: on a CPU that packs weights (see execution), or on a GPU, by torchao. int4: "
+        "with oneDNN's passes. fp8: on a GPU. auto: int8 with fly's kernels, int4 with oneDNN's "
+        "passes, else none.",
     )
     draft_policy: Literal["fixed", "adaptive"] = Field(
         "fixed",
@@ -280,6 +295,11 @@ def check_consistency(config: FlyConfig, where: str) -> None:
         raise FlyError(
             f"dual_tok=true ({where}): fly needs one vocabulary for draft and target: "
             "set it to false and choose a draft of the target's family"
+        )
+    if config.compile == "off" and config.execution not in ("auto", "eager"):
+        raise FlyError(
+            f"execution={config.execution!r} contradicts compile='off' ({where}): "
+            "set compile to 'auto', or leave execution out"
         )
     if config.drafter == "model" and config.use_ngram:
         raise FlyError(

@@ -161,7 +161,7 @@ def check_cache_agrees(model: PreTrainedModel, field: str) -> None:
     counted by the cache).
     """
     tokens = [index % 50 + 3 for index in range(0, 91, 7)]
-    device = next(model.get_input_embeddings().parameters()).device
+    device = model.get_input_embeddings().weight.device
     expected: Any = model(torch.tensor([tokens], device=device)).logits[0].float()
     try:
         checked = _through_cache(model, tokens)

@@ -1,7 +1,7 @@
 """Makes loaded models fast to decode with, once, before the first request.
 
-What applies depends on device and dtype; what does not apply is said in one log line, and decoding
-goes on with the model's own passes.
+What applies depends on device, dtype and CPU; what does not apply is said in one log line, and
+decoding goes on with the model's own passes.
 """
 
 from __future__ import annotations
@@ -18,20 +18,28 @@ import torch
 from transformers import PreTrainedModel
 
 from fly.config import FlyConfig, Quantization
-from fly.decoding import linears
+from fly.decoding import kernels, lean, linears
 from fly.errors import FlyError
 
 logger = logging.getLogger(__name__)
 
+Passes = Literal["kernels", "onednn", "graphs", "eager"]
+
 
 @dataclass(frozen=True)
 class Preparation:
-    """What was done to the models: packed, graphs (captured as shapes come up), eager, or the
-    draft's quantisation. seconds: packing and quantising, never decode time."""
+    """What was done to the models, for the log and the results file.
+
+    target: how its passes are computed: `kernels-amx` (or -avx512, -avx2), `onednn`, `graphs`
+    (captured as shapes come up) or `eager`. draft: the same, and its quantisation: `kernels-amx
+    int8`. seconds: packing and quantising, never decode time.
+    """
 
     target: str
     draft: str | None
     draft_parameters: int | None
+    threads: int
+    cpu_capability: str
     seconds: float
 
     def as_dict(self) -> dict[str, Any]:
@@ -41,59 +49,113 @@ class Preparation:
 def prepare(
     target: PreTrainedModel, draft: PreTrainedModel | None, config: FlyConfig
 ) -> Preparation:
-    """Pack and quantise in place, as `compile` and `draft_quantization` say.
+    """Pack and quantise in place, as `execution`, `compile` and `draft_quantization` say.
 
-    Raises FlyError if the configuration asks for a quantisation that cannot be had here.
+    Raises FlyError if the configuration asks for what cannot be had here.
     """
-    limit_threads()
+    set_threads(config.threads)
     start = time.perf_counter()
     draft_parameters = None if draft is None else draft.num_parameters()
-    how_target = _pack(target, "target", config)
-    how_draft = None if draft is None else prepare_draft(draft, config)
-    return Preparation(how_target, how_draft, draft_parameters, time.perf_counter() - start)
+    done = Preparation(
+        target=_pack(target, "target", config),
+        draft=None if draft is None else prepare_draft(draft, config),
+        draft_parameters=draft_parameters,
+        threads=torch.get_num_threads(),
+        cpu_capability=torch.backends.cpu.get_cpu_capability(),
+        seconds=time.perf_counter() - start,
+    )
+    logger.info(
+        "passes: target %s, draft %s, %d threads (CPU capability %s)",
+        done.target, done.draft or "none", done.threads, done.cpu_capability,
+    )  # fmt: skip
+    return done
+
+
+def passes_for(model: PreTrainedModel, config: FlyConfig) -> tuple[Passes, str | None]:
+    """How this model's passes are computed here, and why no faster way is, if none is.
+
+    Raises FlyError if `execution` names a way that cannot be had.
+    """
+    if config.compile == "off":
+        return "eager", None
+    device = model.device.type
+    if device != "cpu":
+        if config.execution not in ("auto", "eager"):
+            raise FlyError(
+                f"execution={config.execution}: serves CPUs, the model is on {device}: "
+                "leave it out, or set it to eager"
+            )
+        return ("graphs" if device == "cuda" and config.execution == "auto" else "eager"), None
+    if config.execution == "eager":
+        return "eager", None
+    reasons = {"kernels": linears.why_no_kernels(model), "onednn": linears.why_not_packed(model)}
+    for way in ("kernels", "onednn"):
+        if config.execution not in ("auto", way):
+            continue
+        if reasons[way] is None:
+            return way, None
+        if config.execution == way:
+            raise FlyError(f"execution={way}: {reasons[way]}: set it to auto")
+    return "eager", reasons["kernels"]
 
 
 def _pack(model: PreTrainedModel, role: str, config: FlyConfig) -> str:
-    if config.compile == "off":
-        return "eager"
-    if (reason := linears.why_not_packed(model)) is None:
+    passes, reason = passes_for(model, config)
+    if passes == "kernels":
+        linears.use_kernels(model, kernels.Bfloat16Linear)
+        lean.replace(model)
+        return f"kernels-{kernels.instructions()}"
+    if passes == "onednn":
         linears.replace(model, linears.PackedLinear)
-        return "packed"
-    if model.device.type == "cpu":
+    if reason is not None:
         logger.info("compile=auto: eager passes for the %s: %s", role, reason)
-    return "graphs" if model.device.type == "cuda" else "eager"
+    return passes
 
 
-def quantizations(draft: PreTrainedModel) -> list[Quantization]:
+def quantizations(draft: PreTrainedModel, config: FlyConfig) -> list[Quantization]:
     """The values of draft_quantization that this machine can give a freshly loaded draft."""
+    passes, _ = passes_for(draft, config)
+    if passes == "kernels":
+        return ["int8", "none"]
+    if passes == "onednn":
+        return ["int4", "int8", "none"]
     if draft.device.type == "cpu":
-        return ["none"] if linears.why_not_packed(draft) else ["int4", "int8", "none"]
+        return ["none"]
     return ["none", "int8", "fp8"] if find_spec("torchao") else ["none"]
 
 
 def prepare_draft(model: PreTrainedModel, config: FlyConfig) -> str:
     """Pack or quantise a freshly loaded draft in place; returns what was done."""
     kind = config.draft_quantization
-    reason = linears.why_not_packed(model)
-    on_cpu = model.device.type == "cpu"
+    passes, reason = passes_for(model, config)
     if kind == "auto":
-        kind = "int4" if on_cpu and reason is None and config.compile == "auto" else "none"
+        kind = {"kernels": "int8", "onednn": "int4"}.get(passes, "none")  # type: ignore[assignment]
     if kind == "none":
         return _pack(model, "draft", config)
-    if on_cpu:
-        if kind == "fp8":
-            raise FlyError("draft_quantization=fp8: needs an accelerator: use int8 or none")
-        if reason is not None:
-            raise FlyError(f"draft_quantization={kind}: {reason}: set it to none or auto")
-        linears.replace(model, linears.quantized if kind == "int4" else linears.Int8Linear)
-        return kind
-    if kind == "int4":
-        raise FlyError("draft_quantization=int4: built for CPUs only: use int8, fp8 or none")
-    _quantize_with_torchao(model, kind)
-    return kind
+    if model.device.type != "cpu":
+        if kind == "int4":
+            raise FlyError("draft_quantization=int4: built for CPUs only: use int8, fp8 or none")
+        _quantize_with_torchao(model, kind)
+        return f"{passes} {kind}"
+    if kind == "fp8":
+        raise FlyError("draft_quantization=fp8: needs an accelerator: use int8 or none")
+    if passes == "eager":
+        reason = reason or "compile=off and execution=eager leave the model's own passes"
+        raise FlyError(f"draft_quantization={kind}: {reason}: set it to none or auto")
+    if passes == "kernels":
+        if kind == "int4":
+            raise FlyError(
+                "draft_quantization=int4: fly's kernels have none: use int8, which is as fast "
+                "there, or execution=onednn on a CPU with bfloat16 instructions"
+            )
+        linears.use_kernels(model, kernels.Int8Linear)
+        lean.replace(model)
+        return f"kernels-{kernels.instructions()} int8"
+    linears.replace(model, linears.quantized if kind == "int4" else linears.Int8Linear)
+    return f"onednn {kind}"
 
 
-def _quantize_with_torchao(model: PreTrainedModel, kind: Literal["int8", "fp8"]) -> None:
+def _quantize_with_torchao(model: PreTrainedModel, kind: str) -> None:
     """Weight-only quantisation by torchao, whose kernels serve accelerators."""
     try:
         from torchao.quantization import (
@@ -113,8 +175,11 @@ def _quantize_with_torchao(model: PreTrainedModel, kind: Literal["int8", "fp8"])
         raise FlyError(f"draft_quantization={kind}: torchao: {reason}: set it to none") from error
 
 
-def limit_threads() -> None:
-    """Use no more threads than the cores this process may run on (containers, taskset)."""
+def set_threads(wanted: int | None) -> None:
+    """Use `wanted` threads; by default no more than the cores this process may run on."""
+    if wanted is not None:
+        torch.set_num_threads(wanted)
+        return
     allowed = available_cores()
     if allowed < torch.get_num_threads():
         torch.set_num_threads(allowed)

@@ -87,11 +87,28 @@ class SlotCache(Cache):
         while len(self._keys) <= layer_idx:
             self._keys.append(self._allocate(key_states))
             self._values.append(self._allocate(value_states))
+        self._write(self._keys[layer_idx], key_states)
+        self._write(self._values[layer_idx], value_states)
+        return self.readable(layer_idx)
+
+    def layer(
+        self, layer_idx: int, heads: int, size: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """A layer's whole K and V, for who writes them itself, to `destination`. On the CPU."""
+        while len(self._keys) <= layer_idx:
+            for stored in (self._keys, self._values):
+                stored.append(torch.zeros(self.slots, heads, self.capacity, size, dtype=dtype))
+        return self._keys[layer_idx], self._values[layer_idx]
+
+    @property
+    def destination(self) -> tuple[Tensor, int]:
+        """Where this pass writes: positions [B, Q], and the slot of the first row."""
+        return self._positions_BQ, self._rows.start
+
+    def readable(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """What this pass's rows may read of a layer, [B, H, read length, D] each."""
         keys, values = self._keys[layer_idx], self._values[layer_idx]
-        self._write(keys, key_states)
-        self._write(values, value_states)
-        end = self._read_length
-        return keys[self._rows, :, :end], values[self._rows, :, :end]
+        return keys[self._rows, :, : self._read_length], values[self._rows, :, : self._read_length]
 
     def _allocate(self, like: Tensor) -> Tensor:
         return like.new_zeros(self.slots, like.shape[1], self.capacity, like.shape[3])

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from fly.decoding import kernels
 from fly.decoding.fusion import fuse
 
 NARROW_ROWS = 4  # ATen's int4 kernel works on blocks of 4 rows; wider passes are faster in int8
@@ -111,13 +112,24 @@ class Int4Linear(Int8Linear):
         return self._finish(result, x)
 
 
-def why_not_packed(model: PreTrainedModel) -> str | None:
-    """Why `replace` cannot serve this model; None if it can."""
+def why_no_kernels(model: PreTrainedModel) -> str | None:
+    """Why fly's own kernels cannot serve this model; None if they can."""
+    return _why_not(model) or kernels.why_not()
+
+
+def _why_not(model: PreTrainedModel) -> str | None:
     devices = {parameter.device.type for parameter in model.parameters()}
     if devices != {"cpu"}:
         return f"the model is on {', '.join(sorted(devices))}"
     if model.dtype != torch.bfloat16:
         return f"only bfloat16 is packed, the model is in {str(model.dtype).split('.')[-1]}"
+    return None
+
+
+def why_not_packed(model: PreTrainedModel) -> str | None:
+    """Why oneDNN's packed linears cannot serve this model; None if they can."""
+    if (reason := _why_not(model)) is not None:
+        return reason
     if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return "this CPU or build of PyTorch has no oneDNN bfloat16 kernels"
     return None
@@ -138,3 +150,32 @@ def replace(model: PreTrainedModel, kind: Callable[[nn.Linear], nn.Module]) -> i
                 setattr(module, name, kind(child))
                 count += 1
     return count
+
+
+def use_kernels(model: PreTrainedModel, kind: Callable[[nn.Linear], nn.Module]) -> None:
+    """`replace`, and let the rest of the model compute in what fly's kernels take and give."""
+    replace(model, kind)
+    dtype, stored = kernels.activation_dtype(), model.dtype
+    if dtype == stored:
+        return
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Embedding:
+                setattr(module, name, CastEmbedding(child, dtype))
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.dtype == stored and not getattr(tensor, "keeps_dtype", False):
+            tensor.data = tensor.data.to(dtype)
+
+
+class CastEmbedding(nn.Module):
+    """An embedding that keeps its table and gives its rows in another dtype."""
+
+    def __init__(self, embedding: nn.Embedding, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+        # a buffer, not a parameter: transformers takes a model's dtype from its parameters
+        self.register_buffer("weight", embedding.weight.detach(), persistent=False)
+        self.weight.keeps_dtype = True  # type: ignore[attr-defined]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return nn.functional.embedding(ids, self.weight).to(self._dtype)

@@ -46,7 +46,7 @@ class ModelRunner:
         self._reuse_prefixes = reuse_prefixes
         self.static: StaticPasses | None = None
         self._int4 = any(isinstance(module, Int4Linear) for module in model.modules())
-        self.device: torch.device = next(model.get_input_embeddings().parameters()).device
+        self.device: torch.device = model.get_input_embeddings().weight.device
 
     @property
     def slots(self) -> int:

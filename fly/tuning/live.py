@@ -108,7 +108,7 @@ class TunedLM(FlyLM):
     def quantizations(self) -> list[str]:
         """What draft_quantization can be here, the one in use first."""
         fresh = self._fresh_draft()
-        kinds = [str(kind) for kind in preparation.quantizations(fresh)]
+        kinds = [str(kind) for kind in preparation.quantizations(fresh, self.given)]
         del fresh
         gc.collect()
         in_use = self.quantization
@@ -119,8 +119,8 @@ class TunedLM(FlyLM):
         """That of the draft in use, by its own name where the configuration says auto."""
         if self._in_use != "auto":
             return self._in_use
-        done = self.preparation.draft
-        return str(done) if done in ("int4", "int8", "fp8") else "none"
+        done = str(self.preparation.draft).split()[-1]
+        return done if done in ("int4", "int8", "fp8") else "none"
 
     def use(self, config: FlyConfig) -> None:
         """Decode by this configuration from now on; loads the draft again if it has to."""
