@@ -238,10 +238,12 @@ class FlyConfig(BaseModel):
         "with oneDNN's passes. fp8: on a GPU. auto: int8 with fly's kernels, int4 with oneDNN's "
         "passes, else none.",
     )
-    draft_policy: Literal["fixed", "adaptive"] = Field(
-        "fixed",
-        description="fixed: spd_k tokens every round. adaptive: go on drafting while one more "
-        "token's expected gain beats its measured cost; spd_k is the maximum.",
+    draft_policy: Literal["auto", "fixed"] = Field(
+        "auto",
+        description="fixed: spd_k tokens every round. auto: as many of them as pay for the running "
+        "sequences on this machine, by relative pass costs and counts; where the number would "
+        "change texts (FLy and other lossy rules, sampling) spd_k or none, by a fixed rule for the "
+        "whole run, which is logged.",
     )
     prefix_reuse: bool = Field(
         True,

@@ -19,7 +19,7 @@ from lm_eval.models.huggingface import HFLM
 
 from fly import config as fly_config
 from fly import loading, preparation, resume, rules, session
-from fly.decoding import memory
+from fly.decoding import costs, memory
 from fly.decoding.engine import Engine, Observer, RoundRecord
 from fly.decoding.records import RequestRecord, RunStats
 from fly.decoding.runner import ModelRunner
@@ -28,7 +28,7 @@ from fly.decoding.sequence import Request
 from fly.drafters.base import Drafter, NoDrafter
 from fly.drafters.model import CascadeDrafter, ModelDrafter
 from fly.drafters.ngram import NgramDrafter
-from fly.drafters.policy import AdaptivePolicy, DraftPolicy, FixedPolicy
+from fly.drafters.length import AdaptiveLength, DraftLength, FixedLength, pays
 from fly.errors import FlyError
 from fly.evaluation import progress, report
 from fly.evaluation.trace import Trace, check_has_folder
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
 logger = logging.getLogger(__name__)
+
+_LOSSY_ACCEPTANCE = 0.87  # of draft tokens, assumed where no count of the run may decide
 
 
 @register_model("fly")
@@ -88,6 +90,7 @@ class FlyLM(HFLM):
         self.stats.seconds["compile"] = self.preparation.seconds
         self._join(session.current(), hf_args)
         self.samplings: set[Sampling] = set()
+        self.draft_length: dict[str, Any] | None = None  # for the results: what it was decided by
         # They see every round, with the target's entropies. Whoever adds one shows the progress.
         self.observers: list[Observer] = []
 
@@ -242,6 +245,7 @@ class FlyLM(HFLM):
         config = self.fly_config
         slots = max(1, min(self._rows_in_flight(requests), len(requests)))
         target = self._runner(self.model, slots, self.max_length)
+        drafter = self._drafter(slots)
         if target.static is not None and not all(r.sampling.is_plain for r in requests):
             logger.info(
                 "rows that sample or have a repetition penalty draft step by step, outside of the "
@@ -249,7 +253,8 @@ class FlyLM(HFLM):
             )
         return Engine(
             target,
-            self._drafter(slots, target),
+            drafter,
+            draft_length=self._draft_length(requests, target, drafter),
             spd_k=config.spd_k if config.drafter_name else 0,
             relaxation=rules.relaxation(config),
             eos_ids=self.eos_ids,
@@ -297,7 +302,7 @@ class FlyLM(HFLM):
         logger.info("batch_size=auto: %d rows in flight", rows)
         return rows
 
-    def _drafter(self, slots: int, target: ModelRunner) -> Drafter:
+    def _drafter(self, slots: int) -> Drafter:
         config = self.fly_config
         sizes = (config.min_ngram_size, config.max_ngram_size, config.num_ngram_pred_tokens)
         if config.drafter_name is None:
@@ -306,12 +311,49 @@ class FlyLM(HFLM):
             return NgramDrafter(slots, *sizes, self.eos_ids)
         assert self.draft_model is not None
         runner = self._runner(self.draft_model, slots, self._context_of(self.draft_model))
-        policy: DraftPolicy = FixedPolicy()
-        if config.draft_policy == "adaptive":
-            policy = AdaptivePolicy(target.costs, runner.costs)
         if config.drafter_name == "cascade":
-            return CascadeDrafter(runner, self.eos_ids, *sizes, policy)
-        return ModelDrafter(runner, self.eos_ids, policy)
+            return CascadeDrafter(runner, self.eos_ids, *sizes)
+        return ModelDrafter(runner, self.eos_ids)
+
+    def _draft_length(
+        self, requests: list[Request], target: ModelRunner, drafter: Drafter
+    ) -> DraftLength:
+        """`draft_policy`: by calibrated costs and counts where texts do not depend on it; else
+        spd_k or nothing for the whole run, by a rule that is the same on every machine of a kind.
+        """
+        config, on_cpu = self.fly_config, self.device.type == "cpu"
+        if config.draft_policy == "fixed" or config.drafter_name is None or not on_cpu:
+            self.draft_length = {"policy": "fixed", "spd_k": config.spd_k}
+            return FixedLength(config.spd_k)
+        draft = drafter.runner if isinstance(drafter, ModelDrafter) else None
+        if config.rule == "exact" and all(request.sampling.is_greedy for request in requests):
+            found = costs.calibrate(target, draft, self._calibrated())
+            self.draft_length = {"policy": "adaptive", "spd_k": config.spd_k, **found.as_dict()}
+            return AdaptiveLength(config.spd_k, found)
+        weight = self.preparation.draft_weight if draft is not None else 0.0
+        of_draft = self.preparation.draft if draft is not None else None
+        found = costs.by_rule(self.preparation.target, of_draft, weight)
+        drafts = pays(config.spd_k, target.slots, _LOSSY_ACCEPTANCE, found)
+        length = config.spd_k if drafts else 0
+        self.draft_length = {"policy": "rule", "spd_k": length, **found.as_dict()}
+        if not drafts:
+            logger.warning(
+                "drafting %d tokens for %d sequences would be slower than the target alone "
+                "(%s passes), so nothing is drafted: lower --batch_size or spd_k, or set "
+                "draft_policy=fixed to draft all the same",
+                config.spd_k,
+                target.slots,
+                self.preparation.target,
+            )
+        return FixedLength(length)
+
+    def _calibrated(self) -> dict[str, Any]:
+        """What pass costs depend on, beside the machine."""
+        shapes = [self.model.config.get_text_config().to_diff_dict()]
+        if self.draft_model is not None:
+            shapes.append(self.draft_model.config.get_text_config().to_diff_dict())
+        prepared = (self.preparation.target, self.preparation.draft)
+        return {"models": shapes, "passes": prepared, "drafter": self.fly_config.drafter_name}
 
     def _keep(
         self, instance: Instance, text: str, record: RequestRecord, log: session.JsonLines

@@ -32,12 +32,14 @@ class Preparation:
 
     target: how its passes are computed: `kernels-amx` (or -avx512, -avx2), `onednn`, `graphs`
     (captured as shapes come up) or `eager`. draft: the same, and its quantisation: `kernels-amx
-    int8`. seconds: packing and quantising, never decode time.
+    int8`. draft_weight: bytes of its weights over the target's. seconds: packing and quantising,
+    never decode time.
     """
 
     target: str
     draft: str | None
     draft_parameters: int | None
+    draft_weight: float
     threads: int
     cpu_capability: str
     seconds: float
@@ -56,10 +58,17 @@ def prepare(
     set_threads(config.threads)
     start = time.perf_counter()
     draft_parameters = None if draft is None else draft.num_parameters()
+    target_bytes = target.num_parameters() * target.dtype.itemsize
+    draft_bytes = (draft_parameters or 0) * (draft.dtype.itemsize if draft is not None else 0)
+    how_target = _pack(target, "target", config)
+    how_draft = None if draft is None else prepare_draft(draft, config)
+    if how_draft is not None and draft is not None and " " in how_draft:  # names a quantisation
+        draft_bytes = (draft_parameters or 0) * (0.5 if how_draft.endswith("int4") else 1)
     done = Preparation(
-        target=_pack(target, "target", config),
-        draft=None if draft is None else prepare_draft(draft, config),
+        target=how_target,
+        draft=how_draft,
         draft_parameters=draft_parameters,
+        draft_weight=round(draft_bytes / target_bytes, 3),
         threads=torch.get_num_threads(),
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
         seconds=time.perf_counter() - start,

@@ -1,58 +1,188 @@
-"""What a forward pass costs, measured while the run goes on.
+"""What a pass costs by the tokens in it, relative to the target's pass over one token.
 
-Tokens decide the cost of a pass more than their split over rows and positions: weights are read
-once, then arithmetic grows with the tokens. So costs are kept by tokens in the pass.
+Two sources: a rule by how passes are computed, the same on every machine; and a calibration, short
+passes of the loaded models, rounded to coarse steps and kept, so that the next run on the machine
+decides as this one does. docs/performance.md has the figures behind the rule.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import hashlib
+import json
+import logging
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-_SMOOTHING = 0.1
-_OUTLIER = 3.0  # a pass this many times slower than usual met something else on the machine
+import psutil
+import torch
+
+from fly import __version__
+from fly.decoding.runner import ModelRunner
+from fly.paths import fly_home, write_whole
+
+logger = logging.getLogger(__name__)
+
+_SIZES = (1, 4, 12, 32, 96)  # tokens of the passes that a calibration times
+_BUDGET = 1.2  # seconds that one model's calibration may take; the first pass is always timed
+_STEPS = 4  # costs are rounded to powers of 2 ** (1 / _STEPS)
+_MOST_AGE = 30 * 24 * 3600.0  # seconds after which a kept calibration is made again
+# (free tokens, tokens after which the cost has grown by one pass): see `by_rule`
+_GROWTH = {
+    "kernels-amx": (16, 60),
+    "kernels-avx512": (6, 14),
+    "kernels-avx2": (1, 7),
+    "onednn": (1, 24),
+    "graphs": (1, 256),
+    "eager": (1, 7),
+}
+_OVERHEAD = 0.08  # of a target's pass: what a draft's pass costs beside reading its weights
 
 
+@dataclass(frozen=True)
 class PassCosts:
-    """Running seconds per pass of one model, by tokens in the pass (padding included)."""
+    """Costs of one model's passes: `costs[i]` for `sizes[i]` tokens, lines between and after."""
 
-    def __init__(self) -> None:
-        self._sizes: list[int] = []
-        self._seconds: dict[int, float] = {}
-        self._count: dict[int, int] = {}
+    sizes: tuple[int, ...]
+    costs: tuple[float, ...]
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        if tokens not in self._seconds:
-            self._sizes.insert(bisect_left(self._sizes, tokens), tokens)
-            self._seconds[tokens], self._count[tokens] = seconds, 1
-            return
-        usual = self._seconds[tokens]
-        self._count[tokens] += 1
-        if seconds < usual / 2:  # what was kept so far was the outlier
-            self._seconds[tokens] = seconds
-            return
-        weight = max(_SMOOTHING, 1 / self._count[tokens])
-        self._seconds[tokens] = usual + weight * (min(seconds, _OUTLIER * usual) - usual)
+    def at(self, tokens: int) -> float:
+        if tokens <= self.sizes[0] or len(self.sizes) == 1:
+            return self.costs[0]
+        high = next((i for i, size in enumerate(self.sizes) if size >= tokens), -1)
+        high = len(self.sizes) - 1 if high < 0 else high
+        low = high - 1
+        span = self.sizes[high] - self.sizes[low]
+        slope = (self.costs[high] - self.costs[low]) / span
+        return self.costs[low] + slope * (tokens - self.sizes[low])
 
-    def seconds(self, tokens: int) -> float:
-        """Expected seconds of a pass over `tokens` tokens: interpolated, flat or on the last
-        slope outside what was seen; 0 before anything was."""
-        if not self._sizes:
-            return 0.0
-        at = bisect_left(self._sizes, tokens)
-        if at < len(self._sizes) and self._sizes[at] == tokens:
-            return self._seconds[tokens]
-        if at == 0:
-            return self._seconds[self._sizes[0]]
-        if at == len(self._sizes):
-            return self._extrapolate(tokens)
-        return self._line(self._sizes[at - 1], self._sizes[at], tokens)
 
-    def _extrapolate(self, tokens: int) -> float:
-        last = self._sizes[-1]
-        if len(self._sizes) == 1:
-            return self._seconds[last]
-        return max(self._seconds[last], self._line(self._sizes[0], last, tokens))
+@dataclass(frozen=True)
+class PairCosts:
+    """Costs of both models' passes, in target passes over one token. `source`: rule, calibration
+    or cache, for the log and the results."""
 
-    def _line(self, low: int, high: int, tokens: int) -> float:
-        share = (tokens - low) / (high - low)
-        return self._seconds[low] + share * (self._seconds[high] - self._seconds[low])
+    target: PassCosts
+    draft: PassCosts
+    source: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "source": self.source,
+            "target": dict(zip(map(str, self.target.sizes), self.target.costs)),
+            "draft": dict(zip(map(str, self.draft.sizes), self.draft.costs)),
+        }
+
+
+def by_rule(target: str, draft: str | None, weight: float) -> PairCosts:
+    """Costs by how passes are computed (`Preparation.target` and `.draft`).
+
+    weight: bytes of the draft's weights over the target's; 0 for a drafter without a model.
+    """
+    return PairCosts(
+        _grown(target, 1.0),
+        _grown(draft, weight + _OVERHEAD) if draft else PassCosts((1,), (0.0,)),
+        "rule",
+    )
+
+
+def _grown(passes: str, alone: float) -> PassCosts:
+    free, growth = _GROWTH.get(passes.split()[0], _GROWTH["eager"])
+    return PassCosts((free, free + growth), (alone, 2 * alone))
+
+
+def calibrate(
+    target: ModelRunner, draft: ModelRunner | None, identity: dict[str, Any]
+) -> PairCosts:
+    """Time a few passes of both models, or take what an earlier run on this machine kept.
+
+    identity: what the costs depend on beside the machine. The runners are emptied.
+    """
+    path = _kept_at({**_machine(), **identity, "version": __version__})
+    if (kept := _read(path)) is not None:
+        return kept
+    target_seconds = _seconds(target)
+    alone = target_seconds[0]
+    draft_costs = PassCosts((1,), (0.0,))
+    if draft is not None:
+        draft_costs = _coarse(_seconds(draft), alone)
+    costs = PairCosts(_coarse(target_seconds, alone), draft_costs, "calibration")
+    _write(path, costs)
+    return costs
+
+
+def _seconds(runner: ModelRunner) -> list[float]:
+    """Of passes over `_SIZES` tokens, as many as the budget allows: each the best of two."""
+    start, found = time.perf_counter(), list[float]()
+    runner.prefill(0, [0])
+    for tokens in _SIZES:
+        if found and time.perf_counter() - start > _BUDGET:
+            break
+        best = math.inf
+        for _ in range(3 if tokens == 1 else 2):
+            before = time.perf_counter()
+            runner.extend([[0] * tokens])
+            best = min(best, time.perf_counter() - before)
+        found.append(best)
+    runner.resize(runner.slots)
+    return found
+
+
+def _coarse(seconds: list[float], alone: float) -> PassCosts:
+    """Relative to `alone`, in coarse steps; more tokens never cost less."""
+    costs: list[float] = []
+    for value in seconds:
+        step = 2 ** (round(_STEPS * math.log2(value / alone)) / _STEPS)
+        costs.append(max([round(step, 3), *costs]))
+    return PassCosts(_SIZES[: len(costs)], tuple(costs))
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "cpu": cpu_name(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "cores": psutil.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def cpu_name() -> str:
+    """The CPU's model name as the system gives it; empty where it does not."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), "")
+
+
+def _kept_at(identity: dict[str, Any]) -> Path:
+    text = json.dumps(identity, sort_keys=True, default=str)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return fly_home() / "calibration" / f"{digest}.json"
+
+
+def _read(path: Path) -> PairCosts | None:
+    """What is kept there, unless it is too old or damaged."""
+    try:
+        if time.time() - path.stat().st_mtime > _MOST_AGE:
+            return None
+        data = json.loads(path.read_text(encoding="utf-8"))
+        models = {}
+        for role in ("target", "draft"):
+            pairs = sorted((int(size), float(cost)) for size, cost in data[role].items())
+            sizes, costs = zip(*pairs)
+            models[role] = PassCosts(sizes, costs)
+        return PairCosts(models["target"], models["draft"], "cache")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _write(path: Path, costs: PairCosts) -> None:
+    """Keep them; without a writable home every run calibrates anew."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(costs.as_dict()))
+    except OSError as error:
+        logger.info("the calibration of pass costs cannot be kept in %s: %s", path.parent, error)

@@ -26,6 +26,7 @@ from fly.decoding.sequence import Request, RowVerdict, Sequence
 from fly.decoding.stopping import Decode
 from fly.decoding.verification import Relaxation, judge, resolve
 from fly.drafters.base import Draft, Drafter
+from fly.drafters.length import DraftLength, FixedLength
 from fly.errors import FlyError
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ Observer = Callable[[RoundRecord], None]
 class Engine:
     """Decodes requests with a target, a drafter and a verification rule.
 
-    spd_k: most draft tokens per round. relaxation: None is exact verification.
+    spd_k: most draft tokens per round. draft_length: how many of them are drafted; all by default.
+    relaxation: None is exact verification.
     decode: token ids to text with special tokens kept, for stop strings.
     trace_entropy: also take the target's entropy before every draft token, for the observer.
     """
@@ -73,10 +75,12 @@ class Engine:
         observer: Observer = lambda record: None,
         reuse_prefixes: bool = True,
         trace_entropy: EntropyKind | None = None,
+        draft_length: DraftLength | None = None,
     ) -> None:
         self._target = target
         self._drafter = drafter
         self._spd_k = spd_k
+        self._draft_length = draft_length or FixedLength(spd_k)
         self._relaxation = relaxation
         self._eos_ids = eos_ids
         self._decode = decode
@@ -125,7 +129,8 @@ class Engine:
         for slot in range(self._target.slots):
             if not waiting or (slot < len(rows) and rows[slot].is_open):
                 continue
-            self._admit(slot, waiting[0])
+            running = min(self._target.slots, len(waiting) + sum(row.is_open for row in rows))
+            self._admit(slot, waiting[0], soon=self._draft_length.choose(running) > 0)
             rows[slot : slot + 1] = [waiting.popleft()]
         for slot in reversed(range(len(rows))):
             if rows[slot].is_open:
@@ -136,10 +141,10 @@ class Engine:
                 self._drafter.move(len(rows), slot)
                 rows[slot] = last
 
-    def _admit(self, slot: int, row: Sequence) -> None:
+    def _admit(self, slot: int, row: Sequence, *, soon: bool) -> None:
         with self._timed("prefill", [row]):
             reused = self._target.prefill(slot, row.tokens[:-1])
-            self._drafter.admit(slot, row)
+            self._drafter.admit(slot, row, soon=soon)
         if not row.generated:
             row.prompt_tokens_reused = reused
 
@@ -159,7 +164,8 @@ class Engine:
 
     def _round(self, rows: list[Sequence]) -> None:
         # The last token of the budget needs no draft, and no draft may reach past the budget.
-        limits = [min(self._spd_k, row.remaining - 1) for row in rows]
+        length = self._draft_length.choose(len(rows))
+        limits = [min(length, row.remaining - 1) for row in rows]
         for row, limit in zip(rows, limits):
             row.begin_round(limit)
         with self._timed("draft", rows):
@@ -172,16 +178,20 @@ class Engine:
             for slot, row in enumerate(rows):
                 self._target.settle(slot, row.tokens, len(row.tokens) - 1)
             self._drafter.commit(rows, verdicts)
+            self._draft_length.observe(
+                # what matched tells of the draft, though an earlier deferral took the round back
+                (v.native_run if v.resolution.reopened else v.accepted, len(v.draft))
+                for v in verdicts
+            )
             for slot, row in enumerate(rows):
                 by = draft.drafted_by(slot, len(verdicts[slot].draft))
-                length = len(row.generated)
+                end = len(row.generated)
                 self._observer(
-                    RoundRecord(row, all_counts[slot], verdicts[slot], by, starts[slot], length)
+                    RoundRecord(row, all_counts[slot], verdicts[slot], by, starts[slot], end)
                 )
 
     def _verify(self, rows: list[Sequence], draft: Draft) -> list[RowVerdict]:
         """One target pass over each row's last token and its draft; one wait of the host."""
-        start = time.perf_counter()
         logits_BKV = self._score(rows, draft)
         draft_BK, length_B = draft.padded(logits_BKV.device)
         logits_BKV, native_BK, choice_BK1 = self._choose(rows, draft, draft_BK, logits_BKV)
@@ -194,7 +204,6 @@ class Engine:
             judged.choice_BK1,
         )
         on_host: list[list[int]] = torch.cat([part.long() for part in columns], dim=1).tolist()
-        self._target.costs.observe(logits_BKV.shape[:2].numel(), time.perf_counter() - start)
         entropies: list[list[float]] = [[] for _ in rows]
         if self._trace_entropy is not None:
             entropies = entropy(logits_BKV, self._trace_entropy).tolist()

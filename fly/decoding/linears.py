@@ -156,15 +156,14 @@ def use_kernels(model: PreTrainedModel, kind: Callable[[nn.Linear], nn.Module]) 
     """`replace`, and let the rest of the model compute in what fly's kernels take and give."""
     replace(model, kind)
     dtype, stored = kernels.activation_dtype(), model.dtype
-    if dtype == stored:
-        return
-    for module in list(model.modules()):
+    for module in list(model.modules()) if dtype != stored else ():
         for name, child in list(module.named_children()):
             if type(child) is nn.Embedding:
                 setattr(module, name, CastEmbedding(child, dtype))
     for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.dtype == stored and not getattr(tensor, "keeps_dtype", False):
-            tensor.data = tensor.data.to(dtype)
+        # a copy in any case: what is left of the checkpoint would keep all of its file in memory
+        keeps = tensor.dtype != stored or getattr(tensor, "keeps_dtype", False)
+        tensor.data = tensor.data.to(tensor.dtype if keeps else dtype, copy=True)
 
 
 class CastEmbedding(nn.Module):

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from fly.decoding.attention import grouped
 from fly.decoding.cache import SlotCache
-from fly.decoding.costs import PassCosts
 from fly.decoding.graphs import StaticPasses
 from fly.decoding.linears import NARROW_ROWS, Int4Linear
 
@@ -41,7 +40,6 @@ class ModelRunner:
         self.max_length = max_length
         self.cache = SlotCache(slots)
         self.lengths = [0] * slots
-        self.costs = PassCosts()
         self._written: list[list[int]] = [[] for _ in range(slots)]  # tokens whose K/V lie there
         self._reuse_prefixes = reuse_prefixes
         self.static: StaticPasses | None = None
@@ -56,8 +54,8 @@ class ModelRunner:
         """What a pass over so many tokens costs, by a fixed rule: 1 is reading int8 weights once.
 
         Weights are read once, then arithmetic takes over: after some 24 tokens on CPUs (measured,
-        docs/performance.md), some hundreds on accelerators. Unlike `costs` it does not follow the
-        clock, so that decisions made by it can be repeated.
+        docs/performance.md), some hundreds on accelerators. It does not follow the clock, so that
+        decisions made by it can be repeated.
         """
         if self._int4 and tokens <= NARROW_ROWS:
             return 0.6

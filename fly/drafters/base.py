@@ -73,8 +73,9 @@ class Draft:
 class Drafter(Protocol):
     """Rows are in slot order: row b sits in slot b of every cache."""
 
-    def admit(self, slot: int, row: Sequence) -> None:
-        """A new row takes `slot`: prefill, build an index."""
+    def admit(self, slot: int, row: Sequence, *, soon: bool = True) -> None:
+        """A new row takes `slot`: prefill, build an index. Unless something is drafted for it
+        `soon`, work may wait until something is."""
 
     def propose(self, rows: list[Sequence], limits: list[int]) -> Draft:
         """At most `limits[b]` tokens for row b, ending at EOS. Rows' tokens are all committed."""
@@ -94,7 +95,7 @@ class Drafter(Protocol):
 class NoDrafter:
     """Target only: every round is one plain decoding step."""
 
-    def admit(self, slot: int, row: Sequence) -> None:
+    def admit(self, slot: int, row: Sequence, *, soon: bool = True) -> None:
         pass
 
     def propose(self, rows: list[Sequence], limits: list[int]) -> Draft:

@@ -8,8 +8,6 @@ the guess, up to the rounding of passes of another width (quantised drafts round
 
 from __future__ import annotations
 
-import time
-
 import torch
 from torch import Tensor
 
@@ -19,7 +17,7 @@ from fly.decoding.sampling import draw
 from fly.decoding.sequence import RowVerdict, Sequence
 from fly.drafters.base import Draft
 from fly.drafters.ngram import NgramIndex, until_eos
-from fly.drafters.policy import Chain, DraftPolicy, FixedPolicy, GuessPolicy
+from fly.drafters.policy import Chain, GuessPolicy
 
 _CATCH_UP = 32  # a row this far behind is fed without building logits
 
@@ -32,21 +30,16 @@ class ModelDrafter:
 
     drafts_alone = True  # nothing on the host takes part in a step
 
-    def __init__(
-        self, runner: ModelRunner, eos_ids: frozenset[int], policy: DraftPolicy | None = None
-    ) -> None:
+    def __init__(self, runner: ModelRunner, eos_ids: frozenset[int]) -> None:
         self.runner = runner
         self._eos_ids = eos_ids
         self._eos = torch.tensor(sorted(eos_ids), dtype=torch.long, device=runner.device)
-        self._policy = policy or FixedPolicy()
-        self._in_one = self.drafts_alone and isinstance(self._policy, FixedPolicy)
         self._chains: list[Chain] = []
-        self._draft_seconds = 0.0
 
-    def admit(self, slot: int, row: Sequence) -> None:
+    def admit(self, slot: int, row: Sequence, *, soon: bool = True) -> None:
         # A prompt past the draft's context is not drafted for at all; the target goes on alone.
         self.runner.keep(slot, 0)
-        if len(row.tokens) < self.runner.max_length:
+        if soon and len(row.tokens) < self.runner.max_length:
             self.runner.prefill(slot, row.tokens[:-1])
 
     def propose(self, rows: list[Sequence], limits: list[int]) -> Draft:
@@ -54,15 +47,10 @@ class ModelDrafter:
             Chain(min(limit, max(0, self.runner.max_length - len(row.tokens))))
             for row, limit in zip(rows, limits)
         ]
-        self._draft_seconds = 0.0
         if (draft := self._on_device(rows)) is not None:
             return draft
         while any(chain.is_open for chain in self._chains):
-            unseen = [self._unseen(slot, row) for slot, row in enumerate(rows)]
-            if not self._policy.goes_on(self._chains, max(map(len, unseen))):
-                break
-            self._pass(rows, unseen)
-        self._policy.trim(self._chains)
+            self._pass(rows, [self._unseen(slot, row) for slot, row in enumerate(rows)])
         return Draft(
             [list(chain.tokens) for chain in self._chains],
             by=[chain.by for chain in self._chains],
@@ -74,7 +62,7 @@ class ModelDrafter:
         limits = [chain.limit for chain in self._chains]
         steps = max(limits)
         plain = all(row.request.sampling.is_plain for row in rows)
-        if not self._in_one or not plain or steps == 0:
+        if not self.drafts_alone or not plain or steps == 0:
             return None
         feeds = [self._unseen(slot, row) for slot, row in enumerate(rows)]
         limit_B = torch.tensor(limits).to(self.runner.device)
@@ -90,14 +78,15 @@ class ModelDrafter:
         chain = self._chains[slot]
         if not chain.is_open:
             return []
-        if len(row.tokens) - self.runner.lengths[slot] > _CATCH_UP:
+        if self.runner.lengths[slot] == 0:  # admitted for later
+            self.runner.prefill(slot, row.tokens[:-1])
+        elif len(row.tokens) - self.runner.lengths[slot] > _CATCH_UP:
             self.runner.catch_up(slot, row.tokens[:-1])
         return (row.tokens + chain.tokens)[self.runner.lengths[slot] :]
 
     def _pass(self, rows: list[Sequence], unseen: list[list[int]]) -> None:
         guesses = self._guess(rows, unseen)
         feeds = [fed + guess for fed, guess in zip(unseen, guesses)]
-        start = time.perf_counter()
         logits_BQV = self.runner.extend(feeds)
         choices = greedy(logits_BQV).tolist()
         for slot, row in enumerate(rows):
@@ -107,10 +96,6 @@ class ModelDrafter:
                 choices[slot][last : last + len(logits_NV)] = self._draw(
                     row, self._chains[slot], logits_NV, guesses[slot]
                 )
-        confidence = self._confidence(logits_BQV)
-        seconds = time.perf_counter() - start
-        self.runner.costs.observe(len(feeds) * max(map(len, feeds)), seconds)
-        self._draft_seconds += seconds
         for slot, (fed, guess) in enumerate(zip(unseen, guesses)):
             if not fed:
                 continue
@@ -122,8 +107,6 @@ class ModelDrafter:
             chain.tokens.extend(new)
             chain.by += ("n" * agreed + "d")[: len(new)]
             del chain.q[len(chain.tokens) :]
-            if confidence is not None:
-                chain.confidence.extend(confidence[slot][len(fed) - 1 :][: len(new)])
             chain.ended = new[-1] in self._eos_ids
             self.runner.keep(slot, self.runner.lengths[slot] + len(fed) + agreed)
 
@@ -143,15 +126,6 @@ class ModelDrafter:
         drawn: list[int] = draw(q_NV, row.noise.draft[len(chain.tokens) :][: len(q_NV)]).tolist()
         return drawn
 
-    def _confidence(self, logits_BQV: Tensor) -> list[list[float]] | None:
-        """The draft's probability of its own choices, [B, Q], for policies that ask."""
-        if not self._policy.needs_confidence:
-            return None
-        logits_BQV = logits_BQV.float()
-        best_BQ = logits_BQV.amax(dim=-1) - logits_BQV.logsumexp(dim=-1)
-        result: list[list[float]] = best_BQ.exp().tolist()
-        return result
-
     def _guess(self, rows: list[Sequence], unseen: list[list[int]]) -> list[list[int]]:
         """Tokens that the draft model only has to verify; none in the plain drafter."""
         return [[] for _ in rows]
@@ -163,12 +137,6 @@ class ModelDrafter:
         for slot, row in enumerate(rows):
             known = min(self.runner.lengths[slot], len(row.tokens) - 1)
             self.runner.settle(slot, row.tokens, known)
-        # what matched tells of the draft, though an earlier deferral took the round back
-        accepted = [
-            verdict.native_run if verdict.resolution.reopened else verdict.accepted
-            for verdict in verdicts
-        ]
-        self._policy.observe(self._chains, accepted, self._draft_seconds)
 
     def move(self, source: int, destination: int) -> None:
         self.runner.move(source, destination)
@@ -192,17 +160,16 @@ class CascadeDrafter(ModelDrafter):
         min_size: int,
         max_size: int,
         count: int,
-        policy: DraftPolicy | None = None,
     ) -> None:
-        super().__init__(runner, eos_ids, policy)
+        super().__init__(runner, eos_ids)
         self._sizes = (min_size, max_size)
         self._count = count
         self._indexes = [NgramIndex(*self._sizes) for _ in runner.lengths]
         self._guess_policy = GuessPolicy(runner.relative_cost)
         self._matched_sizes = [0] * runner.slots
 
-    def admit(self, slot: int, row: Sequence) -> None:
-        super().admit(slot, row)
+    def admit(self, slot: int, row: Sequence, *, soon: bool = True) -> None:
+        super().admit(slot, row, soon=soon)
         self._indexes[slot] = NgramIndex(*self._sizes)
 
     def _guess(self, rows: list[Sequence], unseen: list[list[int]]) -> list[list[int]]:

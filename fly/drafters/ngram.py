@@ -63,7 +63,7 @@ class NgramDrafter:
         self._eos_ids = eos_ids
         self._indexes = [NgramIndex(*self._sizes) for _ in range(slots)]
 
-    def admit(self, slot: int, row: Sequence) -> None:
+    def admit(self, slot: int, row: Sequence, *, soon: bool = True) -> None:
         self._indexes[slot] = NgramIndex(*self._sizes)
 
     def propose(self, rows: list[Sequence], limits: list[int]) -> Draft:

@@ -15,6 +15,7 @@ from rich.table import Table
 
 import fly
 from fly import sandbox, session
+from fly.decoding.costs import cpu_name
 
 if TYPE_CHECKING:
     from fly.lm import FlyLM
@@ -40,7 +41,8 @@ def device_facts(device: torch.device) -> dict[str, Any]:
         facts["name"] = properties.name
         facts["memory_bytes"] = properties.total_memory
     else:
-        facts["name"] = platform.processor() or platform.machine()
+        facts["name"] = cpu_name() or platform.processor() or platform.machine()
+        facts["capability"] = torch.backends.cpu.get_cpu_capability()
     return facts
 
 
@@ -68,6 +70,7 @@ def results_entry(lm: FlyLM) -> dict[str, Any]:
         "draft_dtype": None if draft is None else str(draft.dtype),
         "draft_num_parameters": None if draft is None else lm.preparation.draft_parameters,
         "preparation": lm.preparation.as_dict(),
+        "draft_length": lm.draft_length,
         "eos_token_ids": sorted(lm.eos_ids),
         "sampling": [asdict(sampling) for sampling in sorted(lm.samplings, key=repr)],
         "sandbox": sandbox.used_isolation(),

@@ -79,7 +79,8 @@ class TunedLM(FlyLM):
         if self.draft_model is None:
             raise FlyError(f"config_path={config_path}: names no draft model: nothing to tune")
         self._model_args = model_args
-        self.given = self.fly_config
+        # every K is tried: the run's own choice would only hide what a K costs
+        self.given = self.fly_config = self.fly_config.model_copy(update={"draft_policy": "fixed"})
         self._in_use = self.fly_config.draft_quantization
 
     def _build(self, instances: list[Instance]) -> list[Request]:

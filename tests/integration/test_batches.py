@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from fly.decoding import memory
+from fly.decoding.costs import PairCosts, PassCosts
 from fly.decoding.runner import ModelRunner
 from fly.decoding.sampling import Sampling
 from fly.decoding.sequence import Request
+from fly.drafters.length import AdaptiveLength
 from fly.drafters.model import CascadeDrafter
-from fly.drafters.policy import AdaptivePolicy
 from fly.errors import FlyError
 from tests import tiny
 
@@ -39,13 +40,13 @@ def decode(ids):
     return "".join(f" {token}," for token in ids)
 
 
-def run(pair, wanted, slots, *, k=6, adaptive=False, reuse=True, relaxation=None, target=None):
+def run(pair, wanted, slots, *, k=6, length=None, reuse=True, relaxation=None, target=None):
     target_model, draft = pair
     runner = ModelRunner(draft, slots, 512, reuse_prefixes=reuse)
     target = target or ModelRunner(target_model, slots, 512, reuse_prefixes=reuse)
-    policy = AdaptivePolicy(target.costs, runner.costs) if adaptive else None
-    drafter = CascadeDrafter(runner, frozenset({tiny.EOS}), 1, 4, 6, policy)
-    engine = tiny.engine(target, drafter, k, relaxation, decode=decode, reuse_prefixes=reuse)
+    drafter = CascadeDrafter(runner, frozenset({tiny.EOS}), 1, 4, 6)
+    own = {"decode": decode, "reuse_prefixes": reuse, "draft_length": length}
+    engine = tiny.engine(target, drafter, k, relaxation, **own)
     records = {record.request.tag: record for record in engine.run(wanted)}
     assert len(records) == len(wanted)
     return records
@@ -74,11 +75,26 @@ def test_a_cache_that_mixes_up_rows_is_noticed(pair, monkeypatch):
 
 @pytest.mark.parametrize("slots", [1, 3])
 def test_adaptive_drafts_change_nothing_when_verified_exactly(pair, slots):
+    """Rows whose draft is left out for some rounds, or is postponed from their start, included."""
     wanted = requests()
-    expected = run(pair, wanted, 1)
-    adaptive = run(pair, wanted, slots, adaptive=True, k=12)
+    expected = run(pair, wanted, slots)
+    # drafting pays for a single row only: it starts late, behind rows that did without
+    costs = PairCosts(PassCosts((1, 3, 4), (1.0, 1.0, 40.0)), PassCosts((1,), (0.1,)), "test")
+    length = Recorded(12, costs)
+    adaptive = run(pair, wanted, slots, length=length, k=12)
     assert tokens(adaptive) == tokens(expected)
     assert tiny.total(adaptive.values(), "native_accepted") > 0
+    assert slots == 1 or {0, 2} <= length.chosen
+
+
+class Recorded(AdaptiveLength):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.chosen = set()
+
+    def choose(self, sequences):
+        self.chosen.add(k := super().choose(sequences))
+        return k
 
 
 def test_shared_prefixes_are_copied_and_repeats_prefill_nothing(pair):

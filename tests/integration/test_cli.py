@@ -37,6 +37,7 @@ def task_dir(tmp_path):
 def config_file(saved_pair, tmp_path):
     path = tmp_path / "pair.json"
     values = {"target_model_path": str(saved_pair / "target"), "spd_k": 4, "win_len": 1}
+    values["draft_policy"] = "fixed"
     path.write_text(json.dumps(values))
     return path
 

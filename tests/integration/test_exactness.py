@@ -116,7 +116,7 @@ def test_a_drafter_with_a_wrong_cache_costs_speed_not_correctness(
     """A drafter that never saw the prompt drafts badly; the target still decides."""
     honest = tiny.total(run(target, draft, "model", 4), "native_accepted")
 
-    def admit_blindly(self, slot, row):
+    def admit_blindly(self, slot, row, *, soon=True):
         self.runner.prefill(slot, [3] * (len(row.tokens) - 1))
 
     monkeypatch.setattr(ModelDrafter, "admit", admit_blindly)

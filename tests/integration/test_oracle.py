@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fly.decoding.costs import PassCosts
 from fly.decoding.engine import Engine
 from fly.decoding.gates import EntropyGate
 from fly.decoding.sequence import Request, Sequence
@@ -37,7 +36,7 @@ class ScriptedTarget:
     device = torch.device("cpu")
 
     def __init__(self, script, slots):
-        self.script, self.costs = script, PassCosts()
+        self.script = script
         self.resize(slots)
 
     @property
@@ -98,7 +97,7 @@ class ScriptedDrafter:
         self.script, self.on_device = script, on_device
         self.resize(slots)
 
-    def admit(self, slot, row):
+    def admit(self, slot, row, *, soon=True):
         self.rows[slot] = row
 
     def move(self, source, destination):

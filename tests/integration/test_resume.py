@@ -64,6 +64,7 @@ def place(saved_pair, tmp_path_factory):
     (folder / "tasks" / "tiny_utils.py").write_text(UTILS)
     shutil.copytree(saved_pair, folder / "pair")
     values = {"target_model_path": "pair/target", "spd_k": 4, "win_len": 1, "entropy_thre": 0.0}
+    values["draft_policy"] = "fixed"
     (folder / "pair.json").write_text(json.dumps({**values, "trace": True}))
     return folder
 

@@ -12,7 +12,6 @@ import os
 import random
 from collections import Counter
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ from fly.decoding.verification import Relaxation
 from fly.drafters.base import NoDrafter
 from fly.drafters.model import CascadeDrafter, ModelDrafter
 from fly.drafters.ngram import NgramDrafter
-from fly.drafters.policy import AdaptivePolicy
 from tests import tiny
 
 V = 8
@@ -272,62 +270,6 @@ def test_mutants_are_refuted(where, mutant, name, monkeypatch):
     monkeypatch.setattr(where, mutant)
     p_value = mutant_p_value(name)
     assert p_value < REFUTED
-
-
-# A draft cut short
-
-
-class StepCosts:
-    """Seconds by tokens in the pass, as accelerators have them: in steps."""
-
-    def __init__(self, *seconds):
-        self._steps = seconds
-
-    def observe(self, tokens, seconds):
-        pass
-
-    def seconds(self, tokens):
-        return self._steps[min(tokens, len(self._steps)) - 1]
-
-
-class SettledPolicy(AdaptivePolicy):
-    """The policy in mid-run: calibrated, drafting as fast as the target alone; nothing to learn."""
-
-    def __init__(self, target_costs, draft_costs):
-        super().__init__(target_costs, draft_costs)
-        self._rounds = 2
-        self._calibration = SimpleNamespace(mean=0.75, acceptance=lambda confidence: confidence)
-
-    def observe(self, chains, accepted, draft_seconds):
-        pass
-
-
-def sure_or_flat(spread, seed):
-    """Tokens 0-3 are followed by 5, 2, 6, 7 almost surely; 4-7 by nearly anything."""
-    logits_VV = spread * torch.randn(V, V, generator=torch.Generator().manual_seed(seed))
-    logits_VV[:4] = 4.5 * torch.eye(V)[[5, 2, 6, 7]]
-    return logits_VV.expand(V, V, V)
-
-
-def test_a_token_is_not_cut_from_the_draft_for_what_it_is():
-    """Whether a place is drafted may depend on what came before it, never on its own token.
-
-    Cutting from the end keeps the second token if the third is a sure one, which depends on the
-    second: tokens that lead to sure ones then keep the draft's frequency, others are drawn again.
-    """
-    target = TableRunner(sure_or_flat(0.9, 0), 1)
-    draft = TableRunner(sure_or_flat(0.3, 1), 1)
-    target.costs = StepCosts(1, 1, 1.28, 1.38)  # seconds of 1, 2, ... columns
-    drafter = ModelDrafter(draft, NO_EOS, SettledPolicy(target.costs, StepCosts(0.001)))
-    requests = table_requests(2000, 4, (Sampling(1.0),), prompt=(3, 0))
-    records = list(tiny.engine(target, drafter, 3, eos=NO_EOS).run(requests))
-    after_5 = Counter(record.tokens[1] for record in records if record.tokens[0] == 5)
-    test = ChiSquare()
-    p_V = processed(target.table_VVV, Sampling(1.0))[0, 5].tolist()
-    test.add([after_5[token] for token in range(V)], p_V)
-    assert after_5.total() > 1000
-    assert tiny.total(records, "native_accepted") > 0
-    assert test.p_value > HONEST
 
 
 # The real world: short continuations of a tiny model, enumerated

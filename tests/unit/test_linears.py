@@ -102,22 +102,29 @@ def test_float32_stays_as_it_is():
 
 
 @needs_bf16
-def test_auto_packs_the_target_and_quantises_the_draft_only():
+def test_onednn_packs_the_target_and_quantises_the_draft_only():
     target, draft = tiny.model(1).bfloat16(), tiny.model(2).bfloat16()
     parameters = draft.num_parameters()
-    done = preparation.prepare(target, draft, config())
-    assert (done.target, done.draft, done.draft_parameters) == ("packed", "int4", parameters)
+    done = preparation.prepare(target, draft, config(execution="onednn"))
+    assert (done.target, done.draft) == ("onednn", "onednn int4")
+    assert (done.draft_parameters, done.draft_weight) == (parameters, 0.25)
     assert type(target.lm_head) is linears.PackedLinear
     assert type(draft.lm_head) is linears.Int4Linear
 
 
 @pytest.mark.parametrize(
     ("values", "expected"),
-    [({"compile": "off"}, "eager"), ({"draft_quantization": "none"}, "packed")],
+    [
+        ({"compile": "off"}, "eager"),
+        ({"execution": "eager"}, "eager"),
+        ({"draft_quantization": "none"}, "onednn"),
+        ({"draft_quantization": "int8"}, "onednn int8"),
+    ],
 )
 @needs_bf16
 def test_each_lever_can_be_switched_off(values, expected):
     draft = tiny.model(2).bfloat16()
+    values = {"execution": "onednn", **values} if "compile" not in values else values
     assert preparation.prepare(tiny.model(1).bfloat16(), draft, config(**values)).draft == expected
 
 
@@ -148,7 +155,9 @@ def test_threads_fit_the_cores_this_process_may_use():
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(preparation.available_cores() + 3)
-        preparation.limit_threads()
+        preparation.set_threads(None)
         assert torch.get_num_threads() == preparation.available_cores()
+        preparation.set_threads(1)
+        assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)

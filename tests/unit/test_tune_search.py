@@ -15,6 +15,7 @@ from tests.unit.test_simulate import documents_of
 BASE = config.build(
     {
         "target_model_path": "t", "draft_model_path": "d", "spd_k": 8, "win_len": 4,
+        "draft_policy": "fixed",
         "draft_quantization": "none",
     },
     "test",
@@ -105,7 +106,7 @@ def test_the_given_setting_is_predicted_where_replays_tell(replays, eos):
     found = predict_one(BASE, replays[0], machine(), eos)
     assert found.config == BASE
     assert 0 < found.changed < 1
-    for unknown in ({"draft_policy": "adaptive"}, {"verification": "typical"}):
+    for unknown in ({"draft_policy": "auto"}, {"verification": "typical"}):
         other = config.build({**BASE.model_dump(), **unknown}, "test")
         assert predict_one(other, replays[0], machine(), eos) is None
 

@@ -55,8 +55,6 @@ def _configurations() -> Tensor:
 class _PackedLinear(nn.Module):
     """A weight in panels, and the call of its kernel. [..., in] -> [..., out]."""
 
-    inputs_per_step: int  # inputs that the weights' innermost layout holds together
-
     def __init__(self, linear: nn.Linear, *, int8: bool) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
@@ -73,14 +71,13 @@ class _PackedLinear(nn.Module):
         if linear.bias is not None:
             self._bias[: self.out_features] = linear.bias.detach().float()
 
-    def _pack(self, weight: Tensor, together: int) -> Tensor:
-        """[out, in] -> [panels, in / together, 16, together], padded with zeros."""
-        padded = nn.functional.pad(
-            weight,
-            (0, self._width - self.in_features, 0, self._panels * PANEL - self.out_features),
-        )
-        blocks = padded.view(self._panels, PANEL, self._width // together, together)
-        return blocks.transpose(1, 2).contiguous()
+    def _pack(self, weight: Tensor) -> Tensor:
+        """[out, in] -> 32 bits of consecutive inputs each, [panels, in / 2 or 4, 16]."""
+        missing = (self._width - self.in_features, self._panels * PANEL - self.out_features)
+        if any(missing):
+            weight = nn.functional.pad(weight, (0, missing[0], 0, missing[1]))
+        steps = weight.contiguous().view(torch.int32).view(self._panels, PANEL, -1)
+        return steps.transpose(1, 2).contiguous()
 
     def _rows(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features)
@@ -116,7 +113,7 @@ class Bfloat16Linear(_PackedLinear):
         if linear.weight.dtype != torch.bfloat16:
             raise ValueError(f"weights are {linear.weight.dtype}: only bfloat16 is packed")
         super().__init__(linear, int8=False)
-        self._weight = self._pack(linear.weight.detach(), 2)
+        self._weight = self._pack(linear.weight.detach())
 
     def forward(self, x: Tensor) -> Tensor:
         return self._shaped(self._multiply(self._rows(x), self._weight, (0, 0, 0)), x)
@@ -142,7 +139,7 @@ class Int8Linear(_PackedLinear):
         # the inputs' 128 added times the weights, taken off again
         self._offset = torch.zeros(columns, dtype=torch.int32)
         self._offset[: self.out_features] = levels.sum(dim=1, dtype=torch.int32) * 128
-        self._weight = self._pack(levels, 4)
+        self._weight = self._pack(levels)
         self._quantize = build.quantize(instructions=isa)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -69,7 +69,9 @@ class _Writer:
     def load(self, pointer: str, index: str) -> str:
         where = self.at(pointer, index)
         loaded = self.op(f"load <16 x {self.element}>, ptr {where}, align {self.bytes}")
-        return loaded if self.element == "float" else self.op(f"fpext <16 x bfloat> {loaded} to {_V}")
+        return (
+            loaded if self.element == "float" else self.op(f"fpext <16 x bfloat> {loaded} to {_V}")
+        )
 
     def store(self, value: str, pointer: str, index: str) -> None:
         where = self.at(pointer, index)
@@ -263,9 +265,7 @@ def rotate(element: str) -> str:
             crossed = w.op(f"fneg {_V} {crossed}")
         product = w.op(f"fmul {_V} {straight}, {w.load('%COS', cos_at)}")
         sine = w.load("%SIN", cos_at)
-        turned = w.op(
-            f"call {_V} @llvm.fma.v16f32({_V} {crossed}, {_V} {sine}, {_V} {product})"
-        )
+        turned = w.op(f"call {_V} @llvm.fma.v16f32({_V} {crossed}, {_V} {sine}, {_V} {product})")
         w.store(turned, "%to", where)
     w.add(
         "%i_next = add nuw i64 %i, 16",

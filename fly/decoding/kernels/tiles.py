@@ -36,7 +36,9 @@ def configuration(rows: int) -> bytes:
 def product(*, int8: bool) -> str:
     """IR of `@product(ptr arguments)`, one thread's share; see vector.product."""
     multiply = "tdpbssd" if int8 else "tdpbf16ps"
-    shapes = [(row_tiles, panels) for row_tiles, most in _SIDE_BY_SIDE.items() for panels in {1, most}]
+    shapes = [
+        (row_tiles, panels) for row_tiles, most in _SIDE_BY_SIDE.items() for panels in {1, most}
+    ]
     parts = [_declarations(multiply)]
     for row_tiles, panels in shapes:
         parts.append(_sums(row_tiles, panels, multiply))

@@ -97,7 +97,9 @@ class _Int8:
     def declarations(self) -> str:
         if self._dot:
             # the vector of bytes is this intrinsic's type from LLVM 22 on
-            return "declare <16 x i32> @llvm.x86.avx512.vpdpbusd.512(<16 x i32>, <64 x i8>, <64 x i8>)"
+            return (
+                "declare <16 x i32> @llvm.x86.avx512.vpdpbusd.512(<16 x i32>, <64 x i8>, <64 x i8>)"
+            )
         return (
             "declare <16 x i16> @llvm.x86.avx2.pmadd.ub.sw(<32 x i8>, <32 x i8>)\n"
             "declare <8 x i32> @llvm.x86.avx2.pmadd.wd(<16 x i16>, <16 x i16>)"
@@ -358,8 +360,14 @@ def quantize(source: str, *, unsigned: bool) -> str:
     16 wide. Arguments: x, int8, scales, rows, width, counter.
     """
     bytes_ = 4 if source == "float" else 2
-    flip = "xor <16 x i8> %i8, splat (i8 -128)" if unsigned else "add <16 x i8> %i8, zeroinitializer"
-    wide = "fpext <16 x bfloat> {} to <16 x float>" if source != "float" else "fadd <16 x float> {}, splat (float -0.0)"
+    flip = (
+        "xor <16 x i8> %i8, splat (i8 -128)" if unsigned else "add <16 x i8> %i8, zeroinitializer"
+    )
+    wide = (
+        "fpext <16 x bfloat> {} to <16 x float>"
+        if source != "float"
+        else "fadd <16 x float> {}, splat (float -0.0)"
+    )
     return f"""
 declare <16 x float> @llvm.fabs.v16f32(<16 x float>)
 declare <16 x float> @llvm.maxnum.v16f32(<16 x float>, <16 x float>)

@@ -1,0 +1,138 @@
+"""Draft length as a cost decision: pass costs by rule and by calibration, and what is made of them."""
+
+import json
+import os
+import time
+
+import pytest
+
+from fly.decoding import costs
+from fly.decoding.costs import PairCosts, PassCosts, by_rule, calibrate
+from fly.drafters.length import AdaptiveLength, FixedLength, best_length, pays
+from tests import tiny
+
+
+def pair_costs(target, draft=((1,), (0.2,))):
+    return PairCosts(PassCosts(*target), PassCosts(*draft), "test")
+
+
+FLAT = pair_costs(((1,), (1.0,)))  # width costs nothing
+STEEP = pair_costs(((1, 11), (1.0, 11.0)))  # every token costs a whole pass
+
+
+def test_costs_lie_on_lines_and_go_on_after_the_last_size():
+    table = PassCosts((1, 4, 12), (1.0, 1.0, 3.0))
+    assert [table.at(n) for n in (1, 2, 4, 8, 12, 20)] == [1.0, 1.0, 1.0, 2.0, 3.0, 5.0]
+    assert PassCosts((1,), (0.5,)).at(100) == 0.5
+
+
+def test_drafts_are_as_long_as_they_pay():
+    """The optimum by hand: tokens (1 - a^(K+1)) / (1 - a) over 1 + 0.2 K (+ 0.03 a round)."""
+    expected = max(range(16), key=lambda k: (1 - 0.8 ** (k + 1)) / 0.2 / (1.03 + 0.2 * k))
+    assert best_length(15, 1, 0.8, FLAT) == expected > 1
+    assert best_length(2, 1, 0.8, FLAT) == 2  # spd_k is the most
+    assert best_length(15, 1, 0.8, STEEP) == 0
+    assert best_length(15, 1, 0.1, FLAT) == 0
+    assert best_length(15, 1, 0.95, FLAT) > expected
+
+
+def test_many_sequences_draft_less_where_width_costs():
+    growing = by_rule("kernels-avx2", "kernels-avx2 int8", 0.16)
+    lengths = [best_length(15, sequences, 0.87, growing) for sequences in (1, 2, 4, 6, 12)]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] >= 3
+    assert lengths[-1] == 0
+
+
+def test_wide_passes_are_cheap_with_tiles_and_dear_on_avx2():
+    tiles = by_rule("kernels-amx", "kernels-amx int8", 0.16)
+    assert pays(8, 12, 0.87, tiles)
+    assert not pays(8, 6, 0.87, by_rule("kernels-avx2", "kernels-avx2 int8", 0.16))
+    assert pays(8, 1, 0.87, by_rule("kernels-avx2", "kernels-avx2 int8", 0.16))
+
+
+def test_what_is_never_accepted_is_not_drafted_and_tried_again_later():
+    length = AdaptiveLength(8, FLAT)
+    assert length.choose(1) > 2
+    for _ in range(300):
+        length.observe([(0, 8)])
+    assert length.choose(1) == 0
+    waited = 0
+    while length.choose(1) == 0:
+        length.observe([(0, 0)])
+        waited += 1
+    assert 50 < waited < 1000
+
+
+def test_tokens_behind_a_rejection_tell_nothing():
+    """Counted as rejected they would bring the acceptance of 4 in 5 down to 4 in 8."""
+    length = AdaptiveLength(8, FLAT)
+    for _ in range(300):
+        length.observe([(4, 8)])
+    assert length.acceptance == pytest.approx(0.8, abs=0.02)
+
+
+def test_the_same_counts_choose_the_same_again():
+    """No clock: two runs over the same rounds decide alike, round by round."""
+    rounds = [[(k % 5, 4), (k % 3, 3)] for k in range(60)]
+
+    def decisions():
+        length, chosen = AdaptiveLength(8, by_rule("kernels-avx512", "eager", 0.3)), []
+        for judged in rounds:
+            chosen.append(length.choose(2))
+            length.observe(judged)
+        return chosen
+
+    assert decisions() == decisions()
+    assert FixedLength(5).choose(12) == 5
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLY_HOME", str(tmp_path))
+    return tmp_path / "calibration"
+
+
+def runners():
+    return tiny.runner(tiny.model(1), 2), tiny.runner(tiny.model(2), 2)
+
+
+def test_a_calibration_is_coarse_kept_and_read_again(home, monkeypatch):
+    target, draft = runners()
+    made = calibrate(target, draft, {"pair": 1})
+    assert made.source == "calibration"
+    assert target.lengths == [0, 0]
+    assert made.target.costs[0] == 1.0
+    assert list(made.target.costs) == sorted(made.target.costs)
+    monkeypatch.setattr(costs, "_seconds", lambda runner: pytest.fail("measured again"))
+    kept = calibrate(*runners(), {"pair": 1})
+    assert (kept.source, kept.target, kept.draft) == ("cache", made.target, made.draft)
+    assert len(list(home.iterdir())) == 1
+
+
+@pytest.mark.parametrize("spoil", ["other pair", "old", "torn", "other threads", "empty table"])
+def test_a_calibration_of_something_else_is_made_anew(home, monkeypatch, spoil):
+    calibrate(*runners(), {"pair": 1})
+    (path,) = home.iterdir()
+    if spoil == "old":
+        then = time.time() - 40 * 24 * 3600
+        os.utime(path, (then, then))
+    if spoil == "torn":
+        path.write_text(path.read_text()[:20])
+    if spoil == "empty table":
+        path.write_text(json.dumps({"target": {}, "draft": {}}))
+    if spoil == "other threads":
+        monkeypatch.setattr(costs.torch, "get_num_threads", lambda: 99)
+    pair = 2 if spoil == "other pair" else 1
+    assert calibrate(*runners(), {"pair": pair}).source == "calibration"
+
+
+def test_a_home_that_cannot_be_written_only_means_measuring_again(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FLY_HOME", str(tmp_path / "file"))
+    assert calibrate(*runners(), {}).source == "calibration"
+
+
+def test_noise_of_a_tenth_does_not_change_a_calibrated_cost():
+    assert costs._coarse([1.0, 1.0, 2.0], 1.0) == costs._coarse([1.0, 1.05, 2.1], 1.0)
+    assert costs._coarse([1.0, 0.7, 2.0], 1.0).costs == (1.0, 1.0, 2.0)  # wider is never cheaper
