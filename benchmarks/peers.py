@@ -247,11 +247,13 @@ class Fly:
 
 @dataclass(frozen=True)
 class Peer:
-    """`load` None: vllm_peer.py. `batches` False: batch size 1 only. `overrides`: fly's keys."""
+    """`load` None: vllm_peer.py. `batches` False: batch size 1 only. `overrides`: fly's keys.
+    `dtype`: the peer's own, whatever the others have."""
 
     load: Callable[[Spec], Generator] | None
     batches: bool = True
     overrides: dict[str, Any] = field(default_factory=dict)
+    dtype: str | None = None
 
 
 _LEVERS_OFF: dict[str, dict[str, Any]] = {
@@ -267,7 +269,8 @@ LEVERS: dict[str, Peer] = {
     for name, off in {
         **_LEVERS_OFF,
         "fly-no_levers": _ALL_OFF,
-        "fly-adaptive": {"draft_policy": "adaptive"},  # the other way round: off by default
+        "fly-fixed_length": {"draft_policy": "fixed"},
+        "fly-no_kernels": {"execution": "onednn"},
         "fly-no_ngram": {"use_ngram": False},
     }.items()
 }
@@ -280,7 +283,12 @@ DEFAULT: dict[str, Peer] = {
     "strict": Peer(Fly, overrides={"enable_fly": False}),
     "fly": Peer(Fly),
 }
-PEERS: dict[str, Peer] = {**DEFAULT, **LEVERS, **VLLM}
+MORE: dict[str, Peer] = {
+    "hf_float32": Peer(PlainHF, dtype="float32"),
+    "assisted_float32": Peer(Assisted, batches=False, dtype="float32"),
+    "fly_across": Peer(Fly, overrides={"defer_across_rounds": True, "spd_k": 5}),
+}
+PEERS: dict[str, Peer] = {**DEFAULT, **MORE, **LEVERS, **VLLM}
 
 
 def measure(spec: Spec) -> dict[str, Any]:

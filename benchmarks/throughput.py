@@ -265,7 +265,8 @@ def pairs() -> list[tuple[str, str]]:
     others = ("assisted", "prompt_lookup", "target_only", "vllm")
     return [
         *((name, "hf") for name in (*PEERS, *_GROUPS) if name != "hf" and name != "vllm_draft"),
-        *((name, other) for name in ("fly", "strict") for other in others),
+        *((name, other) for name in ("fly", "fly_across", "strict") for other in others),
+        *((name, "hf_float32") for name in ("target_only", "strict", "fly", "fly_across")),
         *(("fly", lever) for lever in LEVERS),
     ]
 
@@ -304,6 +305,34 @@ def ratios(speeds: dict[Run, float], failed: set[Run]) -> dict[str, float]:
     ]
     add("fly/target_only@same", max(common, default=None), 1.0)
     return found
+
+
+def time_ratios(done: dict[Run, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
+    """Seconds of hf, and of fly's target-only, over those of each peer, for the same documents at
+    the same batch size; `decode`: without prefill, of fly's own modes."""
+    seconds = {
+        run: statistics.median(r["seconds"] for r in records) for run, records in done.items()
+    }
+    decode = {
+        run: statistics.median(_decode_seconds(r["stats"]) for r in records)
+        for run, records in done.items()
+        if all("stats" in r for r in records)
+    }
+    found: dict[str, dict[str, float]] = {}
+    for peer, size in done:
+        row = found[f"{peer}@{size}"] = {}
+        for other in ("hf", "hf_float32", "target_only"):
+            if (other, size) in seconds:
+                row[other] = round(seconds[other, size] / seconds[peer, size], 3)
+        if (peer, size) in decode and ("target_only", size) in decode:
+            row["target_only decode"] = round(decode["target_only", size] / decode[peer, size], 3)
+    return found
+
+
+def _decode_seconds(stats: dict[str, Any]) -> float:
+    return sum(
+        value for key, value in stats["seconds"].items() if key not in ("compile", "prefill")
+    )
 
 
 def _spread(records: list[dict[str, Any]], key: str) -> dict[str, float]:
@@ -354,6 +383,7 @@ def summarize(bench: Bench, facts: dict[str, Any]) -> dict[str, Any]:
         "peers": peers,
         "failures": {f"{peer}@{size}": why for (peer, size), why in bench.failures.items()},
         "ratios": ratios(speeds, set(bench.failures)),
+        "time_ratios": time_ratios(done),
     }
 
 
@@ -374,6 +404,9 @@ def print_table(summary: dict[str, Any]) -> None:
         )
     for name, why in summary["failures"].items():
         print(f"{name:22} failed: {why}")
+    print("\ntime x, the same documents: seconds of ... over the peer's")
+    for name, times in summary["time_ratios"].items():
+        print(f"{name:22} " + ", ".join(f"{other} {value:.2f}" for other, value in times.items()))
     print()
     for name, value in summary["ratios"].items():
         print(f"{name:34} {value:.2f}")
@@ -474,7 +507,7 @@ def prepare(args: argparse.Namespace, config: fly_config.FlyConfig) -> Bench:
             overrides=PEERS[name].overrides,
             target=asdict(target),
             draft=draft,
-            dtype=args.dtype,
+            dtype=PEERS[name].dtype or args.dtype,
             device=args.device,
             threads=args.threads,
             eos_ids=sorted(eos_ids),
@@ -518,7 +551,7 @@ def main(argv: list[str] | None = None) -> None:
     (args.output / "summary.json").write_text(text + "\n", encoding="utf-8")
     print_table(summary)
     print(f"\nrecords: {args.output}")
-    print(json.dumps({"ratios": summary["ratios"]}))
+    print(json.dumps({key: summary[key] for key in ("ratios", "time_ratios")}))
 
 
 if __name__ == "__main__":
