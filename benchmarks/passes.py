@@ -34,7 +34,7 @@ _RESTRICTIONS = (
 
 
 def seconds_of(call: Callable[[], object], budget: float) -> float:
-    """Median of as many calls as fit into `budget` seconds, at least 3; the first is not counted."""
+    """Median of as many calls as fit into `budget` seconds, at least 3, after one uncounted."""
     call()
     taken: list[float] = []
     while len(taken) < 3 or (sum(taken) < budget and len(taken) < 200):

@@ -26,9 +26,9 @@ from fly.decoding.runner import ModelRunner
 from fly.decoding.sampling import Sampling
 from fly.decoding.sequence import Request
 from fly.drafters.base import Drafter, NoDrafter
+from fly.drafters.length import AdaptiveLength, DraftLength, FixedLength, pays
 from fly.drafters.model import CascadeDrafter, ModelDrafter
 from fly.drafters.ngram import NgramDrafter
-from fly.drafters.length import AdaptiveLength, DraftLength, FixedLength, pays
 from fly.errors import FlyError
 from fly.evaluation import progress, report
 from fly.evaluation.trace import Trace, check_has_folder
@@ -75,6 +75,7 @@ class FlyLM(HFLM):
         draft = self._draft_source()
         if target.gguf_file is not None:
             hf_args["gguf_file"] = target.gguf_file
+        loading.warn_if_memory_is_short(target, draft, str(hf_args.get("device") or ""))
         self._load("target_model_path", config.target_model_path, pretrained=target.path, **hf_args)
         loading.refuse_unsupported(self.model, "target_model_path", self.max_length)
         self._num_parameters = self.model.num_parameters()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,15 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fly import pairs
-from fly.decoding.runner import ModelRunner
+from fly.decoding import memory
+from fly.decoding.runner import ModelRunner, input_device
 from fly.errors import FlyError
+
+logger = logging.getLogger(__name__)
+
+_LOADED = 1.2  # bytes in memory per byte of weights: an untied copy of the head, quantisation
+_WORKSPACE = 10**9  # beside the weights: activations, K/V, libraries
+_DEQUANTISED = 3.5  # a 4-bit GGUF file's weights as bfloat16
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,36 @@ def resolve_source(text: str, field: str) -> ModelSource:
     if looks_local:
         raise FlyError(f"{field}={text}: no such folder: give a hub id or a model's folder")
     return ModelSource(text)
+
+
+def warn_if_memory_is_short(target: ModelSource, draft: ModelSource | None, device: str) -> None:
+    """Say so before loading if a CPU's memory will hardly hold the models.
+
+    Weights are packed one by one and the checkpoint's own let go, so both are never there whole;
+    what is not in memory of a model that lies on a hub is not known.
+    """
+    if device != "cpu":
+        return
+    stored = sum(_weight_bytes(source) for source in (target, draft) if source is not None)
+    needed, free = int(_LOADED * stored) + _WORKSPACE, memory.free_bytes(torch.device("cpu"))
+    if stored and needed > free:
+        logger.warning(
+            "the models will take about %.1f GB of memory and %.1f GB are free: close other "
+            "programs, or choose smaller models",
+            needed / 1e9,
+            free / 1e9,
+        )
+
+
+def _weight_bytes(source: ModelSource) -> int:
+    """Bytes of a local model's weights, as they are loaded; 0 if it is on a hub."""
+    folder = Path(source.path)
+    if source.gguf_file is not None:
+        return int((folder / source.gguf_file).stat().st_size * _DEQUANTISED)
+    for pattern in ("*.safetensors", "*.bin"):
+        if found := sum(file.stat().st_size for file in folder.glob(pattern)):
+            return found
+    return 0
 
 
 def check_dtype(field: str, dtype: object) -> None:
@@ -161,7 +199,7 @@ def check_cache_agrees(model: PreTrainedModel, field: str) -> None:
     counted by the cache).
     """
     tokens = [index % 50 + 3 for index in range(0, 91, 7)]
-    device = model.get_input_embeddings().weight.device
+    device = input_device(model)
     expected: Any = model(torch.tensor([tokens], device=device)).logits[0].float()
     try:
         checked = _through_cache(model, tokens)

@@ -59,7 +59,9 @@ def prepare(
     start = time.perf_counter()
     draft_parameters = None if draft is None else draft.num_parameters()
     target_bytes = target.num_parameters() * target.dtype.itemsize
-    draft_bytes = (draft_parameters or 0) * (draft.dtype.itemsize if draft is not None else 0)
+    draft_bytes = float(
+        (draft_parameters or 0) * (draft.dtype.itemsize if draft is not None else 0)
+    )
     how_target = _pack(target, "target", config)
     how_draft = None if draft is None else prepare_draft(draft, config)
     if how_draft is not None and draft is not None and " " in how_draft:  # names a quantisation

@@ -20,6 +20,7 @@ import psutil
 import torch
 
 from fly import __version__
+from fly.decoding.growth import growth
 from fly.decoding.runner import ModelRunner
 from fly.paths import fly_home, write_whole
 
@@ -29,15 +30,6 @@ _SIZES = (1, 4, 12, 32, 96)  # tokens of the passes that a calibration times
 _BUDGET = 1.2  # seconds that one model's calibration may take; the first pass is always timed
 _STEPS = 4  # costs are rounded to powers of 2 ** (1 / _STEPS)
 _MOST_AGE = 30 * 24 * 3600.0  # seconds after which a kept calibration is made again
-# (free tokens, tokens after which the cost has grown by one pass): see `by_rule`
-_GROWTH = {
-    "kernels-amx": (16, 60),
-    "kernels-avx512": (6, 14),
-    "kernels-avx2": (1, 7),
-    "onednn": (1, 24),
-    "graphs": (1, 256),
-    "eager": (1, 7),
-}
 _OVERHEAD = 0.08  # of a target's pass: what a draft's pass costs beside reading its weights
 
 
@@ -89,8 +81,8 @@ def by_rule(target: str, draft: str | None, weight: float) -> PairCosts:
 
 
 def _grown(passes: str, alone: float) -> PassCosts:
-    free, growth = _GROWTH.get(passes.split()[0], _GROWTH["eager"])
-    return PassCosts((free, free + growth), (alone, 2 * alone))
+    free, more = growth(passes)
+    return PassCosts((free, free + more), (alone, 2 * alone))
 
 
 def calibrate(

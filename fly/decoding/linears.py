@@ -160,21 +160,24 @@ def use_kernels(model: PreTrainedModel, kind: Callable[[nn.Linear], nn.Module]) 
         for name, child in list(module.named_children()):
             if type(child) is nn.Embedding:
                 setattr(module, name, CastEmbedding(child, dtype))
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, CastEmbedding)}
     for tensor in (*model.parameters(), *model.buffers()):
-        # a copy in any case: what is left of the checkpoint would keep all of its file in memory
-        keeps = tensor.dtype != stored or getattr(tensor, "keeps_dtype", False)
-        tensor.data = tensor.data.to(tensor.dtype if keeps else dtype, copy=True)
+        if id(tensor) not in tables:
+            # a copy in any case: what is left of the checkpoint would keep its file in memory
+            other = tensor.dtype != stored
+            tensor.data = tensor.data.to(tensor.dtype if other else dtype, copy=True)
 
 
 class CastEmbedding(nn.Module):
     """An embedding that keeps its table and gives its rows in another dtype."""
 
+    weight: Tensor
+
     def __init__(self, embedding: nn.Embedding, dtype: torch.dtype) -> None:
         super().__init__()
         self._dtype = dtype
         # a buffer, not a parameter: transformers takes a model's dtype from its parameters
-        self.register_buffer("weight", embedding.weight.detach(), persistent=False)
-        self.weight.keeps_dtype = True  # type: ignore[attr-defined]
+        self.register_buffer("weight", embedding.weight.detach().clone(), persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         return nn.functional.embedding(ids, self.weight).to(self._dtype)

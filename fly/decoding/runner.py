@@ -5,6 +5,8 @@ Shapes: B rows, Q new tokens per row (padded), V vocabulary.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -12,7 +14,7 @@ from transformers import PreTrainedModel
 from fly.decoding.attention import grouped
 from fly.decoding.cache import SlotCache
 from fly.decoding.graphs import StaticPasses
-from fly.decoding.linears import NARROW_ROWS, Int4Linear
+from fly.decoding.growth import relative_cost, way_of
 
 
 class ModelRunner:
@@ -43,23 +45,19 @@ class ModelRunner:
         self._written: list[list[int]] = [[] for _ in range(slots)]  # tokens whose K/V lie there
         self._reuse_prefixes = reuse_prefixes
         self.static: StaticPasses | None = None
-        self._int4 = any(isinstance(module, Int4Linear) for module in model.modules())
-        self.device: torch.device = model.get_input_embeddings().weight.device
+        self._way = way_of(model)
+        self.device: torch.device = input_device(model)
 
     @property
     def slots(self) -> int:
         return len(self.lengths)
 
     def relative_cost(self, tokens: int) -> float:
-        """What a pass over so many tokens costs, by a fixed rule: 1 is reading int8 weights once.
+        """What a pass over so many tokens costs, by a fixed rule (growth.py): 1 is a pass over one.
 
-        Weights are read once, then arithmetic takes over: after some 24 tokens on CPUs (measured,
-        docs/performance.md), some hundreds on accelerators. It does not follow the clock, so that
-        decisions made by it can be repeated.
+        It does not follow the clock, so that decisions made by it can be repeated.
         """
-        if self._int4 and tokens <= NARROW_ROWS:
-            return 0.6
-        return 1 + tokens / (24 if self.device.type == "cpu" else 256)
+        return relative_cost(self._way, tokens)
 
     def resize(self, slots: int) -> None:
         """Forget all K/V, free its memory, and go on with so many slots."""
@@ -224,6 +222,13 @@ def _padded(tokens: list[list[int]]) -> Tensor:
     """[B, Q] on the host, zeros after each row's own tokens."""
     width = max(len(row) for row in tokens)
     return torch.tensor([row + [0] * (width - len(row)) for row in tokens])
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where a model takes its token ids."""
+    embedding: Any = model.get_input_embeddings()
+    device: torch.device = embedding.weight.device
+    return device
 
 
 def common_prefix(left: list[int], right: list[int]) -> int:

@@ -9,9 +9,9 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from fly import session
+from fly.decoding import kernels
 from fly.decoding.sampling import Sampling
 from fly.earlier import Earlier
-from fly.decoding import kernels
 from fly.errors import FlyError
 from fly.lm import FlyLM
 from fly.manifest import Manifest

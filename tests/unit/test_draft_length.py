@@ -1,4 +1,5 @@
-"""Draft length as a cost decision: pass costs by rule and by calibration, and what is made of them."""
+"""Draft length as a cost decision: pass costs by rule and by calibration, and what is made of
+them."""
 
 import json
 import os

@@ -209,7 +209,7 @@ def _micro(kind: _Bfloat16 | _Int8, vectors: Vectors, rows: int, panels: int) ->
         lines += kind.weights(w, f"%{w}")
     for r in range(rows):
         lines.append(f"%x{r}_k = getelementptr i8, ptr %x{r}_p, i64 %k_x")
-        lines += kind.step(r, [(sums[r, *cell], f"w{cell[0]}_{cell[1]}") for cell in cells])
+        lines += kind.step(r, [(sums[r, panel, part], f"w{panel}_{part}") for panel, part in cells])
     lines += [
         "%k_next = add nuw i64 %k, 1",
         "%done = icmp eq i64 %k_next, %steps",
