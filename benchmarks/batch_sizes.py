@@ -85,7 +85,7 @@ def main() -> None:
             ratios[f"{mode}@{size}"] = {"decode": round(decode, 3), "all": round(whole, 3)}
             print(
                 f"{size:10} {mode:12} {decode:8.2f} {whole:6.2f} {stats['tau']:5.2f}  "
-                f"{stats['drafted']}/{stats['emitted']}"
+                f"{stats['drafted']} for {stats['emitted']}"
             )
     if args.output:
         args.output.mkdir(parents=True, exist_ok=True)

@@ -334,7 +334,9 @@ class FlyLM(HFLM):
         weight = self.preparation.draft_weight if draft is not None else 0.0
         of_draft = self.preparation.draft if draft is not None else None
         found = costs.by_rule(self.preparation.target, of_draft, weight)
-        drafts = pays(config.spd_k, target.slots, _LOSSY_ACCEPTANCE, found)
+        # as asked for, not as many as are left to decode: a resumed run decides as it did before
+        sequences = self.batch_size if isinstance(self.batch_size, int) else target.slots
+        drafts = pays(config.spd_k, sequences, _LOSSY_ACCEPTANCE, found)
         length = config.spd_k if drafts else 0
         self.draft_length = {"policy": "rule", "spd_k": length, **found.as_dict()}
         if not drafts:
@@ -343,7 +345,7 @@ class FlyLM(HFLM):
                 "(%s passes), so nothing is drafted: lower --batch_size or spd_k, or set "
                 "draft_policy=fixed to draft all the same",
                 config.spd_k,
-                target.slots,
+                sequences,
                 self.preparation.target,
             )
         return FixedLength(length)

@@ -7,8 +7,9 @@ import time
 
 import pytest
 
-from fly.decoding import costs
+from fly.decoding import costs, kernels, linears
 from fly.decoding.costs import PairCosts, PassCosts, by_rule, calibrate
+from fly.decoding.growth import relative_cost, way_of
 from fly.drafters.length import AdaptiveLength, FixedLength, best_length, pays
 from tests import tiny
 
@@ -137,3 +138,21 @@ def test_a_home_that_cannot_be_written_only_means_measuring_again(tmp_path, monk
 def test_noise_of_a_tenth_does_not_change_a_calibrated_cost():
     assert costs._coarse([1.0, 1.0, 2.0], 1.0) == costs._coarse([1.0, 1.05, 2.1], 1.0)
     assert costs._coarse([1.0, 0.7, 2.0], 1.0).costs == (1.0, 1.0, 2.0)  # wider is never cheaper
+
+
+def test_the_rule_of_guesses_and_the_rule_of_lengths_are_one():
+    """What a cascade's guesses cost and what drafting costs come from the same table."""
+    for way in ("kernels-avx2", "kernels-avx512", "kernels-amx", "onednn", "eager"):
+        table = by_rule(way, None, 0.0).target
+        for tokens in (1, 5, 20, 100):
+            assert table.at(tokens) == pytest.approx(relative_cost(way, tokens))
+    assert relative_cost("onednn int4", 2) < 1 < relative_cost("onednn int4", 12)
+
+
+def test_the_way_of_a_model_is_read_off_its_layers():
+    model = tiny.model(1)
+    assert way_of(model) == "eager"
+    if kernels.why_not() is None:
+        model = model.bfloat16()
+        linears.use_kernels(model, kernels.Int8Linear)
+        assert way_of(model) == f"kernels-{kernels.instructions()}"

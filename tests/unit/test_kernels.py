@@ -353,3 +353,29 @@ def test_a_packed_model_keeps_nothing_of_its_file_in_memory(tmp_path):
 
 def test_arguments_match_what_the_code_reads():
     assert ctypes.sizeof(kernels._Arguments) == 8 * kernels._ARGUMENTS
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [("answer", "fly's kernels compute wrongly here"), ("compiler", "cannot be compiled here: no")],
+)
+def test_kernels_that_do_not_work_are_not_used(monkeypatch, spoil, reason):
+    """A machine on which code generation goes wrong falls back to slower passes, with a reason."""
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("no\nmore")
+
+    if spoil == "answer":
+        monkeypatch.setattr(
+            kernels.Bfloat16Linear, "_pack", lambda self, w: w.view(torch.int32) * 0
+        )
+    else:
+        monkeypatch.setattr(compiler, "product", broken)
+    kernels.why_not.cache_clear()
+    try:
+        assert reason in kernels.why_not()
+        model = family_model("qwen2")
+        done = preparation.prepare(model, None, config())
+        assert done.target in ("onednn", "eager")
+    finally:
+        kernels.why_not.cache_clear()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fly.decoding.kernels import build, tiles
-from fly.decoding.kernels.build import instructions, why_not
+from fly.decoding.kernels.build import instructions
 from fly.decoding.kernels.vector import PANEL
 
 __all__ = [
@@ -38,6 +38,28 @@ _GRABS = 8  # how often a thread comes for more panels
 _ARGUMENTS = 14  # as `product` of vector.py and tiles.py reads them
 _Arguments = ctypes.c_int64 * _ARGUMENTS
 _QuantizeArguments = ctypes.c_int64 * 6
+
+
+@functools.cache
+def why_not() -> str | None:
+    """Why the kernels cannot be used here; None if they can. They are tried once on small sums."""
+    if (reason := build.why_not()) is not None:
+        return reason
+    try:
+        works = all(_is_right(kind) for kind in (Bfloat16Linear, Int8Linear))
+    except (RuntimeError, OSError) as error:  # LLVM's
+        return f"fly's kernels cannot be compiled here: {str(error).strip().splitlines()[0]}"
+    return None if works else "fly's kernels compute wrongly here"
+
+
+def _is_right(kind: type[Bfloat16Linear] | type[Int8Linear]) -> bool:
+    """Whether a product of ones and minus ones, which every dtype holds, comes out as it should."""
+    layer = nn.Linear(64, 48, bias=False, device="meta")
+    signs = torch.arange(48 * 64).view(48, 64) * 7919 % 3 - 1
+    layer.weight = nn.Parameter(signs.bfloat16(), requires_grad=False)
+    x = (torch.arange(5 * 64).view(5, 64) * 104729 % 3 - 1).to(activation_dtype())
+    expected = x.float() @ signs.float().T
+    return bool((kind(layer)(x).float() - expected).abs().max() <= 0.01 * expected.abs().max())
 
 
 def activation_dtype() -> torch.dtype:
