@@ -1,8 +1,8 @@
 """fly's own modes at several batch sizes: does speculation ever lose to the target alone?
 
-    python benchmarks/batch_sizes.py --limit 12 --max_gen_toks 64 --batch_sizes 1 2 4 6 8 12
+    python benchmarks/batch_sizes.py --max_gen_toks 64 --batch_sizes 1 2 4 6 8 12
 
-One process and one pair of loaded models for all. Prints time x, target-only's seconds over the
+One process and one pair of loaded models for all; as many documents as sequences, or --limit. Prints time x, target-only's seconds over the
 mode's for the same documents at the same batch size, in decoding and end to end; the order of modes
 turns with the batch size. The last line is one JSON object.
 """
@@ -41,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="qwen2.5-coder.json")
     parser.add_argument("--task", default="humaneval_instruct")
-    parser.add_argument("--limit", type=int, default=12)
+    parser.add_argument("--limit", type=int, help="documents; default: the batch size, at least 4")
     parser.add_argument("--max_gen_toks", type=int, default=64)
     parser.add_argument("--batch_sizes", type=int, nargs="+", default=[1, 2, 4, 6, 8, 12])
     parser.add_argument("--output", type=Path, default=None, help="folder of the records")
@@ -59,7 +59,7 @@ def main() -> None:
             evaluate(
                 lm,
                 args.task,
-                list(range(args.limit)),
+                list(range(args.limit or max(4, size))),
                 chat="instruct" in args.task,
                 gen_kwargs=f"max_gen_toks={args.max_gen_toks}",
             )

@@ -11,7 +11,7 @@ MODES = {"fly": "FLy", "strict": "exact"}  # names for print; others go by their
 
 _ALWAYS = (
     "target_model_path", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed",
-    "total_gen_tok", "compile", "prefix_reuse",
+    "total_gen_tok", "compile", "execution", "prefix_reuse",
 )  # fmt: skip
 _WITH_DRAFT = (
     "draft_model_path", "draft_policy", "draft_quantization", "draft_device", "draft_dtype",
@@ -42,7 +42,7 @@ def in_force(run: Run) -> dict[str, Any]:
         keys += ["spd_k", *_WITH_DRAFT]
         keys += _OF_NGRAM if run.entry["drafter"] in ("ngram", "cascade") else ()
         found["drafter"] = run.entry["drafter"]
-    found |= {key: config.get(key) for key in (*keys, *_ALWAYS)}
+    found |= {key: config[key] for key in (*keys, *_ALWAYS) if key in config}
     if config.get("abla_no_window") and "win_len" in found:
         found["win_len"] = 0
     found |= {"dtype": run.entry["dtype"], "device": device["name"], "threads": device["threads"]}
