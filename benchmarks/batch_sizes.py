@@ -2,9 +2,10 @@
 
     python benchmarks/batch_sizes.py --max_gen_toks 64 --batch_sizes 1 2 4 6 8 12
 
-One process and one pair of loaded models for all; as many documents as sequences, or --limit. Prints time x, target-only's seconds over the
-mode's for the same documents at the same batch size, in decoding and end to end; the order of modes
-turns with the batch size. The last line is one JSON object.
+One process, one pair of loaded models; as many documents as sequences, or --limit. Prints
+time x, target-only's seconds over the mode's for the same documents at the same batch size, in
+decoding and end to end; the order of modes turns with the batch size. The last line is one JSON
+object.
 """
 
 from __future__ import annotations
