@@ -79,6 +79,7 @@ class FlyLM(HFLM):
         self._load("target_model_path", config.target_model_path, pretrained=target.path, **hf_args)
         loading.refuse_unsupported(self.model, "target_model_path", self.max_length)
         self._num_parameters = self.model.num_parameters()
+        self._loaded_dtype = str(self.model.dtype).split(".")[-1]  # packing may change what is seen
         self.draft_model = self._load_draft(draft, hf_args) if draft is not None else None
         if self.draft_model is not None:  # before quantisation, whose errors only cost speed
             loading.check_cache_agrees(self.draft_model, "pretrained")
@@ -140,7 +141,7 @@ class FlyLM(HFLM):
             loading.check_same_vocabulary(self.tokenizer, tokenizer)
             self._create_model(
                 source.path,
-                dtype=self.fly_config.draft_dtype or str(target_model.dtype).split(".")[-1],
+                dtype=self.fly_config.draft_dtype or self._loaded_dtype,
                 trust_remote_code=trust,
                 gguf_file=source.gguf_file,
             )
@@ -192,7 +193,7 @@ class FlyLM(HFLM):
 
         local = RunStats()
         try:
-            for record in self._engine(missing, observe).run(missing):
+            for record in self._engine(missing, observe, wanted).run(missing):
                 index = order[id(record.request)]
                 texts[index] = response_text(record.tokens, record.request, self)
                 self._keep(requests[index], texts[index], record, log)
@@ -242,7 +243,8 @@ class FlyLM(HFLM):
         check_decoding(wanted, self)
         return wanted
 
-    def _engine(self, requests: list[Request], observer: Observer) -> Engine:
+    def _engine(self, requests: list[Request], observer: Observer, wanted: list[Request]) -> Engine:
+        """For `requests`, which of all that are `wanted` are not there yet."""
         config = self.fly_config
         slots = max(1, min(self._rows_in_flight(requests), len(requests)))
         target = self._runner(self.model, slots, self.max_length)
@@ -255,7 +257,7 @@ class FlyLM(HFLM):
         return Engine(
             target,
             drafter,
-            draft_length=self._draft_length(requests, target, drafter),
+            draft_length=self._draft_length(wanted, target, drafter),
             spd_k=config.spd_k if config.drafter_name else 0,
             relaxation=rules.relaxation(config),
             eos_ids=self.eos_ids,
@@ -317,25 +319,28 @@ class FlyLM(HFLM):
         return ModelDrafter(runner, self.eos_ids)
 
     def _draft_length(
-        self, requests: list[Request], target: ModelRunner, drafter: Drafter
+        self, wanted: list[Request], target: ModelRunner, drafter: Drafter
     ) -> DraftLength:
         """`draft_policy`: by calibrated costs and counts where texts do not depend on it; else
         spd_k or nothing for the whole run, by a rule that is the same on every machine of a kind.
+
+        All requests decide, not those that are left: a resumed run decides as it did before.
         """
         config, on_cpu = self.fly_config, self.device.type == "cpu"
         if config.draft_policy == "fixed" or config.drafter_name is None or not on_cpu:
             self.draft_length = {"policy": "fixed", "spd_k": config.spd_k}
             return FixedLength(config.spd_k)
         draft = drafter.runner if isinstance(drafter, ModelDrafter) else None
-        if config.rule == "exact" and all(request.sampling.is_greedy for request in requests):
+        if config.rule == "exact" and all(request.sampling.is_greedy for request in wanted):
             found = costs.calibrate(target, draft, self._calibrated())
             self.draft_length = {"policy": "adaptive", "spd_k": config.spd_k, **found.as_dict()}
             return AdaptiveLength(config.spd_k, found)
         weight = self.preparation.draft_weight if draft is not None else 0.0
         of_draft = self.preparation.draft if draft is not None else None
         found = costs.by_rule(self.preparation.target, of_draft, weight)
-        # as asked for, not as many as are left to decode: a resumed run decides as it did before
-        sequences = self.batch_size if isinstance(self.batch_size, int) else target.slots
+        # for auto not what memory has room for now: that differs from start to start
+        most = self.batch_size if isinstance(self.batch_size, int) else self.max_batch_size
+        sequences = max(1, min(most, len(wanted)))
         drafts = pays(config.spd_k, sequences, _LOSSY_ACCEPTANCE, found)
         length = config.spd_k if drafts else 0
         self.draft_length = {"policy": "rule", "spd_k": length, **found.as_dict()}

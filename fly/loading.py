@@ -77,8 +77,9 @@ def _weight_bytes(source: ModelSource) -> int:
     if source.gguf_file is not None:
         return int((folder / source.gguf_file).stat().st_size * _DEQUANTISED)
     for pattern in ("*.safetensors", "*.bin"):
-        if found := sum(file.stat().st_size for file in folder.glob(pattern)):
-            return found
+        files = [f for f in folder.glob(pattern) if not f.name.startswith("consolidated")]
+        if files:
+            return sum(file.stat().st_size for file in files)
     return 0
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -99,15 +100,21 @@ def passes_for(model: PreTrainedModel, config: FlyConfig) -> tuple[Passes, str |
         return ("graphs" if device == "cuda" and config.execution == "auto" else "eager"), None
     if config.execution == "eager":
         return "eager", None
-    reasons = {"kernels": linears.why_no_kernels(model), "onednn": linears.why_not_packed(model)}
-    for way in ("kernels", "onednn"):
+    ways: dict[Passes, Callable[[PreTrainedModel], str | None]] = {
+        "kernels": linears.why_no_kernels,
+        "onednn": linears.why_not_packed,
+    }
+    first_reason = None
+    for way, why_not in ways.items():
         if config.execution not in ("auto", way):
             continue
-        if reasons[way] is None:
+        reason = why_not(model)
+        if reason is None:
             return way, None
         if config.execution == way:
-            raise FlyError(f"execution={way}: {reasons[way]}: set it to auto")
-    return "eager", reasons["kernels"]
+            raise FlyError(f"execution={way}: {reason}: set it to auto")
+        first_reason = first_reason or reason
+    return "eager", first_reason
 
 
 def _pack(model: PreTrainedModel, role: str, config: FlyConfig) -> str:

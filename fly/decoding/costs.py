@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import torch
+import transformers
 
 from fly import __version__
 from fly.decoding.growth import growth
@@ -26,9 +27,9 @@ from fly.paths import fly_home, write_whole
 
 logger = logging.getLogger(__name__)
 
-_SIZES = (1, 4, 12, 32, 96)  # tokens of the passes that a calibration times
-_BUDGET = 1.2  # seconds that one model's calibration may take; the first pass is always timed
-_STEPS = 4  # costs are rounded to powers of 2 ** (1 / _STEPS)
+_SIZES = (1, 4, 6, 9, 12, 24, 48, 96)  # tokens of the passes that a calibration times
+_BUDGET = 1.5  # seconds after which one model's calibration starts no further pass
+_STEPS = 8  # costs are rounded to powers of 2 ** (1 / _STEPS), some nine percent
 _MOST_AGE = 30 * 24 * 3600.0  # seconds after which a kept calibration is made again
 _OVERHEAD = 0.08  # of a target's pass: what a draft's pass costs beside reading its weights
 
@@ -92,28 +93,31 @@ def calibrate(
 
     identity: what the costs depend on beside the machine. The runners are emptied.
     """
-    path = _kept_at({**_machine(), **identity, "version": __version__})
+    form = {"sizes": _SIZES, "steps": _STEPS}
+    versions = {"fly": __version__, "torch": torch.__version__, "lib": transformers.__version__}
+    path = _kept_at({**_machine(), **identity, **form, **versions})
     if (kept := _read(path)) is not None:
         return kept
     target_seconds = _seconds(target)
     alone = target_seconds[0]
     draft_costs = PassCosts((1,), (0.0,))
     if draft is not None:
-        draft_costs = _coarse(_seconds(draft), alone)
-    costs = PairCosts(_coarse(target_seconds, alone), draft_costs, "calibration")
+        draft_costs = _coarse(_seconds(draft), alone, draft.way)
+    costs = PairCosts(_coarse(target_seconds, alone, target.way), draft_costs, "calibration")
     _write(path, costs)
     return costs
 
 
 def _seconds(runner: ModelRunner) -> list[float]:
-    """Of passes over `_SIZES` tokens, as many as the budget allows: each the best of two."""
+    """Of passes over `_SIZES` tokens, as many as the budget allows; the narrow ones, which matter
+    most and vary most, the best of two or three."""
     start, found = time.perf_counter(), list[float]()
     runner.prefill(0, [0])
     for tokens in _SIZES:
         if found and time.perf_counter() - start > _BUDGET:
             break
         best = math.inf
-        for _ in range(3 if tokens == 1 else 2):
+        for _ in range(3 if tokens == 1 else 2 if tokens < 12 else 1):
             before = time.perf_counter()
             runner.extend([[0] * tokens])
             best = min(best, time.perf_counter() - before)
@@ -122,13 +126,25 @@ def _seconds(runner: ModelRunner) -> list[float]:
     return found
 
 
-def _coarse(seconds: list[float], alone: float) -> PassCosts:
-    """Relative to `alone`, in coarse steps; more tokens never cost less."""
+def _coarse(seconds: list[float], alone: float, way: str) -> PassCosts:
+    """Relative to `alone`, in coarse steps; more tokens never cost less.
+
+    After the last size that was timed costs grow as the rule for `way` says, or as they did last if
+    that is more: large models are timed at a few sizes only, where width may still be free.
+    """
     costs: list[float] = []
     for value in seconds:
         step = 2 ** (round(_STEPS * math.log2(value / alone)) / _STEPS)
         costs.append(max([round(step, 3), *costs]))
-    return PassCosts(_SIZES[: len(costs)], tuple(costs))
+    sizes = [*_SIZES[: len(costs)]]
+    free, more = growth(way)
+    slope = costs[0] / more
+    if len(costs) > 1:
+        slope = max(slope, (costs[-1] - costs[-2]) / (sizes[-1] - sizes[-2]))
+    if sizes[-1] < free:
+        sizes.append(free)
+        costs.append(costs[-1])
+    return PassCosts((*sizes, sizes[-1] + more), (*costs, round(costs[-1] + slope * more, 3)))
 
 
 def _machine() -> dict[str, Any]:

@@ -34,6 +34,8 @@ class LeanLayer(nn.Module):
         attention: Any = original.self_attn
         mlp: Any = original.mlp
         norms: tuple[Any, Any] = (original.input_layernorm, original.post_attention_layernorm)
+        if hasattr(original, "attention_type"):  # transformers 4 chooses the mask by it
+            self.attention_type = original.attention_type
         self._run = run
         self._attention = attention
         self._joined = attention.q_proj.product
@@ -119,8 +121,9 @@ def replace(model: PreTrainedModel) -> bool:
 
 
 def _fits(layer: Any) -> bool:
-    family = type(layer).__module__.split(".")[-2]
-    if family not in _FAMILIES or not type(layer).__module__.startswith("transformers.models."):
+    module = type(layer).__module__
+    known = tuple(f"transformers.models.{family}." for family in _FAMILIES)
+    if not module.startswith(known):
         return False
     attention, mlp = layer.self_attn, layer.mlp
     joined = (attention.q_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj)
@@ -156,7 +159,9 @@ def _agrees(model: PreTrainedModel, lean: LeanLayer) -> bool:
         )
         output = result[0] if isinstance(result, tuple) else result
         results.append([output.float(), *(part.float() for part in cache.readable(0))])
-    limit = 1e-4 if dtype == torch.float32 else 2e-2
+    # int8 inputs may round to their neighbour for a difference in the last bit before
+    is_int8 = any(isinstance(module, kernels.Int8Linear) for module in lean.modules())
+    limit = 1e-4 if dtype == torch.float32 and not is_int8 else 2e-2
     return all(
         bool((ours - theirs).norm() <= limit * theirs.norm()) for theirs, ours in zip(*results)
     )

@@ -19,6 +19,7 @@ from fly.decoding.fusion import fuse
 NARROW_ROWS = 4  # ATen's int4 kernel works on blocks of 4 rows; wider passes are faster in int8
 _INT4_GROUP = 32
 _INT4_CHANNELS = 16  # ATen's kernel takes output channels by so many
+_MOST = 0.9  # share of the weights that has to be packed where the rest becomes float32
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -114,7 +115,22 @@ class Int4Linear(Int8Linear):
 
 def why_no_kernels(model: PreTrainedModel) -> str | None:
     """Why fly's own kernels cannot serve this model; None if they can."""
-    return _why_not(model) or kernels.why_not()
+    if (reason := _why_not(model) or kernels.why_not()) is not None:
+        return reason
+    if kernels.activation_dtype() != model.dtype and _packed_share(model) < _MOST:
+        return "most of its weights are not in plain linear layers, and would double in float32"
+    return None
+
+
+def _packed_share(model: PreTrainedModel) -> float:
+    """Share of a model's parameters that lie in plain linears and embeddings."""
+    weights: list[Tensor] = [
+        module.weight
+        for module in model.modules()
+        if type(module) is nn.Linear or type(module) is nn.Embedding
+    ]
+    plain = {id(weight): weight.numel() for weight in weights}  # tied ones count once
+    return sum(plain.values()) / model.num_parameters()
 
 
 def _why_not(model: PreTrainedModel) -> str | None:
@@ -123,6 +139,11 @@ def _why_not(model: PreTrainedModel) -> str | None:
         return f"the model is on {', '.join(sorted(devices))}"
     if model.dtype != torch.bfloat16:
         return f"only bfloat16 is packed, the model is in {str(model.dtype).split('.')[-1]}"
+    plain = {m.weight.dtype for m in model.modules() if type(m) is nn.Linear}
+    if plain - {torch.bfloat16}:
+        return "some of its linear layers are not in bfloat16"
+    if any(type(module).__module__.startswith("peft.") for module in model.modules()):
+        return "it has adapters (peft)"
     return None
 
 
@@ -176,7 +197,9 @@ class CastEmbedding(nn.Module):
     def __init__(self, embedding: nn.Embedding, dtype: torch.dtype) -> None:
         super().__init__()
         self._dtype = dtype
-        # a buffer, not a parameter: transformers takes a model's dtype from its parameters
+        # transformers takes a model's dtype and device from its first parameter, and where norms
+        # have no weights (OLMo) nothing else is left of them
+        self.of = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
         self.register_buffer("weight", embedding.weight.detach().clone(), persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:

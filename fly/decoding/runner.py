@@ -45,7 +45,7 @@ class ModelRunner:
         self._written: list[list[int]] = [[] for _ in range(slots)]  # tokens whose K/V lie there
         self._reuse_prefixes = reuse_prefixes
         self.static: StaticPasses | None = None
-        self._way = way_of(model)
+        self.way = way_of(model)
         self.device: torch.device = input_device(model)
 
     @property
@@ -57,7 +57,7 @@ class ModelRunner:
 
         It does not follow the clock, so that decisions made by it can be repeated.
         """
-        return relative_cost(self._way, tokens)
+        return relative_cost(self.way, tokens)
 
     def resize(self, slots: int) -> None:
         """Forget all K/V, free its memory, and go on with so many slots."""

@@ -18,7 +18,7 @@ from fly.decoding.costs import PairCosts
 
 _PRIOR = (8.0, 10.0)  # accepted of judged draft tokens, where there are no counts
 _FORGET = 0.99  # per round: texts change, and what stopped paying is tried again
-_GAIN = 1.03  # drafting has to promise this much over the target alone
+_GAIN = 1.08  # drafting has to promise this much over the target alone: costs are coarse
 _ROUND = 0.03  # of a target pass: what a round costs beside its passes
 
 

@@ -424,6 +424,33 @@ def test_auto_batch_size_knows_which_requests_sample(saved_pair, monkeypatch):
     assert kept == [[0, 0], [0, auto.fly_config.spd_k]]
 
 
+@pytest.mark.skipif(kernels.why_not() is not None, reason="needs fly's kernels")
+def test_a_draft_that_is_loaded_again_has_the_checkpoints_dtype(saved_pair, monkeypatch):
+    """fly tune loads it anew: packed for AVX2 the target computes, and reports, in float32."""
+    monkeypatch.setattr(kernels, "instructions", lambda: "avx2")
+    ready = fly_lm(saved_pair, dtype="bfloat16")
+    assert ready.model.dtype == torch.float32
+    assert ready._load_draft(ready._draft_source(), {}).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("batch_size", [2, "auto"])
+def test_lossy_drafts_are_all_or_none_whatever_is_left_to_decode(saved_pair, caplog, batch_size):
+    """A resumed run has fewer requests left, which must not switch drafting on or off."""
+    lm = fly_lm(saved_pair, enable_fly=True, draft_policy="auto", batch_size=batch_size)
+    wanted = lm._build(instances({"max_gen_toks": 4}))
+    lengths = []
+    for missing in (wanted, wanted[:1]):
+        lm._engine(missing, lambda record: None, wanted)
+        lengths.append(lm.draft_length)
+    assert lengths[0] == lengths[1]
+    assert lengths[0]["policy"] == "rule"
+    # a draft as large as its target never pays, and the log says what to do
+    assert lengths[0]["spd_k"] == 0
+    assert (
+        "nothing is drafted: lower --batch_size or spd_k, or set draft_policy=fixed" in caplog.text
+    )
+
+
 def test_preparation_is_reported_and_does_not_change_the_model_s_size(saved_pair):
     plain = fly_lm(saved_pair, dtype="bfloat16", compile="off", draft_quantization="none")
     ready = fly_lm(saved_pair, dtype="bfloat16")

@@ -135,9 +135,23 @@ def test_a_home_that_cannot_be_written_only_means_measuring_again(tmp_path, monk
     assert calibrate(*runners(), {}).source == "calibration"
 
 
-def test_noise_of_a_tenth_does_not_change_a_calibrated_cost():
-    assert costs._coarse([1.0, 1.0, 2.0], 1.0) == costs._coarse([1.0, 1.05, 2.1], 1.0)
-    assert costs._coarse([1.0, 0.7, 2.0], 1.0).costs == (1.0, 1.0, 2.0)  # wider is never cheaper
+def test_noise_of_a_few_percent_does_not_change_a_calibrated_cost():
+    def coarse(*seconds):
+        return costs._coarse(list(seconds), 1.0, "kernels-avx2")
+
+    assert coarse(1.0, 1.0, 2.0) == coarse(1.0, 1.03, 2.04)
+    assert coarse(1.0, 0.7, 2.0).costs[:3] == (1.0, 1.0, 2.0)  # wider is never cheaper
+
+
+@pytest.mark.parametrize("way", ["kernels-amx", "kernels-avx512", "kernels-avx2", "eager"])
+def test_what_a_short_calibration_did_not_reach_is_not_free(way):
+    """A large model's one pass takes the whole budget: wide passes then cost what the rule says."""
+    short = costs._coarse([0.5], 0.5, way)
+    assert [short.at(n) for n in (1, 20, 108)] == pytest.approx(
+        [relative_cost(way, n) for n in (1, 20, 108)], rel=0.05
+    )
+    flat = costs._coarse([0.5, 0.5], 0.5, way)
+    assert flat.at(108) > 2
 
 
 def test_the_rule_of_guesses_and_the_rule_of_lengths_are_one():

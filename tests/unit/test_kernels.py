@@ -379,3 +379,57 @@ def test_kernels_that_do_not_work_are_not_used(monkeypatch, spoil, reason):
         assert done.target in ("onednn", "eager")
     finally:
         kernels.why_not.cache_clear()
+
+
+def test_int8_drafts_get_lean_layers_too(isa):
+    """Rounding to the neighbouring int8 must not make the check at load refuse them."""
+    for family in FAMILIES:
+        model = family_model(family)
+        linears.use_kernels(model, kernels.Int8Linear)
+        assert lean.replace(model), family
+
+
+def test_weights_outside_of_plain_linears_are_not_doubled(monkeypatch):
+    """GPT-2's products are no nn.Linear, experts are stacked tensors: eager bfloat16, as before."""
+    transformers = pytest.importorskip("transformers")
+    assert kernels.why_not() is None  # tried before, as activations are here
+    monkeypatch.setattr(kernels, "activation_dtype", lambda: torch.float32)
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=96, n_positions=64)
+    ).bfloat16()
+    assert "not in plain linear layers" in linears.why_no_kernels(model)
+    assert linears.why_no_kernels(family_model("llama")) is None
+
+
+def test_a_linear_of_another_dtype_is_a_reason_not_a_crash():
+    model = family_model("qwen2")
+    model.model.layers[1].mlp.down_proj.float()
+    assert linears.why_no_kernels(model) == "some of its linear layers are not in bfloat16"
+    assert preparation.prepare(model, None, config()).target == "eager"
+
+
+def test_a_model_whose_norms_have_no_weights_keeps_its_dtype_and_device(isa):
+    transformers = pytest.importorskip("transformers")
+    model = transformers.OlmoForCausalLM(
+        transformers.OlmoConfig(
+            vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64,
+            tie_word_embeddings=False,
+        )
+    ).bfloat16().eval()  # fmt: skip
+    linears.use_kernels(model, kernels.Bfloat16Linear)
+    assert (model.dtype, model.device.type) == (kernels.activation_dtype(), "cpu")
+    assert tiny.runner(model, 1, max_length=64).extend([[3, 4, 5]]).isfinite().all()
+
+
+def test_kernels_do_not_hang_on_pytorchs_defaults(isa):
+    layer = linear(64, 64)
+    x = torch.randn(3, 64).to(kernels.activation_dtype())
+    expected = [kind(layer)(x) for kind in KINDS]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        again = [kind(layer)(x) for kind in KINDS]
+    finally:
+        torch.set_default_dtype(before)
+    assert all(torch.equal(a, b) for a, b in zip(expected, again))

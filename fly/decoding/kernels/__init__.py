@@ -74,6 +74,11 @@ def _configurations() -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
+def _floats(count: int) -> Tensor:
+    """Zeros that compiled code may read as float32, whatever PyTorch's defaults are."""
+    return torch.zeros(count, dtype=torch.float32, device="cpu")
+
+
 class _PackedLinear(nn.Module):
     """A weight in panels, and the call of its kernel. [..., in] -> [..., out]."""
 
@@ -89,7 +94,7 @@ class _PackedLinear(nn.Module):
         self._width = -(-self.in_features // align) * align
         self._steps = self._width // per_step
         self._panels = -(-self.out_features // PANEL)
-        self._bias = torch.zeros(self._panels * PANEL)
+        self._bias = _floats(self._panels * PANEL)
         if linear.bias is not None:
             self._bias[: self.out_features] = linear.bias.detach().float()
 
@@ -110,7 +115,7 @@ class _PackedLinear(nn.Module):
     def _multiply(self, rows: Tensor, weight: Tensor, scales: tuple[int, int, int]) -> Tensor:
         """`scales`: addresses of the columns' scales and offsets and the rows' scales, or zeros."""
         count, columns = rows.shape[0], self._panels * PANEL
-        out = torch.empty(count, columns, dtype=self._dtype)
+        out = torch.empty(count, columns, dtype=self._dtype, device="cpu")
         if count == 0:
             return out
         grab = self._panels // (_GRABS * torch.get_num_threads()) // 4 * 4
@@ -156,18 +161,18 @@ class Int8Linear(_PackedLinear):
         scale = weight.abs().amax(dim=1).clamp_min(_TINY) / _LEVELS
         levels = (weight / scale[:, None]).round().to(torch.int8)
         columns = self._panels * PANEL
-        self._scale = torch.zeros(columns)
+        self._scale = _floats(columns)
         self._scale[: self.out_features] = scale
         # the inputs' 128 added times the weights, taken off again
-        self._offset = torch.zeros(columns, dtype=torch.int32)
+        self._offset = torch.zeros(columns, dtype=torch.int32, device="cpu")
         self._offset[: self.out_features] = levels.sum(dim=1, dtype=torch.int32) * 128
         self._weight = self._pack(levels)
         self._quantize = build.quantize(instructions=isa)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = self._rows(x)
-        int8 = torch.empty(rows.shape, dtype=torch.uint8)
-        scales = torch.empty(rows.shape[0])
+        int8 = torch.empty(rows.shape, dtype=torch.uint8, device="cpu")
+        scales = _floats(rows.shape[0])
         arguments = _QuantizeArguments(
             rows.data_ptr(), int8.data_ptr(), scales.data_ptr(), rows.shape[0], self._width, 0
         )
