@@ -6,6 +6,7 @@ the instructions at hand. The figures are benchmarks/passes.py's, rounded (docs/
 
 from __future__ import annotations
 
+import torch
 from transformers import PreTrainedModel
 
 from fly.decoding import kernels
@@ -36,9 +37,9 @@ def relative_cost(way: str, tokens: int) -> float:
     return 1 + max(0, tokens - free) / more
 
 
-def way_of(model: PreTrainedModel) -> str:
-    """How a loaded model's passes are computed, by what its linears are."""
-    if model.device.type != "cpu":
+def way_of(model: PreTrainedModel, device: torch.device) -> str:
+    """How a loaded model's passes are computed on its device, by what its linears are."""
+    if device.type != "cpu":
         return "graphs"
     kinds = {type(module) for module in model.modules()}
     if kinds & {kernels.Bfloat16Linear, kernels.Int8Linear}:

@@ -45,8 +45,8 @@ class ModelRunner:
         self._written: list[list[int]] = [[] for _ in range(slots)]  # tokens whose K/V lie there
         self._reuse_prefixes = reuse_prefixes
         self.static: StaticPasses | None = None
-        self.way = way_of(model)
         self.device: torch.device = input_device(model)
+        self.way = way_of(model, self.device)
 
     @property
     def slots(self) -> int:

@@ -257,7 +257,8 @@ def test_characters_that_a_stop_string_matched_are_not_cleaned_away(saved_pair, 
     """Else "b ." in one block would hide the stop "b " that one token at a time meets."""
     lm = fly_lm(saved_pair)
     monkeypatch.setattr(lm.tokenizer, "clean_up_tokenization_spaces", True)
-    engine = lm._engine(lm._build(instances({"until": ["b "]}, ["a"])), lambda record: None)
+    wanted = lm._build(instances({"until": ["b "]}, ["a"]))
+    engine = lm._engine(wanted, lambda record: None, wanted)
     assert engine._decode(lm.tok_encode("b .", add_special_tokens=False)) == "b ."
 
 

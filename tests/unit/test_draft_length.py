@@ -6,6 +6,7 @@ import os
 import time
 
 import pytest
+import torch
 
 from fly.decoding import costs, kernels, linears
 from fly.decoding.costs import PairCosts, PassCosts, by_rule, calibrate
@@ -164,9 +165,9 @@ def test_the_rule_of_guesses_and_the_rule_of_lengths_are_one():
 
 
 def test_the_way_of_a_model_is_read_off_its_layers():
-    model = tiny.model(1)
-    assert way_of(model) == "eager"
+    model, cpu = tiny.model(1), torch.device("cpu")
+    assert way_of(model, cpu) == "eager"
     if kernels.why_not() is None:
         model = model.bfloat16()
         linears.use_kernels(model, kernels.Int8Linear)
-        assert way_of(model) == f"kernels-{kernels.instructions()}"
+        assert way_of(model, cpu) == f"kernels-{kernels.instructions()}"
