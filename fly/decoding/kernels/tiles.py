@@ -12,7 +12,7 @@ configuration (`configuration`) serves all kernels for the same rows.
 
 from __future__ import annotations
 
-from fly.decoding.kernels.vector import PANEL
+from fly.decoding.kernels.vector import PANEL, product_arguments
 
 _ROWS = 16  # of a tile
 _ROW_BYTES = 64
@@ -238,22 +238,7 @@ def _task() -> str:
     return f"""
 define void @product(ptr %a) {{
 entry:
-  %x = load ptr, ptr %a
-  %w_f = getelementptr i64, ptr %a, i64 1
-  %w = load ptr, ptr %w_f
-  %out_f = getelementptr i64, ptr %a, i64 3
-  %out = load ptr, ptr %out_f
-  %steps_f = getelementptr i64, ptr %a, i64 4
-  %steps = load i64, ptr %steps_f
-  %rows_f = getelementptr i64, ptr %a, i64 5
-  %rows = load i64, ptr %rows_f
-  %panels_f = getelementptr i64, ptr %a, i64 6
-  %panels = load i64, ptr %panels_f
-  %out_stride_f = getelementptr i64, ptr %a, i64 7
-  %out_stride = load i64, ptr %out_stride_f
-  %grab_f = getelementptr i64, ptr %a, i64 8
-  %grab = load i64, ptr %grab_f
-  %counter = getelementptr i64, ptr %a, i64 9
+{product_arguments()}
   %configurations_f = getelementptr i64, ptr %a, i64 13
   %configurations = load ptr, ptr %configurations_f
   %x_stride = mul i64 %steps, {_ROW_BYTES}

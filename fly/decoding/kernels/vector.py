@@ -271,6 +271,18 @@ def _dispatch(vectors: Vectors, kernels: list[tuple[int, int]]) -> str:
     return "\n".join([*lines, "}"])
 
 
+def product_arguments() -> str:
+    """What both kinds of `@product` read of their arguments (`kernels._Arguments`), by name."""
+    fields = ("x", "w", None, "out", "steps", "rows", "panels", "out_stride", "grab")
+    lines = ["  %counter = getelementptr i64, ptr %a, i64 9"]
+    for index, name in enumerate(fields):
+        if name is not None:
+            kind = "ptr" if name in ("x", "w", "out") else "i64"
+            lines.append(f"  %{name}_f = getelementptr i64, ptr %a, i64 {index}")
+            lines.append(f"  %{name} = load {kind}, ptr %{name}_f")
+    return "\n".join(lines)
+
+
 def _task(vectors: Vectors, step_bytes: int) -> str:
     """Groups of panels from the counter; in a group, as many panels side by side as the rows allow;
     rows in chunks of even size, so that no chunk is much narrower than the others."""
@@ -280,22 +292,7 @@ def _task(vectors: Vectors, step_bytes: int) -> str:
 @widths = private constant [{most + 1} x i64] [{widths}]
 define void @product(ptr %a) {{
 entry:
-  %x = load ptr, ptr %a
-  %w_f = getelementptr i64, ptr %a, i64 1
-  %w = load ptr, ptr %w_f
-  %out_f = getelementptr i64, ptr %a, i64 3
-  %out = load ptr, ptr %out_f
-  %steps_f = getelementptr i64, ptr %a, i64 4
-  %steps = load i64, ptr %steps_f
-  %rows_f = getelementptr i64, ptr %a, i64 5
-  %rows = load i64, ptr %rows_f
-  %panels_f = getelementptr i64, ptr %a, i64 6
-  %panels = load i64, ptr %panels_f
-  %out_stride_f = getelementptr i64, ptr %a, i64 7
-  %out_stride = load i64, ptr %out_stride_f
-  %grab_f = getelementptr i64, ptr %a, i64 8
-  %grab = load i64, ptr %grab_f
-  %counter = getelementptr i64, ptr %a, i64 9
+{product_arguments()}
   %x_stride = mul i64 %steps, {step_bytes}
   %panel_bytes = mul i64 %steps, {4 * PANEL}
   %rows_up = add i64 %rows, {most - 1}
