@@ -7,6 +7,7 @@ to threads by a counter, the last argument of each function. Widths are multiple
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 
 _V = "<16 x float>"
@@ -17,8 +18,6 @@ _EXP = (  # e^f for |f| <= ln 2 / 2, by Taylor's series: the largest error is 1e
 
 def _hex(value: float) -> str:
     """A float32 constant as LLVM writes it: the bits of the same number as a double."""
-    import struct
-
     single = struct.unpack("f", struct.pack("f", value))[0]
     return f"0x{struct.unpack('<Q', struct.pack('<d', single))[0]:016X}"
 
