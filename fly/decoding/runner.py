@@ -71,8 +71,8 @@ class ModelRunner:
     def prefill(self, slot: int, tokens: list[int], chunk: int | None = None) -> int:
         """Fill a slot; returns how many of its tokens were copied rather than computed.
 
-        No logits of the prompt are built except one row per chunk. Chunks keep the arithmetic of a
-        CPU in its caches, and attention from looking at keys that are all hidden.
+        No logits are built. Chunks keep the arithmetic of a CPU in its caches, and attention from
+        looking at keys that are all hidden.
         """
         reused = self._copy_prefix(slot, tokens) if self._reuse_prefixes else 0
         self.lengths[slot] = reused
@@ -85,7 +85,7 @@ class ModelRunner:
         chunk = chunk or (256 if self.device.type == "cpu" else 2048)
         for start in range(self.lengths[slot], len(tokens), chunk):
             piece = tokens[start : start + chunk]
-            self._forward(slot, [piece], logits_to_keep=1)
+            self._forward(slot, [piece], logits_to_keep=torch.empty(0, dtype=torch.long))
             self.lengths[slot] += len(piece)
 
     def _copy_prefix(self, slot: int, tokens: list[int]) -> int:
@@ -181,7 +181,9 @@ class ModelRunner:
         self.lengths[destination] = length
         self._written[destination] = self._written[source][:length]
 
-    def _forward(self, first_slot: int, tokens: list[list[int]], logits_to_keep: int) -> Tensor:
+    def _forward(
+        self, first_slot: int, tokens: list[list[int]], logits_to_keep: int | Tensor
+    ) -> Tensor:
         ids_BQ = _padded(tokens)
         lengths_B = torch.tensor(self.lengths[first_slot : first_slot + len(tokens)])
         positions_BQ = lengths_B[:, None] + torch.arange(ids_BQ.shape[1])
@@ -194,8 +196,9 @@ class ModelRunner:
         return self._call(*on_device, logits_to_keep)
 
     def _call(
-        self, ids_BQ: Tensor, positions_BQ: Tensor, mask: Tensor, logits_to_keep: int
+        self, ids_BQ: Tensor, positions_BQ: Tensor, mask: Tensor, logits_to_keep: int | Tensor
     ) -> Tensor:
+        """logits_to_keep: as in transformers: which positions to build logits for, 0 being all."""
         with grouped(self.model):
             output = self.model(
                 input_ids=ids_BQ,

@@ -52,12 +52,14 @@ KINDS = [kernels.Bfloat16Linear, kernels.Int8Linear]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("out", "inputs"), [(16, 16), (192, 96), (100, 70), (1000, 256), (17, 33)])
+@pytest.mark.parametrize(
+    ("out", "inputs"), [(16, 16), (192, 96), (100, 70), (1000, 256), (17, 33), (330, 600)]
+)
 def test_products_are_right_for_any_shape(isa, kind, out, inputs):
     layer = linear(out, inputs)
     packed = kind(layer)
     limit = TOLERANCE[kind][isa == "amx"]
-    for rows in (1, 2, 5, 6, 7, 13, 16, 17, 32, 33, 50):
+    for rows in (1, 2, 5, 6, 7, 13, 16, 17, 32, 33, 50, 545):
         x = torch.randn(rows, inputs).to(kernels.activation_dtype())
         result = packed(x)
         assert result.shape == (rows, out)
@@ -67,12 +69,12 @@ def test_products_are_right_for_any_shape(isa, kind, out, inputs):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_has_the_same_bits_whatever_shares_its_pass(isa, kind):
-    layer = kind(linear(208, 160))
-    x = torch.randn(70, 160).to(kernels.activation_dtype())
+    layer = kind(linear(336, 1300))
+    x = torch.randn(600, 1300).to(kernels.activation_dtype())
     whole = layer(x)
-    for rows in range(1, 71):
+    for rows in (*range(1, 71), 96, 150, 512, 513):
         assert torch.equal(layer(x[:rows]), whole[:rows]), rows
-    assert torch.equal(layer(x.view(7, 10, 160)).view(70, 208), whole)
+    assert torch.equal(layer(x.view(6, 100, 1300)).view(600, 336), whole)
 
 
 def test_the_test_above_notices_sums_in_another_order(isa):

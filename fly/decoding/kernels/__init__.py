@@ -19,7 +19,7 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from fly.decoding.kernels import build, tiles
+from fly.decoding.kernels import blocks, build, tiles
 from fly.decoding.kernels.build import instructions
 from fly.decoding.kernels.vector import PANEL
 
@@ -38,6 +38,7 @@ _GRABS = 8  # how often a thread comes for more panels
 _ARGUMENTS = 14  # as `product` of vector.py and tiles.py reads them
 _Arguments = ctypes.c_int64 * _ARGUMENTS
 _QuantizeArguments = ctypes.c_int64 * 6
+_PackArguments = ctypes.c_int64 * 5
 
 
 @functools.cache
@@ -89,6 +90,7 @@ class _PackedLinear(nn.Module):
         assert isa is not None, "callers ask why_not() first"
         self._dtype = activation_dtype()
         self._product = build.product(int8=int8, instructions=isa)
+        self._product_of_many = build.product_of_many(int8=int8) if isa == "amx" else None
         per_step = (4 if int8 else 2) * (16 if isa == "amx" else 1)
         align = max(per_step, 16)  # whole vectors of inputs are quantised at a time
         self._width = -(-self.in_features // align) * align
@@ -118,14 +120,29 @@ class _PackedLinear(nn.Module):
         out = torch.empty(count, columns, dtype=self._dtype, device="cpu")
         if count == 0:
             return out
-        grab = self._panels // (_GRABS * torch.get_num_threads()) // 4 * 4
+        product, threads = self._product, torch.get_num_threads()
+        grab = max(4, self._panels // (_GRABS * threads) // 4 * 4)
+        if self._product_of_many is not None and count > blocks.CHUNK:
+            product, pack = self._product_of_many
+            rows = self._packed(rows, pack)
+            grab = blocks.grab(self._panels, threads)
         arguments = _Arguments(
             rows.data_ptr(), weight.data_ptr(), self._bias.data_ptr(), out.data_ptr(),
-            self._steps, count, self._panels, columns * out.element_size(), max(4, grab), 0,
+            self._steps, count, self._panels, columns * out.element_size(), grab, 0,
             *scales, _configurations().data_ptr(),
         )  # fmt: skip
-        build.run(self._product, arguments)
+        build.run(product, arguments)
         return out
+
+    def _packed(self, rows: Tensor, pack: int) -> Tensor:
+        """Rows in whole chunks, in the order of blocks.py's product."""
+        chunks = -(-rows.shape[0] // blocks.CHUNK)
+        packed = rows.new_empty(chunks * blocks.CHUNK, rows.shape[1])
+        arguments = _PackArguments(
+            rows.data_ptr(), packed.data_ptr(), rows.shape[0], self._steps, 0
+        )
+        build.run(pack, arguments, work=rows.numel())
+        return packed
 
     def _shaped(self, out: Tensor, x: Tensor) -> Tensor:
         if out.shape[1] != self.out_features:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fly.decoding.kernels import elementwise, tiles, vector
+from fly.decoding.kernels import blocks, elementwise, tiles, vector
 
 try:
     import llvmlite.binding as llvm
@@ -94,6 +94,15 @@ def product(*, int8: bool, instructions: str) -> int:
         has_dot = torch.cpu._is_vnni_supported()
         vectors = vector.AVX512_VNNI if has_dot else vector.AVX2
     return _compile(vector.product(vectors, int8=int8), instructions, "product")
+
+
+@functools.cache
+def product_of_many(*, int8: bool) -> tuple[int, int]:
+    """Addresses of AMX's product for more than 32 rows and of the code that packs its inputs."""
+    return (
+        _compile(blocks.product(int8=int8), "amx", "product"),
+        _compile(blocks.pack(), "amx", "pack"),
+    )
 
 
 @functools.cache

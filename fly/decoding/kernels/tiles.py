@@ -4,7 +4,7 @@ bfloat16.
 Weights lie in the panels of vector.py, so one tile of weights, 16 steps of 32 bits by 16 columns,
 is 1 KiB in a row. Up to 16 rows of inputs make one tile: a pass over 16 rows reads the weights once
 and costs what a pass over one row does. A row's sums are added up in the same order however many
-rows share the pass.
+rows share the pass. blocks.py has the products of more than 32 rows.
 
 Tiles 0 to 3 are sums, 4 and 5 inputs, 6 and 7 weights. Every kernel numbers them so, so that one
 configuration (`configuration`) serves all kernels for the same rows.
@@ -34,19 +34,20 @@ def configuration(rows: int) -> bytes:
 
 
 def product(*, int8: bool) -> str:
-    """IR of `@product(ptr arguments)`, one thread's share; see vector.product."""
+    """IR of `@product(ptr arguments)`, one thread's share, for up to 32 rows; see
+    vector.product."""
     multiply = "tdpbssd" if int8 else "tdpbf16ps"
     shapes = [
         (row_tiles, panels) for row_tiles, most in _SIDE_BY_SIDE.items() for panels in {1, most}
     ]
-    parts = [_declarations(multiply)]
+    parts = [declarations(multiply)]
     for row_tiles, panels in shapes:
         parts.append(_sums(row_tiles, panels, multiply))
         parts.append(_finish(row_tiles, panels, int8=int8))
     return "\n".join([*parts, _chunk(), _task()])
 
 
-def _declarations(multiply: str) -> str:
+def declarations(multiply: str) -> str:
     return f"""
 declare void @llvm.x86.ldtilecfg(ptr)
 declare void @llvm.x86.tilerelease()
@@ -59,13 +60,13 @@ declare i64 @llvm.umin.i64(i64, i64)
 """
 
 
-def _sum_tile(row_tiles: int, row_tile: int, panel: int) -> int:
+def sum_tile(row_tiles: int, row_tile: int, panel: int) -> int:
     return panel if row_tiles == 1 else 2 * row_tile + panel
 
 
 def _sums(row_tiles: int, panels: int, multiply: str) -> str:
     """All inputs of the row tiles times `panels` panels, into the scratch buffer, a KiB a tile."""
-    tiles = [(r, p, _sum_tile(row_tiles, r, p)) for r in range(row_tiles) for p in range(panels)]
+    tiles = [(r, p, sum_tile(row_tiles, r, p)) for r in range(row_tiles) for p in range(panels)]
     lines = [
         f"define internal void @sums_{row_tiles}_{panels}(ptr %x, ptr %w, ptr %scratch, "
         "i64 %steps, i64 %x_stride, i64 %panel_bytes) {",
@@ -98,7 +99,7 @@ def _sums(row_tiles: int, panels: int, multiply: str) -> str:
         weights = 6 + panel % 2
         lines.append(f"call void @llvm.x86.tileloadd64(i8 {weights}, ptr %{w}, i64 64)")
         for r in range(row_tiles):
-            total = _sum_tile(row_tiles, r, panel)
+            total = sum_tile(row_tiles, r, panel)
             lines.append(f"call void @llvm.x86.{multiply}(i8 {total}, i8 {4 + r}, i8 {weights})")
     lines += [
         "%k_next = add nuw i64 %k, 1",
@@ -114,22 +115,12 @@ def _sums(row_tiles: int, panels: int, multiply: str) -> str:
 
 
 def _finish(row_tiles: int, panels: int, *, int8: bool) -> str:
-    """From sums in the scratch buffer to bfloat16 results: scales (int8), bias, rounding."""
+    """From sums in the scratch buffer to results, row by row."""
     lines = [
         f"define internal void @finish_{row_tiles}_{panels}(ptr %a, ptr %scratch, ptr %out, "
-        "i64 %column, i64 %first_row, i64 %rows, i64 %out_stride) {",
+        "i64 %column, i64 %rows, i64 %out_stride) {",
         "entry:",
-        "%bias_f = getelementptr i64, ptr %a, i64 2",
-        "%bias_p = load ptr, ptr %bias_f",
-    ]
-    if int8:
-        lines += [
-            "%scale_f = getelementptr i64, ptr %a, i64 10",
-            "%scale_p = load ptr, ptr %scale_f",
-            "%row_scale_f = getelementptr i64, ptr %a, i64 12",
-            "%row_scale_p = load ptr, ptr %row_scale_f",
-        ]
-    lines += [
+        *result_arguments(int8=int8),
         "br label %loop",
         "loop:",
         "%i = phi i64 [0, %entry], [%i_next, %loop]",
@@ -140,40 +131,15 @@ def _finish(row_tiles: int, panels: int, *, int8: bool) -> str:
         "%at = add i64 %tile_o, %row_o",
         "%out_o = mul i64 %i, %out_stride",
         "%out_p = getelementptr i8, ptr %out, i64 %out_o",
+        *row_scale("%i", int8=int8),
     ]
-    if int8:
-        lines += [
-            "%row = add i64 %first_row, %i",
-            "%rs_at = getelementptr float, ptr %row_scale_p, i64 %row",
-            "%rs_one = load float, ptr %rs_at, align 4",
-            "%rs_in = insertelement <16 x float> poison, float %rs_one, i32 0",
-            "%rs = shufflevector <16 x float> %rs_in, <16 x float> poison, "
-            "<16 x i32> zeroinitializer",
-        ]
     for p in range(panels):
         lines += [
             f"%at{p} = add i64 %at, {_TILE_BYTES * p}",
             f"%s{p}_at = getelementptr i8, ptr %scratch, i64 %at{p}",
             f"%column{p} = add i64 %column, {PANEL * p}",
-            f"%bias{p}_at = getelementptr float, ptr %bias_p, i64 %column{p}",
-            f"%bias{p} = load <16 x float>, ptr %bias{p}_at, align 4",
-        ]
-        if int8:
-            lines += [
-                f"%s{p}_i = load <16 x i32>, ptr %s{p}_at, align 64",
-                f"%s{p}_f = sitofp <16 x i32> %s{p}_i to <16 x float>",
-                f"%scale{p}_at = getelementptr float, ptr %scale_p, i64 %column{p}",
-                f"%scale{p} = load <16 x float>, ptr %scale{p}_at, align 4",
-                f"%s{p}_c = fmul <16 x float> %s{p}_f, %scale{p}",
-                f"%s{p} = fmul <16 x float> %s{p}_c, %rs",
-            ]
-        else:
-            lines.append(f"%s{p} = load <16 x float>, ptr %s{p}_at, align 64")
-        lines += [
-            f"%y{p} = fadd <16 x float> %s{p}, %bias{p}",
-            f"%y{p}_b = fptrunc <16 x float> %y{p} to <16 x bfloat>",
             f"%out{p}_at = getelementptr i8, ptr %out_p, i64 {2 * PANEL * p}",
-            f"store <16 x bfloat> %y{p}_b, ptr %out{p}_at, align 2",
+            *result(f"s{p}", f"%column{p}", f"%out{p}_at", int8=int8),
         ]
     lines += [
         "%i_next = add nuw i64 %i, 1",
@@ -184,10 +150,57 @@ def _finish(row_tiles: int, panels: int, *, int8: bool) -> str:
     return "\n".join([*lines, "ret void", "}"])
 
 
+def result_arguments(*, int8: bool) -> list[str]:
+    """What `result` and `row_scale` read of `kernels._Arguments`."""
+    fields = {"bias": 2, "scale": 10, "row_scale": 12} if int8 else {"bias": 2}
+    lines = []
+    for name, index in fields.items():
+        lines.append(f"%{name}_f = getelementptr i64, ptr %a, i64 {index}")
+        lines.append(f"%{name}_p = load ptr, ptr %{name}_f")
+    return lines
+
+
+def row_scale(row: str, *, int8: bool) -> list[str]:
+    """%rs: what int8 sums of a row are multiplied by."""
+    if not int8:
+        return []
+    return [
+        f"%rs_at = getelementptr float, ptr %row_scale_p, i64 {row}",
+        "%rs_one = load float, ptr %rs_at, align 4",
+        "%rs_in = insertelement <16 x float> poison, float %rs_one, i32 0",
+        "%rs = shufflevector <16 x float> %rs_in, <16 x float> poison, <16 x i32> zeroinitializer",
+    ]
+
+
+def result(name: str, column: str, out: str, *, int8: bool) -> list[str]:
+    """16 sums at %{name}_at to bfloat16 at `out`: scales (int8), bias, rounding."""
+    lines = [
+        f"%{name}_bias_at = getelementptr float, ptr %bias_p, i64 {column}",
+        f"%{name}_bias = load <16 x float>, ptr %{name}_bias_at, align 4",
+    ]
+    if int8:
+        lines += [
+            f"%{name}_i = load <16 x i32>, ptr %{name}_at, align 64",
+            f"%{name}_f = sitofp <16 x i32> %{name}_i to <16 x float>",
+            f"%{name}_scale_at = getelementptr float, ptr %scale_p, i64 {column}",
+            f"%{name}_scale = load <16 x float>, ptr %{name}_scale_at, align 4",
+            f"%{name}_c = fmul <16 x float> %{name}_f, %{name}_scale",
+            f"%{name} = fmul <16 x float> %{name}_c, %rs",
+        ]
+    else:
+        lines.append(f"%{name} = load <16 x float>, ptr %{name}_at, align 64")
+    return [
+        *lines,
+        f"%{name}_y = fadd <16 x float> %{name}, %{name}_bias",
+        f"%{name}_b = fptrunc <16 x float> %{name}_y to <16 x bfloat>",
+        f"store <16 x bfloat> %{name}_b, ptr {out}, align 2",
+    ]
+
+
 def _chunk() -> str:
     """@chunk: up to 32 rows times the panels from %panel to %end."""
     typed = (
-        "ptr %a, ptr %scratch, ptr %x, ptr %w, ptr %out, i64 %row, i64 %rows, i64 %steps, "
+        "ptr %a, ptr %scratch, ptr %x, ptr %w, ptr %out, i64 %rows, i64 %steps, "
         "i64 %x_stride, i64 %out_stride, i64 %panel_bytes"
     )
     parts = []
@@ -196,7 +209,7 @@ def _chunk() -> str:
             panels: f"""
   call void @sums_{row_tiles}_{panels}(ptr %x, ptr %w_p, ptr %scratch, i64 %steps, i64 %x_stride,
                                        i64 %panel_bytes)
-  call void @finish_{row_tiles}_{panels}(ptr %a, ptr %scratch, ptr %out_p, i64 %column, i64 %row,
+  call void @finish_{row_tiles}_{panels}(ptr %a, ptr %scratch, ptr %out_p, i64 %column,
                                          i64 %rows, i64 %out_stride)"""
             for panels in (1, most)
         }
@@ -229,11 +242,10 @@ exit:
 
 
 def _task() -> str:
-    """Groups of panels from the counter, two panels (four, up to 16 rows) at a time past all rows:
-    their weights stay in the cache while the chunks of 32 rows go by."""
-    arguments = (
-        "ptr %a, ptr %scratch, ptr %x_p, ptr %w, ptr %out_p, i64 %row, i64 %m, i64 %steps, "
-        "i64 %x_stride, i64 %out_stride, i64 %panel_bytes"
+    """Groups of panels from the counter, for up to 32 rows."""
+    typed = (
+        "i64 %first, i64 %end, ptr %a, ptr %scratch, ptr %x, ptr %w, ptr %out, i64 %rows, "
+        "i64 %steps, i64 %x_stride, i64 %out_stride, i64 %panel_bytes"
     )
     return f"""
 define void @product(ptr %a) {{
@@ -244,8 +256,11 @@ entry:
   %x_stride = mul i64 %steps, {_ROW_BYTES}
   %panel_bytes = mul i64 %steps, {_TILE_BYTES}
   %scratch = alloca i8, i64 {4 * _TILE_BYTES}, align 64
-  %few = icmp ule i64 %rows, {_ROWS}
-  %width = select i1 %few, i64 {_SIDE_BY_SIDE[1]}, i64 {_SIDE_BY_SIDE[2]}
+  %rows_1 = sub i64 %rows, 1
+  %configuration_o = mul i64 %rows_1, 64
+  %configuration = getelementptr i8, ptr %configurations, i64 %configuration_o
+  call void @llvm.x86.ldtilecfg(ptr %configuration)
+  %one_tile = icmp ule i64 %rows, {_ROWS}
   br label %group
 group:
   %first = atomicrmw add ptr %counter, i64 %grab monotonic
@@ -254,39 +269,13 @@ group:
 begin:
   %to = add i64 %first, %grab
   %end = call i64 @llvm.umin.i64(i64 %to, i64 %panels)
-  br label %panel
-panel:
-  %p = phi i64 [%first, %begin], [%p_end, %panel_end]
-  %p_to = add i64 %p, %width
-  %p_end = call i64 @llvm.umin.i64(i64 %p_to, i64 %end)
-  br label %chunk
-chunk:
-  %row = phi i64 [0, %panel], [%row_next, %chunk_end]
-  %rows_left = sub i64 %rows, %row
-  %m = call i64 @llvm.umin.i64(i64 %rows_left, i64 {2 * _ROWS})
-  %m_1 = sub i64 %m, 1
-  %configuration_o = mul i64 %m_1, 64
-  %configuration = getelementptr i8, ptr %configurations, i64 %configuration_o
-  call void @llvm.x86.ldtilecfg(ptr %configuration)
-  %x_o = mul i64 %row, %x_stride
-  %x_p = getelementptr i8, ptr %x, i64 %x_o
-  %out_o = mul i64 %row, %out_stride
-  %out_p = getelementptr i8, ptr %out, i64 %out_o
-  %one_tile = icmp ule i64 %m, {_ROWS}
   br i1 %one_tile, label %one, label %two
 one:
-  call void @chunk_1(i64 %p, i64 %p_end, {arguments})
-  br label %chunk_end
+  call void @chunk_1({typed})
+  br label %group
 two:
-  call void @chunk_2(i64 %p, i64 %p_end, {arguments})
-  br label %chunk_end
-chunk_end:
-  %row_next = add i64 %row, %m
-  %rows_done = icmp uge i64 %row_next, %rows
-  br i1 %rows_done, label %panel_end, label %chunk
-panel_end:
-  %panels_done = icmp uge i64 %p_end, %end
-  br i1 %panels_done, label %group, label %panel
+  call void @chunk_2({typed})
+  br label %group
 exit:
   call void @llvm.x86.tilerelease()
   ret void
