@@ -177,8 +177,9 @@ class ReplayEngine(Engine):
         self._stream, self._rounds, self._warm_up = stream, rounds, WARM_UP
         self.measured: list[dict[str, float]] = []
 
-    def _verify(self, rows: list[Sequence], draft: Draft) -> list[RowVerdict]:
-        return [self._replayed(verdict) for verdict in super()._verify(rows, draft)]
+    def _verify(self, rows: list[Sequence], draft: Draft) -> tuple[list[RowVerdict], Tensor]:
+        verdicts, logits_BKV = super()._verify(rows, draft)
+        return [self._replayed(verdict) for verdict in verdicts], logits_BKV
 
     def _replayed(self, verdict: RowVerdict) -> RowVerdict:
         drafted = len(verdict.draft)

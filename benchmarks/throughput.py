@@ -39,6 +39,7 @@ from provenance import commit
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from fly import config as fly_config
+from fly.decoding.records import DECODING
 from fly.errors import FlyError
 from fly.evaluation import report
 from fly.loading import ModelSource, eos_token_ids, resolve_source
@@ -330,9 +331,7 @@ def time_ratios(done: dict[Run, list[dict[str, Any]]]) -> dict[str, dict[str, fl
 
 
 def _decode_seconds(stats: dict[str, Any]) -> float:
-    return sum(
-        value for key, value in stats["seconds"].items() if key not in ("compile", "prefill")
-    )
+    return sum(stats["seconds"][phase] for phase in DECODING)
 
 
 def _spread(records: list[dict[str, Any]], key: str) -> dict[str, float]:
@@ -421,7 +420,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         epilog=f"peers: {', '.join(PEERS)}",
     )
     parser.add_argument("--config", default="qwen2.5-coder.json", help="the pair's JSON")
-    parser.add_argument("--task", default="humaneval_instruct", help="e.g. gsm8k")
+    parser.add_argument("--task", default="humaneval_instruct", help="e.g. gsm8k_cot")
     parser.add_argument("--num_fewshot", type=int, help="default: the task's own")
     parser.add_argument(
         "--chat",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import logging
 import os
 import sys
@@ -26,6 +24,7 @@ from fly.commands import report as report_command
 from fly.commands import trace as trace_command
 from fly.commands import tune as tune_command
 from fly.errors import FlyError
+from fly.fingerprint import of_value
 from fly.paths import data_dir
 
 _COMMANDS = (
@@ -145,7 +144,7 @@ def _prepare_fly(args: argparse.Namespace, yaml_values: dict[str, Any]) -> Path 
     if _is_fly(model):
         args.model_args = model_args = _checked_model_args(model_args)
         use_cache = args.use_cache or yaml_values.get("use_cache")
-        if use_cache:  # lm-eval's keys ignore the model and its configuration
+        if use_cache:  # lm-eval's keys ignore the models, their configuration and fly
             args.use_cache = f"{use_cache}_{_run_hash(model_args)}"
     output_path = args.output_path or yaml_values.get("output_path")
     if not output_path:
@@ -174,11 +173,13 @@ def _resolve_config(model_args: dict[str, Any]) -> fly_config.FlyConfig:
 
 
 def _run_hash(model_args: dict[str, Any]) -> str:
-    """Configuration plus everything else that is passed to the model."""
+    """All that decides a text beside the request: the configuration, the models' files, whatever
+    else is passed to the model, and the versions of what computes."""
     _, rest = fly_config.split_model_args(model_args)
     rest.pop("config_path", None)
-    text = json.dumps([_resolve_config(model_args).hash(), rest], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    config = _resolve_config(model_args)
+    models = resume.models_of(config, rest, fetch=True)  # the next call must find this one's cache
+    return of_value([config.hash(), rest, models, resume.deciding_versions()])[:12]
 
 
 def _output_folder(path: Path, model_args: dict[str, Any]) -> Path:

@@ -42,6 +42,7 @@ KEYS_OF_RULE: dict[str, tuple[str, ...]] = {
     "typical": ("typical_epsilon", "typical_delta"),
     "top_k": ("relaxed_top_k", "relaxed_delta"),
 }
+RECORDING_KEYS = ("verbose", "trace", "enable_statistics")  # change no text and no score
 _NOT_SETTINGS = ("$schema", "$comment")  # for editors and readers; in no hash
 
 
@@ -256,6 +257,11 @@ class FlyConfig(BaseModel):
     draft_dtype: str | None = Field(
         None, description="dtype of the draft model, e.g. bfloat16. null: the target's."
     )
+    draft_revision: str | None = Field(
+        None,
+        description="Branch, tag or commit of a draft model that lies on a hub. null: its main "
+        "branch. `revision` in model_args is the target's.",
+    )
 
     @property
     def drafter_name(self) -> DrafterName | None:
@@ -286,8 +292,9 @@ class FlyConfig(BaseModel):
         return "strict" if self.rule == "exact" else self.rule
 
     def hash(self) -> str:
-        """First 12 hex digits of the SHA-256 of the resolved configuration."""
-        text = json.dumps(self.model_dump(), sort_keys=True)
+        """First 12 hex digits of the SHA-256 of the resolved configuration, without what only
+        says what is written down of a run."""
+        text = json.dumps(self.model_dump(exclude=set(RECORDING_KEYS)), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

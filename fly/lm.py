@@ -39,6 +39,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# from_pretrained's arguments that hold for the draft as they do for the target
+_OF_THE_HUB = (
+    "token", "use_auth_token", "cache_dir", "local_files_only", "force_download", "proxies",
+)  # fmt: skip
+_OF_MODELS = (*_OF_THE_HUB, "use_safetensors", "attn_implementation")
 _LOSSY_ACCEPTANCE = 0.87  # of draft tokens, assumed where no count of the run may decide
 
 
@@ -69,6 +74,7 @@ class FlyLM(HFLM):
             and not torch.cuda.is_available()
         ):
             hf_args["device"] = "cpu"  # lm-eval's default is a CUDA device, present or not
+        _refuse_autocast(hf_args)
         for field, dtype in (("dtype", hf_args.get("dtype")), ("draft_dtype", config.draft_dtype)):
             loading.check_dtype(field, dtype)
         target = loading.resolve_source(config.target_model_path, "target_model_path")
@@ -87,8 +93,10 @@ class FlyLM(HFLM):
         loading.check_cache_agrees(self.model, "target_model_path")
         if hasattr(self, "accelerator"):
             self._rank = self.accelerator.process_index  # HFLM takes the local index
+        self._share_start(session.current())
         self.eos_ids = loading.eos_token_ids(self.model, self.tokenizer)
         self.stats = RunStats()
+        self._unshared = RunStats()  # counts that the other processes do not know of yet
         self.stats.seconds["compile"] = self.preparation.seconds
         self._join(session.current(), hf_args)
         self.samplings: set[Sampling] = set()
@@ -96,13 +104,19 @@ class FlyLM(HFLM):
         # They see every round, with the target's entropies. Whoever adds one shows the progress.
         self.observers: list[Observer] = []
 
+    def _share_start(self, run: session.Session) -> None:
+        """All processes of a run name their files by the first one's clock."""
+        if self.world_size > 1:
+            started = [run.started]
+            torch.distributed.broadcast_object_list(started, src=0)
+            run.started = started[0]
+
     def _join(self, run: session.Session, hf_args: dict[str, Any]) -> None:
         """Take part in the run: what decides its texts is noted, or is as it was."""
         run.lm = self
         if run.manifest is not None:
             resume.check_models(run.manifest, self.fly_config, hf_args, loaded=True)
-            facts = report.device_facts(self.device)
-            run.manifest.agree("device", {"type": facts["type"], "name": facts["name"]})
+            run.manifest.agree("device", report.timing_facts(self.device))
             run.manifest.agree("dtype", str(self.model.dtype))
         if run.earlier is not None:
             self.stats.merge(run.earlier.stats)
@@ -131,19 +145,28 @@ class FlyLM(HFLM):
         """Load the draft with HFLM's own loader, then give the target its place back."""
         target_model: Any = self._model  # type: ignore[has-type]
         name = f"pretrained={self.fly_config.draft_model_path}"
-        trust = hf_args.get("trust_remote_code", False)
+        shared = {
+            "revision": self.fly_config.draft_revision or "main",
+            "trust_remote_code": hf_args.get("trust_remote_code", False),
+        }
+        of_hub, of_models = (
+            {key: hf_args[key] for key in keys if key in hf_args}
+            for keys in (_OF_THE_HUB, _OF_MODELS)
+        )
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(
                 source.path,
-                trust_remote_code=trust,
+                **shared,
+                **of_hub,
                 **({"gguf_file": source.gguf_file} if source.gguf_file else {}),
             )
             loading.check_same_vocabulary(self.tokenizer, tokenizer)
             self._create_model(
                 source.path,
                 dtype=self.fly_config.draft_dtype or self._loaded_dtype,
-                trust_remote_code=trust,
                 gguf_file=source.gguf_file,
+                **shared,
+                **of_models,
             )
             draft: Any = self._model  # type: ignore[has-type]
         except (OSError, ValueError, TypeError) as error:
@@ -169,6 +192,17 @@ class FlyLM(HFLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """One text per request, in order. All requests are checked before the first is decoded."""
+        if self.world_size == 1:
+            return self._generate(requests, disable_tqdm)
+        # lm-eval evens processes out by asking for a document again: that is no work of the run
+        own = _without_padding(requests)
+        texts = dict(zip(own, self._generate([requests[index] for index in own], disable_tqdm)))
+        of_instance = {id(requests[index]): text for index, text in texts.items()}
+        return [
+            texts.get(index, of_instance[id(instance)]) for index, instance in enumerate(requests)
+        ]
+
+    def _generate(self, requests: list[Instance], disable_tqdm: bool) -> list[str]:
         wanted = self._build(requests)
         order = {id(request): index for index, request in enumerate(wanted)}
         texts = self._finished_earlier(wanted)
@@ -176,7 +210,7 @@ class FlyLM(HFLM):
         log = session.JsonLines(session.current(), "fly_requests", self.rank)
         traces = None
         if self.fly_config.trace:
-            traces = Trace(session.current(), self.rank, self.tokenizer)
+            traces = Trace(session.current(), self.tokenizer, self.rank, self.world_size)
         bar = progress.Progress(
             len(wanted),
             enabled=not disable_tqdm and not self.observers and self.rank == 0,
@@ -208,11 +242,22 @@ class FlyLM(HFLM):
             if traces is not None:
                 traces.close()
         local.peak_memory_bytes = report.peak_memory_bytes(self.device)
-        for share in self.gather_object((local, self.samplings)):
-            if share is not None:
-                self.stats.merge(share[0])
-                self.samplings |= share[1]
+        self._unshared.merge(local)
+        if self.world_size == 1:
+            self._share()
         return [texts[index] for index in range(len(wanted))]
+
+    def barrier(self) -> None:
+        """Where lm-eval has all processes meet: also those that had nothing to decode."""
+        self._share()
+        super().barrier()
+
+    def _share(self) -> None:
+        """Only the first process gets the others' shares; it writes the results."""
+        own, self._unshared = self._unshared, RunStats()
+        for stats, samplings in self.gather_object((own, self.samplings)) or [(own, set())]:
+            self.stats.merge(stats)
+            self.samplings |= samplings
 
     def _finished_earlier(self, wanted: list[Request]) -> dict[int, str]:
         """By index: the texts that the run's records hold already; lm-eval's cache gets them."""
@@ -390,6 +435,17 @@ class FlyLM(HFLM):
         return {**super().get_model_info(), **own}
 
 
+def _without_padding(requests: list[Instance]) -> list[int]:
+    """Where each instance stands for the first `repeats` times."""
+    seen: Counter[int] = Counter()
+    own = []
+    for index, instance in enumerate(requests):
+        seen[id(instance)] += 1
+        if seen[id(instance)] <= instance.repeats:
+            own.append(index)
+    return own
+
+
 def _refuse_unknown(hf_args: dict[str, Any]) -> None:
     """Arguments HFLM does not know go on to from_pretrained; a misspelt key of fly's must not."""
     known = inspect.signature(HFLM.__init__).parameters
@@ -397,6 +453,16 @@ def _refuse_unknown(hf_args: dict[str, Any]) -> None:
         near = difflib.get_close_matches(key, fly_config.FlyConfig.model_fields, n=1, cutoff=0.75)
         if key not in known and near:
             raise FlyError(f"unknown model_args key {key!r}: did you mean {near[0]!r}?")
+
+
+def _refuse_autocast(hf_args: dict[str, Any]) -> None:
+    """HFLM runs its passes under autocast; fly's have one dtype."""
+    dtype = hf_args.get("mixed_precision_dtype")
+    if dtype not in (None, ""):
+        raise FlyError(
+            f"mixed_precision_dtype={dtype}: fly's passes have one dtype: set "
+            f"dtype={str(dtype).removeprefix('torch.')}, or run lm-eval's hf (no config_path)"
+        )
 
 
 def _first_line(error: BaseException) -> str:

@@ -7,6 +7,7 @@ rules.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -117,10 +118,13 @@ class Manifest:
         """Let others work on the run; of one that has ended or is gone, the lock goes, too."""
         if self.lock is None:
             return
-        if self.finished or not self.path.exists():
-            Path(self.lock.lock_file).unlink(missing_ok=True)
+        ended = self.finished or not self.path.exists()
+        file = Path(self.lock.lock_file)
         self.lock.release()
         self.lock = None
+        if ended:  # nobody waits for it any more; while held, another could lock a second file
+            with contextlib.suppress(OSError):  # one that is open cannot be removed on Windows
+                file.unlink(missing_ok=True)
 
     def finish(self, results: Path) -> None:
         self.data.update(finished=True, results=results.name)
@@ -169,7 +173,9 @@ def first_difference(name: str, old: Any, new: Any) -> tuple[str, str, str] | No
             if found := first_difference(f"{name}.{key}", *values):
                 return found
         return None
-    return None if old == new else (name, _shown(old), _shown(new))
+    if old == new or (old in (None, _ABSENT) and new in (None, _ABSENT)):
+        return None  # a key that an earlier fly did not have yet is as good as null
+    return name, _shown(old), _shown(new)
 
 
 def _shown(value: Any) -> str:

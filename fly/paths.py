@@ -2,6 +2,9 @@
 
 import contextlib
 import os
+import stat
+import threading
+import time
 from pathlib import Path
 
 from fly.errors import FlyError
@@ -34,9 +37,18 @@ def write_whole(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
         return
     path = path.resolve()
-    beside = path.with_name(f".{path.name}.new")
+    # a name of its own: two processes may write the same file at once
+    beside = path.with_name(
+        f".{path.name}.{os.getpid()}-{time.monotonic_ns()}-{threading.get_ident()}"
+    )
     try:
-        beside.write_text(text, encoding="utf-8")
+        with open(beside, "x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # else a machine's crash may leave the new name empty
+        if path.exists():
+            with contextlib.suppress(OSError):  # not every file system knows permissions
+                beside.chmod(stat.S_IMODE(path.stat().st_mode))
         os.replace(beside, path)
     except BaseException:
         with contextlib.suppress(OSError):

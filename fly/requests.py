@@ -6,6 +6,7 @@ aliases, left truncation, think_end_token, stop strings cut from the text.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -51,6 +52,9 @@ _UNAPPLIED: dict[str, tuple[Any, ...]] = {
     "bad_words_ids": (),
     "min_length": (0,),
     "min_new_tokens": (0,),
+    "max_new_tokens": (),
+    "max_time": (),
+    "stop_strings": (),
     "forced_bos_token_id": (),
     "forced_eos_token_id": (),
     "suppress_tokens": (),
@@ -94,13 +98,23 @@ def build_request(instance: Instance, lm: FlyLM, nth: int = 0) -> Request:
         )
     prompt = encode_prompt(context, lm, room)
     if "max_length" in kwargs:  # transformers' prompt + generation; max_gen_toks is preferred
-        budget = max(1, kwargs["max_length"] - len(prompt))
+        if kwargs["max_length"] > lm.max_length:
+            _say_once(
+                f"max_length={kwargs['max_length']} of gen_kwargs is more than the target's context"
+                f": rows end at {lm.max_length} tokens"
+            )
+        budget = max(1, min(kwargs["max_length"], lm.max_length) - len(prompt))
     if lm.fly_config.total_gen_tok is not None:
         budget = min(budget, lm.fly_config.total_gen_tok)
     stops = handle_stop_sequences(list(kwargs["until"]), eos=None)
     return Request(
         tuple(prompt), budget, tuple(stops), instance, settings, _seed(instance, lm, nth), nth
     )
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    logger.warning(text)
 
 
 def identity(request: Request) -> dict[str, Any]:

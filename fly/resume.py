@@ -171,14 +171,18 @@ def _join(run: Session, manifest: Manifest) -> Manifest:
 
 
 def _facts(config: fly_config.FlyConfig) -> dict[str, Any]:
+    return {
+        "config": config.model_dump(),
+        "versions": deciding_versions(),
+    }
+
+
+def deciding_versions() -> dict[str, str]:
+    """Versions of what may change a text."""
     from fly.evaluation import report
 
     installed = report.versions()
-    return {
-        "config": config.model_dump(),
-        "config_hash": config.hash(),
-        "versions": {name: installed[name] for name in _DECIDING},
-    }
+    return {name: installed[name] for name in _DECIDING}
 
 
 def _results(run: Session) -> Path | None:
@@ -236,16 +240,22 @@ def check_models(
         manifest.agree("models", found)
 
 
-def models_of(config: fly_config.FlyConfig, hf_args: dict[str, Any]) -> dict[str, Any]:
-    """Fingerprints of the models, and of folders beside them, that take part in a run."""
+def models_of(
+    config: fly_config.FlyConfig, hf_args: dict[str, Any], fetch: bool = False
+) -> dict[str, Any]:
+    """Fingerprints of the models, and of folders beside them, that take part in a run.
+
+    fetch: also of models on a hub of which nothing is here yet.
+    """
+    cache = hf_args.get("cache_dir")
     found: dict[str, Any] = {
         name: {"path": path, "files": fingerprint.of_folder(Path(path))}
         for name in _BESIDE
         if Path(path := str(hf_args.get(name) or "")).is_dir() and path
     }
     target = loading.resolve_source(config.target_model_path, "target_model_path")
-    found["target"] = fingerprint.of_model(target, hf_args.get("revision"))
+    found["target"] = fingerprint.of_model(target, hf_args.get("revision"), cache, fetch)
     if config.needs_draft_model and config.draft_model_path:
         draft = loading.resolve_source(config.draft_model_path, "pretrained")
-        found["draft"] = fingerprint.of_model(draft)
+        found["draft"] = fingerprint.of_model(draft, config.draft_revision, cache, fetch)
     return found

@@ -103,6 +103,10 @@ def _entry(date: str, records: list[dict], settings: dict) -> dict:
         "dtype": "torch.bfloat16",
         "stats": {
             "requests": len(records),
+            "seconds": {
+                phase: sum(record["seconds"][phase] for record in records)
+                for phase in ("prefill", "draft", "verify", "other", "compile")
+            },
             "emitted": emitted,
             "rounds": rounds,
             "tau": emitted / rounds,

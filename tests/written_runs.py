@@ -55,11 +55,14 @@ def write(
     seconds=1.0,
     repeats=1,
     aggregated=None,
+    tokens=12,
+    machine=None,
 ) -> Path:
     """Write one run; its folder. scores: of the task `sums`; tasks: by task instead.
 
     A task's scores are a list, or by metric. mode None is lm-eval's own backend. A document takes
-    `seconds` of decoding and a tenth of it of prefill, 12 tokens in rounds of `round_tokens`.
+    `seconds` of decoding and a tenth of it of prefill, `tokens` in rounds of `round_tokens`.
+    machine: what differs from two threads of a CPU and one sequence: keys of `device`, batch_size.
     """
     tasks = tasks or {"sums": scores}
     tasks = {name: s if isinstance(s, dict) else {metric: s} for name, s in tasks.items()}
@@ -73,6 +76,10 @@ def write(
             "sampling": [{"temperature": 0.0}],
             "config": {"target_model_path": target, "total_gen_tok": None, "seed": None},
         }
+        machine = dict(machine or {})
+        config["batch_size"] = machine.pop("batch_size", 1)
+        device = {"type": "cpu", "name": "a CPU", "capability": "AVX2", "threads": 2}
+        config["fly"]["device"] = device | machine
     results = {}
     records = []
     folder.mkdir(parents=True)
@@ -87,8 +94,8 @@ def write(
                 )
             )
             for _ in range(repeats if mode else 0):
-                record = {"task": task, "doc_id": doc_id, "emitted": 12}
-                record["rounds"] = 12 // round_tokens
+                record = {"task": task, "doc_id": doc_id, "emitted": tokens}
+                record["rounds"] = tokens // round_tokens
                 record["seconds"] = {"prefill": seconds / 10, "draft": seconds / 4}
                 record["seconds"] |= {"verify": seconds / 2, "other": seconds / 4, "compile": 0}
                 records.append(record)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,13 +15,13 @@ if TYPE_CHECKING:
     from fly.evaluation.compare import Result
     from fly.evaluation.measured import Measured
 
-STATUS = {"held": 0, "fell": 1, "not enough evidence": 3}
+STATUS = {"held": 0, "unchanged": 0, "fell": 1, "not enough evidence": 3}
 _USAGE = """fly compare RUN RUN ... [options]
        fly compare --model_args config_path=<pair>.json --tasks <task> ... --output_path <folder>
                    [options] [any flag of fly run]"""
-_DESCRIPTION = """Compare runs on the same documents: scores, recovery, speed, and a verdict per
+_DESCRIPTION = """Compare runs on the same documents: scores, recovery, time x, and a verdict per
 task (docs/compare.md). With --min-recovery, --confidence or --allow-inconclusive the exit status
-is the verdict: 0 held, 1 fell, 3 not enough evidence; 2 is bad usage or a failed run."""
+is the verdict: 0 held or unchanged, 1 fell, 3 not enough evidence; 2: bad usage or a failed run."""
 
 
 def add_command(subparsers: Any) -> None:
@@ -213,8 +214,37 @@ def _made(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
         _check_baseline(chosen.rule, f"--save-baseline {args.save_baseline}")
     output = Path(_given(args, "output_path"))
     session.check_writable(output, "output_path")
-    folders = modes.run_missing(planned, _run_flags(), output)
+    folders = modes.run_missing(planned, _run_flags(), output, _files(args, output))
     return _load(list(folders.items()), [stored.name] if stored else [])
+
+
+def _files(args: argparse.Namespace, output: Path) -> dict[str, dict[str, str]]:
+    """Fingerprints of the files that make tasks and their data, fly's own tasks included; not of
+    what the runs themselves write to `output`."""
+    from fly.evaluation.task_data import DATA_DIR
+    from fly.fingerprint import of_files
+    from fly.paths import data_dir
+
+    include = _given(args, "include_path") or []
+    tasks = _given(args, "tasks") or []
+    files = [Path(task).parent for task in tasks if task and Path(task).is_file()]
+    named = {
+        "--tasks": files,  # with the functions beside them
+        "--config": [args.config],
+        "--include_path": include if isinstance(include, list) else [include],
+        DATA_DIR: [os.environ.get(DATA_DIR)],
+        "fly's tasks": [data_dir("lm_eval_tasks")],
+    }
+    found: dict[str, dict[str, str]] = {}
+    for flag, paths in named.items():
+        found[flag] = {}
+        for path in filter(None, paths):
+            try:
+                hashed = of_files(Path(path).expanduser().resolve(), without=[output.resolve()])
+            except OSError as error:
+                raise FlyError(f"{flag} {path}: cannot be read: {error}") from None
+            found[flag] |= {f"{path}: {name}": digest for name, digest in hashed.items()}
+    return found
 
 
 def _given(args: argparse.Namespace, name: str) -> Any:
@@ -240,10 +270,10 @@ def _check_early(args: argparse.Namespace, stored: Measured) -> None:
     own, rest = fly_config.split_model_args(_given(args, "model_args"))
     target = fly_config.resolve(rest.get("config_path"), own, log=False).target_model_path
     files = measured.fingerprint(target)
-    reason = None
-    if files and stored.target["files"] and files != stored.target["files"]:
-        reason = f"another target (files: {stored.target['files']}, now {files})"
-    elif stored.decoding["gen_kwargs"] != (now := _given(args, "gen_kwargs") or {}):
+    reason = measured.why_other_files(stored.target["files"], files)
+    if reason is None and stored.decoding["gen_kwargs"] != (
+        now := _given(args, "gen_kwargs") or {}
+    ):
         reason = f"decoded otherwise (gen_kwargs: {stored.decoding['gen_kwargs']}, now {now})"
     if reason:
         raise FlyError(_not_reusable(args.baseline, reason))

@@ -106,14 +106,11 @@ def _tune(args: argparse.Namespace) -> None:
         raise
     output.print_table(tuning, args.min_recovery)
     print(f"record: {record}")
-    best = tuning.best(args.min_recovery)
+    best, why = tuning.choice(args.min_recovery)
     if best is None:
-        print(
-            f"no configuration kept {args.min_recovery:g} of the target's score on these "
-            "documents: none was written",
-            file=sys.stderr,
-        )
+        print(f"{why}: none was written", file=sys.stderr)
         sys.exit(1)
+    print(why)
     output.write_config(args.output, args.file, best, tuning, workload, options, record)
     print(f"configuration: {args.output}")
 

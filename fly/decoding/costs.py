@@ -11,6 +11,8 @@ import hashlib
 import json
 import logging
 import math
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,11 +160,20 @@ def _machine() -> dict[str, Any]:
 
 def cpu_name() -> str:
     """The CPU's model name as the system gives it; empty where it does not."""
+    if sys.platform == "darwin":
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.stdout.strip()
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return ""
-    return next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), "")
+    fields = [line.partition(":") for line in lines]
+    found = {name.strip(): value.strip() for name, _, value in reversed(fields)}
+    if "model name" in found:
+        return found["model name"]
+    arm = [found[name] for name in ("CPU implementer", "CPU part") if name in found]
+    return f"ARM {' '.join(arm)}" if arm else ""
 
 
 def _kept_at(identity: dict[str, Any]) -> Path:

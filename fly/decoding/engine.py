@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -87,6 +87,8 @@ class Engine:
         self._observer = observer
         self._reuse_prefixes = reuse_prefixes
         self._trace_entropy = trace_entropy
+        used = {*target.devices, *drafter.devices}
+        self._devices = [device for device in used if device.type == "cuda"]
 
     def run(self, requests: Iterable[Request]) -> Iterator[RequestRecord]:
         """Decode all requests; each record is yielded as soon as its row ends.
@@ -99,10 +101,11 @@ class Engine:
             ordered.sort(key=lambda request: request.prompt)
         waiting = deque(Sequence(request, self._eos_ids, self._decode) for request in ordered)
         rows: list[Sequence] = []
-        self._reserve(ordered)
+        longest = max((len(r.prompt) + r.budget for r in ordered), default=0)
         while waiting or any(row.is_open for row in rows):
             failure: Exception | None = None
             try:
+                self._reserve(longest)
                 self._fill(rows, waiting)
                 self._round(rows)
             except (RuntimeError, MemoryError) as error:
@@ -118,11 +121,10 @@ class Engine:
                 rows.clear()
                 self._halve(failure)
 
-    def _reserve(self, requests: list[Request]) -> None:
+    def _reserve(self, longest: int) -> None:
         """Room for the longest row, at once: growing later would drop every captured graph."""
-        if self._target.static is not None and requests:
-            longest = max(len(request.prompt) + request.budget for request in requests)
-            self._target.reserve(min(longest, self._target.max_length) + self._spd_k + 1)
+        self._target.reserve_rows(longest, width=self._spd_k + 1)
+        self._drafter.reserve(longest, self._spd_k)
 
     def _fill(self, rows: list[Sequence], waiting: deque[Sequence]) -> None:
         """Give the slots of finished rows, then free ones, to waiting rows; close other gaps."""
@@ -137,8 +139,9 @@ class Engine:
                 continue
             last = rows.pop()
             if slot < len(rows):
-                self._target.move(len(rows), slot)
-                self._drafter.move(len(rows), slot)
+                with self._timed("other", [last]):
+                    self._target.move(len(rows), slot)
+                    self._drafter.move(len(rows), slot)
                 rows[slot] = last
 
     def _admit(self, slot: int, row: Sequence, *, soon: bool) -> None:
@@ -171,7 +174,10 @@ class Engine:
         with self._timed("draft", rows):
             draft = self._drafter.propose(rows, limits)
         with self._timed("verify", rows):
-            verdicts = self._verify(rows, draft)
+            verdicts, logits_BKV = self._verify(rows, draft)
+        if self._trace_entropy is not None:
+            with self._timed("recording", rows):
+                verdicts = _with_entropies(verdicts, entropy(logits_BKV, self._trace_entropy))
         with self._timed("other", rows):
             starts = [len(row.generated) for row in rows]
             all_counts = [row.commit(verdict) for row, verdict in zip(rows, verdicts)]
@@ -183,6 +189,7 @@ class Engine:
                 (v.native_run if v.resolution.reopened else v.accepted, len(v.draft))
                 for v in verdicts
             )
+        with self._timed("recording", rows):
             for slot, row in enumerate(rows):
                 by = draft.drafted_by(slot, len(verdicts[slot].draft))
                 end = len(row.generated)
@@ -190,8 +197,11 @@ class Engine:
                     RoundRecord(row, all_counts[slot], verdicts[slot], by, starts[slot], end)
                 )
 
-    def _verify(self, rows: list[Sequence], draft: Draft) -> list[RowVerdict]:
-        """One target pass over each row's last token and its draft; one wait of the host."""
+    def _verify(self, rows: list[Sequence], draft: Draft) -> tuple[list[RowVerdict], Tensor]:
+        """One target pass over each row's last token and its draft; one wait of the host.
+
+        Also the logits that were judged, [B, K + 1, V].
+        """
         logits_BKV = self._score(rows, draft)
         draft_BK, length_B = draft.padded(logits_BKV.device)
         logits_BKV, native_BK, choice_BK1 = self._choose(rows, draft, draft_BK, logits_BKV)
@@ -204,10 +214,7 @@ class Engine:
             judged.choice_BK1,
         )
         on_host: list[list[int]] = torch.cat([part.long() for part in columns], dim=1).tolist()
-        entropies: list[list[float]] = [[] for _ in rows]
-        if self._trace_entropy is not None:
-            entropies = entropy(logits_BKV, self._trace_entropy).tolist()
-        return [self._resolve(*row) for row in zip(rows, on_host, entropies)]
+        return [self._resolve(*row) for row in zip(rows, on_host)], logits_BKV
 
     @property
     def _gates(self) -> tuple[Gate, ...] | None:
@@ -248,7 +255,7 @@ class Engine:
             )
         return logits_BKV, native_BK, choice_BK1
 
-    def _resolve(self, row: Sequence, values: list[int], entropies: list[float]) -> RowVerdict:
+    def _resolve(self, row: Sequence, values: list[int]) -> RowVerdict:
         """Walk one row's judged draft; `values` as `_verify` lays them out."""
         length, width = values[0], (len(values) - 2) // 4
         draft, native, passes = (values[1 + part * width :][:length] for part in range(3))
@@ -268,8 +275,7 @@ class Engine:
         else:
             judged = length
         resolution = resolve(matched[:judged], may_wait[:judged], self._relaxation, matches)
-        shown = entropies[: length + 1] or None
-        return RowVerdict(draft, matched, choice, resolution, shown)
+        return RowVerdict(draft, matched, choice, resolution)
 
     def _score(self, rows: list[Sequence], draft: Draft) -> Tensor:
         """Logits [B, K + 1, V] after the last committed token and after each drafted one."""
@@ -283,11 +289,21 @@ class Engine:
     def _timed(self, phase: str, rows: list[Sequence]) -> Iterator[None]:
         """Share the block's wall time among the rows; capturing graphs counts as compile time."""
         start, captured = time.perf_counter(), StaticPasses.all_seconds
-        yield
-        if self._target.device.type == "cuda":
-            torch.cuda.synchronize(self._target.device)
-        captured = StaticPasses.all_seconds - captured
-        elapsed = time.perf_counter() - start - captured
-        for row in rows:
-            row.seconds[phase] += elapsed / len(rows)
-            row.seconds["compile"] += captured / len(rows)
+        try:
+            yield
+            for device in self._devices:  # else the next phase waits for this one's work
+                torch.cuda.synchronize(device)
+        finally:  # a pass that fails has taken its time, too
+            captured = StaticPasses.all_seconds - captured
+            elapsed = time.perf_counter() - start - captured
+            for row in rows:
+                row.seconds[phase] += elapsed / len(rows)
+                row.seconds["compile"] += captured / len(rows)
+
+
+def _with_entropies(verdicts: list[RowVerdict], entropies_BK1: Tensor) -> list[RowVerdict]:
+    """With the target's entropy before every draft token and after the last, for traces."""
+    return [
+        replace(verdict, entropy=row[: len(verdict.draft) + 1])
+        for verdict, row in zip(verdicts, entropies_BK1.tolist())
+    ]

@@ -82,14 +82,20 @@ class StaticPasses:
     def chain(self, ids_BQ: Tensor, counts_B: Tensor, steps: int) -> Tensor | None:
         """K greedy tokens per row, [B, K], after feeding row b its first `counts_B[b]` ids."""
         rows, width = ids_BQ.shape
+        read = self._longest(rows) + self.reach(width, steps)
         width, bucket = _width_bucket(width), 1 << (steps - 1).bit_length()
-        captured = self._get("chain", rows, width, self._longest(rows) + width + bucket, bucket)
+        captured = self._get("chain", rows, width, read, bucket)
         if captured is None:
             return None
         self._fill(captured, ids_BQ)
         captured.counts[:rows] = counts_B
         captured.replay()
         return captured.outputs[0][:rows, :steps]
+
+    @staticmethod
+    def reach(width: int, steps: int = 0) -> int:
+        """How far past the longest row such a pass, or chain of passes, may read."""
+        return _width_bucket(width) + (1 << (steps - 1).bit_length() if steps else 0)
 
     def _longest(self, rows: int) -> int:
         return max(self._runner.lengths[: self._rows_bucket(rows)])

@@ -5,6 +5,7 @@ A row costs its K/V, exactly known per token, and its share of the widest pass's
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,3 +104,13 @@ def free_bytes(device: torch.device) -> int:
     except (OSError, ValueError):
         pass
     return max(0, free)
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had resident at once."""
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource  # not there on Windows
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

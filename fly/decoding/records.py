@@ -9,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-PHASES = ("prefill", "draft", "verify", "other", "compile")
+DECODING = ("draft", "verify", "other")
+TIMED = ("prefill", *DECODING)  # what an end-to-end speed is made of
+# recording: traces and their entropies, progress and other observers
+PHASES = (*TIMED, "recording", "compile")
 
 
 @dataclass
@@ -123,7 +126,7 @@ class RunStats:
 
 def rates(counts: Counts, seconds: dict[str, float]) -> dict[str, float | None]:
     """tau, decode_tok_s (without prefill) and end_to_end_tok_s; None where nothing was decoded."""
-    decode = seconds["draft"] + seconds["verify"] + seconds["other"]
+    decode = sum(seconds[phase] for phase in DECODING)
     return {
         "tau": _ratio(counts.emitted, counts.rounds),
         "decode_tok_s": _ratio(counts.emitted, decode),

@@ -46,6 +46,7 @@ class ModelRunner:
         self._reuse_prefixes = reuse_prefixes
         self.static: StaticPasses | None = None
         self.device: torch.device = input_device(model)
+        self.devices = tuple({parameter.device for parameter in model.parameters()})
         self.way = way_of(model, self.device)
 
     @property
@@ -96,6 +97,13 @@ class ModelRunner:
             self.cache.copy_slot(source, slot, shared[source])
             self._written[slot] = tokens[: shared[source]]
         return shared[source]
+
+    def reserve_rows(self, longest: int, *, width: int, steps: int = 0) -> None:
+        """For static passes, have room at once for rows of up to `longest` tokens, passes over
+        `width` and chains of `steps`: room that grows later costs the graphs captured by then."""
+        if self.static is not None:
+            past = self.static.reach(width, steps)
+            self.reserve(min(longest, self.max_length) + past)
 
     def reserve(self, tokens: int) -> None:
         """Have room for `tokens` tokens per slot; what is stored stays."""

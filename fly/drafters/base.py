@@ -71,7 +71,15 @@ class Draft:
 
 
 class Drafter(Protocol):
-    """Rows are in slot order: row b sits in slot b of every cache."""
+    """Rows are in slot order: row b sits in slot b of every cache.
+
+    devices: where it leaves work that the host has not waited for.
+    """
+
+    devices: tuple[torch.device, ...]
+
+    def reserve(self, longest: int, spd_k: int) -> None:
+        """Rows will have up to `longest` tokens, and drafts up to spd_k more."""
 
     def admit(self, slot: int, row: Sequence, *, soon: bool = True) -> None:
         """A new row takes `slot`: prefill, build an index. Unless something is drafted for it
@@ -94,6 +102,11 @@ class Drafter(Protocol):
 
 class NoDrafter:
     """Target only: every round is one plain decoding step."""
+
+    devices: tuple[torch.device, ...] = ()
+
+    def reserve(self, longest: int, spd_k: int) -> None:
+        pass
 
     def admit(self, slot: int, row: Sequence, *, soon: bool = True) -> None:
         pass

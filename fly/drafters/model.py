@@ -32,9 +32,13 @@ class ModelDrafter:
 
     def __init__(self, runner: ModelRunner, eos_ids: frozenset[int]) -> None:
         self.runner = runner
+        self.devices: tuple[torch.device, ...] = (runner.device,)
         self._eos_ids = eos_ids
         self._eos = torch.tensor(sorted(eos_ids), dtype=torch.long, device=runner.device)
         self._chains: list[Chain] = []
+
+    def reserve(self, longest: int, spd_k: int) -> None:
+        self.runner.reserve_rows(longest, width=spd_k + 1, steps=spd_k)
 
     def admit(self, slot: int, row: Sequence, *, soon: bool = True) -> None:
         # A prompt past the draft's context is not drafted for at all; the target goes on alone.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+import torch
+
 from fly.decoding.sequence import RowVerdict, Sequence
 from fly.drafters.base import Draft
 
@@ -55,6 +57,8 @@ class NgramIndex:
 class NgramDrafter:
     """N-gram lookup alone: drafts cost nothing and need no second model."""
 
+    devices: tuple[torch.device, ...] = ()
+
     def __init__(
         self, slots: int, min_size: int, max_size: int, count: int, eos_ids: frozenset[int]
     ) -> None:
@@ -62,6 +66,9 @@ class NgramDrafter:
         self._count = count
         self._eos_ids = eos_ids
         self._indexes = [NgramIndex(*self._sizes) for _ in range(slots)]
+
+    def reserve(self, longest: int, spd_k: int) -> None:
+        pass
 
     def admit(self, slot: int, row: Sequence, *, soon: bool = True) -> None:
         self._indexes[slot] = NgramIndex(*self._sizes)

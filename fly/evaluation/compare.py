@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 from fly.errors import FlyError
 from fly.evaluation import statistics
 from fly.evaluation.measured import Measured, Metric, Task, Work, why_not_reusable
 
+_WEAKEST_FIRST: tuple[statistics.Verdict, ...] = (
+    "fell",
+    "not enough evidence",
+    "unchanged",
+    "held",
+)
+# Facts of a machine without which seconds do not compare, and those that are only worth a note.
+_MACHINE = {"device": "device", "capability": "CPU capability", "threads": "threads"}
+_WAY = {
+    "processes": "processes", "batch_size": "batch size", "dtype": "dtype",
+    "passes": "passes of the target", "compile": "compile",
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Demand:
-    """What the scores must do: keep this share of the baseline's, shown with this confidence.
-
-    Where no document is worse they have, however few there are, unless the baseline scores zero.
-    """
+    """What the scores must do: keep this share of the baseline's, shown with this confidence."""
 
     min_recovery: float = 0.99
     confidence: float = 0.95
@@ -50,13 +61,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast a run decoded a task: rates of sums over documents. None: no records.
+    """What a run decoded of a task, and how fast: rates of sums over documents. None: no records.
 
-    saved: share of the emitted tokens that took no target pass of their own, 1 - rounds/emitted.
+    decode, end_to_end: seconds, without and with prefill. saved: share of the emitted tokens that
+    took no target pass of their own, 1 - rounds/emitted.
     """
 
     tokens: int
     rounds: int
+    decode: float
+    end_to_end: float
     decode_tok_s: float | None
     end_to_end_tok_s: float | None
     tau: float | None
@@ -65,30 +79,36 @@ class Pace:
 
 @dataclass(frozen=True)
 class Speed:
-    """A task's pace in a run, and against the baseline; None where there are no records."""
+    """A task's pace in a run, and against the baseline; None where there are no records, and where
+    the runs' seconds do not compare.
+
+    decode, end_to_end: time x, the baseline's seconds over the run's for the same documents.
+    tokens: the run's emitted tokens over the baseline's. A run that talks more takes longer,
+    however many tokens per second it makes.
+    """
 
     task: str
     pace: Pace
     decode: statistics.Ratio | None = None
     end_to_end: statistics.Ratio | None = None
+    tokens: statistics.Ratio | None = None
+    withheld: str = ""  # why there is no time x, though both runs have records
 
 
 @dataclass(frozen=True)
 class Against:
-    """One run against the baseline. overall: the mean of the primary scores, None for one row."""
+    """One run against the baseline. overall: the mean of the primary scores, None for one row.
+    notes: what a reader of its time x has to know."""
 
     name: str
     rows: list[Row]
     overall: Row | None
     speeds: list[Speed]
+    notes: list[str] = field(default_factory=list)
 
     @property
     def verdict(self) -> statistics.Verdict:
-        """fell if anything fell; else held if everything held; else not enough evidence."""
-        verdicts = {row.verdict for row in self.all_rows if row.is_judged}
-        if "fell" in verdicts:
-            return "fell"
-        return "held" if verdicts == {"held"} else "not enough evidence"
+        return weakest(row.scores.verdict for row in self.all_rows if row.is_judged)
 
     @property
     def all_rows(self) -> list[Row]:
@@ -108,10 +128,16 @@ class Result:
 
     @property
     def verdict(self) -> statistics.Verdict:
-        verdicts = {other.verdict for other in self.others}
-        if "fell" in verdicts:
-            return "fell"
-        return "held" if verdicts == {"held"} else "not enough evidence"
+        return weakest(other.verdict for other in self.others)
+
+
+def weakest(verdicts: Iterable[statistics.Verdict]) -> statistics.Verdict:
+    """Of several verdicts, what can be said of all: fell if anything fell, held if all held.
+
+    Without any, not enough evidence.
+    """
+    found = set(verdicts)
+    return next((verdict for verdict in _WEAKEST_FIRST if verdict in found), "not enough evidence")
 
 
 def choose_baseline(runs: Sequence[Measured], name: str | None = None) -> Measured:
@@ -139,7 +165,7 @@ def compare(
     for other in others:
         check_pairs(baseline, other)
     _check_metrics(baseline, metrics)
-    chosen = _in_all_runs(baseline, others, metrics)
+    chosen = _chosen(baseline, metrics)
     notes = list(dict.fromkeys(note for run in (baseline, *others) for note in run.notes))
     for other in others:
         if reason := why_not_reusable(baseline, other):
@@ -154,6 +180,7 @@ def compare(
         notes=notes,
     )
     for against in result.others:
+        result.notes.extend(against.notes)
         if not against.rows:
             raise FlyError(f"{against.name}: no metric to compare ({'; '.join(notes) or 'none'})")
     return result
@@ -199,16 +226,14 @@ def _check_metrics(baseline: Measured, wanted: Sequence[str] | None) -> None:
             )
 
 
-def _in_all_runs(
-    baseline: Measured, others: Sequence[Measured], wanted: Sequence[str] | None
-) -> dict[str, list[Metric]]:
-    """The metrics to compare, by task: so that every run has the same rows."""
+def _chosen(baseline: Measured, wanted: Sequence[str] | None) -> dict[str, list[Metric]]:
+    """The metrics to compare, by task: every run has the same rows."""
     return {
         name: [
             metric
             for metric in task.metrics
-            if (not wanted or metric.name in wanted or metric.label in wanted)
-            and all(_find(other.tasks[name], metric) for other in others)
+            if not metric.left_out
+            and (not wanted or metric.name in wanted or metric.label in wanted)
         ]
         for name, task in baseline.tasks.items()
     }
@@ -230,27 +255,44 @@ def _against(
     verdicts: int,
 ) -> Against:
     rows = []
-    primaries = []
+    primaries: list[_Primary] = []
     for name, metrics in chosen.items():
         first = primary(metrics)
         for metric in metrics:
             theirs = _find(other.tasks[name], metric)
-            assert theirs is not None  # chosen so
+            better, is_primary = metric.higher_is_better, metric is first
+            if theirs is None or theirs.left_out:
+                why = theirs.left_out if theirs else "the run has no such metric"
+                missing = statistics.Comparison.missing(list(metric.scores.values()), why)
+                row = Row(name, metric.label, is_primary, better, missing)
+                rows.append(row)
+                if is_primary:
+                    primaries.append(_Primary(row, list(metric.scores.values()), None))
+                continue
             pair = _paired(metric, theirs)
             scores = statistics.compare_scores(
                 *pair,
-                higher_is_better=metric.higher_is_better,
+                higher_is_better=better,
                 min_recovery=demand.min_recovery,
                 confidence=demand.confidence,
                 verdicts=verdicts,
             )
-            better = metric.higher_is_better
-            rows.append(Row(name, metric.label, metric is first, better, scores))
-            if metric is first:
-                primaries.append((metric.higher_is_better, pair))
-    return Against(
-        other.name, rows, _overall(primaries, demand, verdicts), _speeds(other, baseline)
-    )
+            row = Row(name, metric.label, is_primary, better, scores)
+            rows.append(row)
+            if is_primary:
+                primaries.append(_Primary(row, *pair))
+    overall = _overall(primaries, demand, verdicts)
+    notes = _speed_notes(baseline, other)
+    return Against(other.name, rows, overall, _speeds(other, baseline), notes)
+
+
+@dataclass(frozen=True)
+class _Primary:
+    """A task's row in the mean over tasks, and its scores; other: None if the run lacks any."""
+
+    row: Row
+    baseline: list[float]
+    other: list[float] | None
 
 
 def _count_rows(chosen: dict[str, list[Metric]]) -> int:
@@ -260,30 +302,38 @@ def _count_rows(chosen: dict[str, list[Metric]]) -> int:
 
 def primary(metrics: list[Metric]) -> Metric | None:
     """A task's first metric by which the baseline scores anything, else its first."""
-    scoring = (m for m in metrics if not m.higher_is_better or any(m.scores.values()))
-    return next(scoring, next(iter(metrics), None))
+    known = [metric for metric in metrics if not metric.left_out]
+    scoring = (m for m in known if not m.higher_is_better or any(m.scores.values()))
+    return next(scoring, next(iter(known), None))
 
 
 def _paired(ours: Metric, theirs: Metric) -> tuple[list[float], list[float]]:
     return list(ours.scores.values()), [theirs.scores[doc_id] for doc_id in ours.scores]
 
 
-def _overall(
-    primaries: list[tuple[bool, tuple[list[float], list[float]]]], demand: Demand, verdicts: int
-) -> Row | None:
+def _overall(primaries: list[_Primary], demand: Demand, verdicts: int) -> Row | None:
     """Tasks where lower is better have no place in a mean of scores, unless all are such."""
-    higher = any(better for better, _ in primaries)
-    pairs = [pair for better, pair in primaries if better == higher]
-    if len(pairs) < 2:
+    higher = any(primary.row.higher_is_better for primary in primaries)
+    tasks = [primary for primary in primaries if primary.row.higher_is_better == higher]
+    if len(tasks) < 2:
         return None
-    scores = statistics.compare_tasks(
-        pairs,
-        higher_is_better=higher,
-        min_recovery=demand.min_recovery,
-        confidence=demand.confidence,
-        verdicts=verdicts,
-    )
-    return Row("overall", f"mean of {len(pairs)} tasks", False, higher, scores)
+    lacking = next((primary.row for primary in tasks if primary.other is None), None)
+    if lacking is not None:  # a mean of the other tasks would hide it
+        scores = replace(
+            lacking.scores,
+            documents=sum(len(primary.baseline) for primary in tasks),
+            baseline=fmean(fmean(primary.baseline) for primary in tasks),
+            reason=f"{lacking.label}: {lacking.scores.reason}",
+        )
+    else:
+        scores = statistics.compare_tasks(
+            [(primary.baseline, primary.other or []) for primary in tasks],
+            higher_is_better=higher,
+            min_recovery=demand.min_recovery,
+            confidence=demand.confidence,
+            verdicts=verdicts,
+        )
+    return Row("overall", f"mean of {len(tasks)} tasks", False, higher, scores)
 
 
 # -------------------------------------------------------------------------------------- speed
@@ -306,19 +356,44 @@ def _speed(run: Measured, baseline: Measured | None, names: list[str]) -> Speed 
         for name in names
         for i, item in (baseline.tasks[name].work if baseline else {}).items()
     }
-    if base.keys() != work.keys():
+    if baseline is None or base.keys() != work.keys():
         return Speed(label, pace)
     pairs = [(base[key], work[key]) for key in work]
-    ratios = [
-        statistics.compare_speed(
-            [a.tokens for a, _ in pairs],
-            [getattr(a, kind) for a, _ in pairs],
-            [b.tokens for _, b in pairs],
-            [getattr(b, kind) for _, b in pairs],
-        )
-        for kind in ("decode", "end_to_end")
+    tokens = statistics.compare_sums([b.tokens for _, b in pairs], [a.tokens for a, _ in pairs])
+    if apart := _differences(baseline, run, _MACHINE):
+        return Speed(label, pace, tokens=tokens, withheld="; ".join(apart))
+    decode = statistics.compare_sums([a.decode for a, _ in pairs], [b.decode for _, b in pairs])
+    end_to_end = statistics.compare_sums(
+        [a.end_to_end for a, _ in pairs], [b.end_to_end for _, b in pairs]
+    )
+    return Speed(label, pace, decode, end_to_end, tokens)
+
+
+def _differences(baseline: Measured, run: Measured, facts: dict[str, str]) -> list[str]:
+    """In words, which of these facts of two runs differ; what one of them does not tell does not.
+
+    A stored baseline of an earlier fly tells none.
+    """
+    ours, theirs = baseline.machine, run.machine
+    return [
+        f"{words}: {ours[key]} and {theirs[key]}"
+        for key, words in facts.items()
+        if key in ours and key in theirs and ours[key] != theirs[key]
     ]
-    return Speed(label, pace, *ratios)
+
+
+def _speed_notes(baseline: Measured, run: Measured) -> list[str]:
+    """What a reader of the ratios has to know; nothing where there are none."""
+    if not all(any(task.work for task in found.tasks.values()) for found in (baseline, run)):
+        return []
+    who = f"{baseline.name} and {run.name}"
+    if apart := _differences(baseline, run, _MACHINE):
+        return [f"no time x: {who} ran on different machines ({'; '.join(apart)})"]
+    if not baseline.machine or not run.machine:
+        return [f"time x of {who}: it is not known that they ran on one machine"]
+    if apart := _differences(baseline, run, _WAY):
+        return [f"time x of {who} is not of decoding alone: they differ in {'; '.join(apart)}"]
+    return []
 
 
 def _pace(work: list[Work]) -> Pace:
@@ -327,6 +402,8 @@ def _pace(work: list[Work]) -> Pace:
     return Pace(
         tokens=tokens,
         rounds=rounds,
+        decode=decode,
+        end_to_end=whole,
         decode_tok_s=tokens / decode if decode else None,
         end_to_end_tok_s=tokens / whole if whole else None,
         tau=tokens / rounds if rounds else None,

@@ -57,11 +57,15 @@ def _test(
     scores = row.scores
     words = "; ".join(in_words(scores, result.demand)) or scores.reason
     recovery = "undefined" if scores.recovery is None else f"{scores.recovery:.4f}"
-    numbers = (
-        f"{result.baseline} {scores.baseline:.4g}, {other.name} {scores.other:.4g}, recovery "
-        f"{recovery}, lost {scores.lost}, won {scores.won} of {scores.documents}, p {scores.p:.4g}"
-    )
-    if scores.verdict == "held":
+    numbers = f"{result.baseline} {scores.baseline:.4g}, {other.name} "
+    if scores.other is None:
+        numbers += "none"
+    else:
+        numbers += (
+            f"{scores.other:.4g}, recovery {recovery}, lost {scores.lost}, won {scores.won} of "
+            f"{scores.documents}, p {scores.p:.4g}"
+        )
+    if scores.verdict in ("held", "unchanged"):
         ElementTree.SubElement(case, "system-out").text = numbers
         return
     skipped = scores.verdict == "not enough evidence" and (allow or not row.is_judged)

@@ -14,11 +14,15 @@ from fly.evaluation.compare import Demand, Pace, Result, Row
 from fly.evaluation.statistics import Comparison, Interval, Ratio, bound_of_no_loss
 
 _WIDTH = 100
-_COLOURS = {"held": "green", "fell": "red", "not enough evidence": "yellow"}
+_COLOURS = {
+    "held": "green", "unchanged": "green", "fell": "red", "not enough evidence": "yellow",
+}  # fmt: skip
 _SCORES = ("run", "score", "recovery [95 %]", "lost/won", "p", "verdict")
-_SPEED = ("task", "run", "tok/s", "decoding x [95 %]", "end to end x [95 %]", "tau", "saved")
+_SPEED = (
+    "task", "run", "decoding, time x", "end to end, time x", "tokens x", "tok/s", "tau", "saved",
+)  # fmt: skip
 _WIDTHS = {"run": 14, "score": 7, "recovery [95 %]": 20, "lost/won": 8, "p": 6, "verdict": 33}
-_NUMBERS = ("score", "lost/won", "p", "tok/s", "tau", "saved")
+_NUMBERS = ("score", "lost/won", "p", "tokens x", "tok/s", "tau", "saved")
 
 
 def print_result(result: Result) -> None:
@@ -29,7 +33,7 @@ def print_result(result: Result) -> None:
         console.print(_table(label, _SCORES, rows))
     speed = list(_speed_rows(result))
     if speed:
-        console.print(_table(f"speed, against {result.baseline}", _SPEED, speed))
+        console.print(_table(f"time, against {result.baseline}", _SPEED, speed))
     for line in _notes(result):
         console.print(line, markup=False)
 
@@ -44,7 +48,7 @@ def markdown(result: Result) -> str:
     parts = [f"### {_title(result)}", _markdown(("task", *_SCORES), rows)]
     speed = list(_speed_rows(result))
     if speed:
-        parts += [f"Speed, against {result.baseline}:", _markdown(_SPEED, speed)]
+        parts += [f"Time, against {result.baseline}:", _markdown(_SPEED, speed)]
     return "\n\n".join([*parts, "\n".join(f"- {line}" for line in _notes(result))]) + "\n"
 
 
@@ -106,6 +110,8 @@ def _number(score: float) -> str:
 
 def _cells(row: Row, result: Result) -> list[str]:
     scores = row.scores
+    if scores.other is None:
+        return ["-", "-", "-", "-", f"{row.verdict}\n{scores.reason}"]
     recovery = "undefined"
     if scores.recovery is not None:
         recovery = f"{scores.recovery:.3f}{_interval(scores.interval, 3)}"
@@ -128,7 +134,7 @@ def in_words(scores: Comparison, demand: Demand) -> list[str]:
     """What stands below a verdict: why, or how many documents would decide."""
     if scores.recovery is None:
         return [scores.reason]
-    if scores.verdict == "held" and scores.lost == 0:
+    if scores.lost == 0 and scores.verdict != "held":
         bound = bound_of_no_loss(scores.documents, demand.confidence)
         lines = [scores.reason, f"this rules out losses above {bound:.1%}"]
         if scores.decides is not None and scores.decides > scores.documents:
@@ -151,10 +157,11 @@ def _speed_rows(result: Result) -> Iterator[list[str]]:
             for speed in speeds:
                 if speed.task == task:
                     ratios = [_ratio(speed.decode), _ratio(speed.end_to_end)]
-                    ratios = ["1", "1"] if name == result.baseline else ratios
+                    ratios.append(f"{speed.tokens.value:.2f}" if speed.tokens else "-")
+                    ratios = ["1"] * 3 if name == result.baseline else ratios
                     tau, saved = _tau(speed.pace)
                     rate = speed.pace.decode_tok_s
-                    yield [label, name, f"{rate:.1f}" if rate else "-", *ratios, tau, saved]
+                    yield [label, name, *ratios, f"{rate:.1f}" if rate else "-", tau, saved]
                     label = ""
 
 
@@ -171,8 +178,13 @@ def _tau(pace: Pace) -> tuple[str, str]:
 
 def _notes(result: Result) -> list[str]:
     lines = ["lost / won: documents that score worse / better than the baseline's."]
+    if result.baseline_speeds:
+        lines.append(
+            f"time x: seconds of {result.baseline} over the run's for the same documents [95 %]; "
+            "tokens x: emitted tokens over its."
+        )
     if not result.baseline_speeds:
-        lines.append(f"no speed ratios: {result.baseline} has no records of requests")
+        lines.append(f"no time x: {result.baseline} has no records of requests")
     if result.verdicts > 1:
         doubt = 1 - result.demand.confidence
         lines.append(

@@ -14,12 +14,14 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fly import loading
+from fly.decoding.records import DECODING
 from fly.errors import FlyError
 from fly.evaluation.runs import Run, TaskRun
 from fly.fingerprint import of_model, of_value
 from fly.paths import write_output
 
 _HASH_DIGITS = 16
+_SCHEME = "whole-"  # before fingerprints of whole files
 
 
 class _Stored(BaseModel):
@@ -44,12 +46,14 @@ class Work(_Stored):
 
 
 class Metric(_Stored):
-    """One metric under one filter. scores: by document id."""
+    """One metric under one filter. scores: by document id. left_out: why it cannot be compared;
+    empty where it can."""
 
     name: str
     filter: str
     higher_is_better: bool
     scores: dict[int, float]
+    left_out: str = ""
 
     @property
     def label(self) -> str:
@@ -70,7 +74,7 @@ class Task(_Stored):
 class Measured(_Stored):
     """A run, reduced. target: whose scores these are. decoding: what its texts depend on.
 
-    notes: what was left out, for people.
+    machine: what its seconds depend on, besides (`_machine`). notes: what was left out, for people.
     """
 
     format: Literal[1] = 1
@@ -78,6 +82,7 @@ class Measured(_Stored):
     mode: str
     target: dict[str, str | None]
     decoding: dict[str, Any]
+    machine: dict[str, Any] = {}
     tasks: dict[str, Task]
     notes: list[str] = []
 
@@ -97,6 +102,7 @@ def measure(run: Run) -> Measured:
         mode=run.mode,
         target=_target(run),
         decoding=_decoding(run),
+        machine=_machine(run),
         tasks=tasks,
         notes=notes,
     )
@@ -113,7 +119,7 @@ def _task(run: Run, parts: list[TaskRun], done: dict[int, Work], notes: list[str
             doc_id: Document(**dict(zip(("doc", "prompt", "target"), _short(sample.hashes))))
             for doc_id, sample in first.samples.items()
         },
-        metrics=[metric for part in parts for metric in _metrics(part, notes)],
+        metrics=[metric for part in parts for metric in _metrics(part, run.name, notes)],
         work=done,
     )
 
@@ -122,20 +128,24 @@ def _short(hashes: tuple[str, ...]) -> list[str]:
     return [text[:_HASH_DIGITS] for text in hashes]
 
 
-def _metrics(task: TaskRun, notes: list[str]) -> list[Metric]:
-    """The metrics that are means over documents; a note about each other one."""
+def _metrics(task: TaskRun, run_name: str, notes: list[str]) -> list[Metric]:
+    """All metrics; those that are no means over documents left out, with a note about each."""
     found = []
     for name, higher in task.higher_is_better.items():
         scores = {i: s.scores[name] for i, s in task.samples.items() if name in s.scores}
+        scores = {i: score for i, score in scores.items() if math.isfinite(score)}
         metric = Metric(name=name, filter=task.filter, higher_is_better=higher, scores=scores)
         mean = sum(scores.values()) / len(scores) if scores else math.nan
         value = task.aggregated.get(name, (mean, None))[0]
-        if len(scores) < len(task.samples) or not math.isfinite(mean):
-            notes.append(f"{task.name} {metric.label}: not every document has a number; left out")
+        why = ""
+        if missing := len(task.samples) - len(scores):
+            why = f"{missing} of {len(task.samples)} documents have no number"
         elif not math.isclose(mean, value, rel_tol=1e-6, abs_tol=1e-9):
-            notes.append(f"{task.name} {metric.label}: is no mean over documents; left out")
-        else:
-            found.append(metric)
+            why = "is no mean over documents"
+        if why:
+            notes.append(f"{run_name}: {task.name} {metric.label}: {why}; left out")
+            metric = metric.model_copy(update={"left_out": why})
+        found.append(metric)
     return found
 
 
@@ -144,7 +154,7 @@ def work(run: Run) -> dict[str, dict[int, Work]]:
     sums: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
     for record in run.requests:
         seconds = record["seconds"]
-        decode = seconds["draft"] + seconds["verify"] + seconds["other"]
+        decode = sum(seconds[phase] for phase in DECODING)
         added = (record["emitted"], record["rounds"], decode, decode + seconds["prefill"])
         key = record["task"], record["doc_id"]
         sums[key] = [a + b for a, b in zip(sums[key], added)]
@@ -185,7 +195,7 @@ def fingerprint(model: str) -> str | None:
         files = of_model(loading.resolve_source(model, "target_model_path")).get("files")
     except FlyError:
         return None
-    return of_value(files) if files else None
+    return _SCHEME + of_value(files) if files else None
 
 
 def _decoding(run: Run) -> dict[str, Any]:
@@ -201,6 +211,27 @@ def _decoding(run: Run) -> dict[str, Any]:
         seed = entry["config"]["seed"] if entry else None
         found["seed"] = config.get("torch_seed") if seed is None else seed
     return found
+
+
+def _machine(run: Run) -> dict[str, Any]:
+    """What a run's seconds depend on besides what it decodes; empty without fly's records.
+
+    The drafts' own facts are not in it: they are part of what is compared.
+    """
+    if run.entry is None:
+        return {}
+    entry, device = run.entry, run.entry.get("device") or {}
+    found = {
+        "device": device.get("name"),
+        "capability": device.get("capability"),
+        "threads": device.get("threads") if device.get("type") == "cpu" else None,
+        "processes": entry.get("processes", 1),
+        "batch_size": str(run.results["config"].get("batch_size")),
+        "dtype": entry["dtype"] if device else None,
+        "passes": (entry.get("preparation") or {}).get("target"),
+        "compile": entry["config"].get("compile"),
+    }
+    return {key: value for key, value in found.items() if value is not None}
 
 
 # ------------------------------------------------------------------------------ baseline files
@@ -226,13 +257,24 @@ def read(path: Path) -> Measured:
 _OF_FLY = ("sampling", "seed")  # that other backends do not tell
 
 
+def why_other_files(stored: str | None, now: str | None) -> str | None:
+    """Why two fingerprints are not of the same files; None if they are, or one is not known."""
+    if stored is None or now is None or stored == now:
+        return None
+    if not stored.startswith(_SCHEME):
+        return "it was stored by an earlier fly, which knew models by the ends of their files"
+    return f"another target (files: {stored}, now {now})"
+
+
 def why_not_reusable(baseline: Measured, run: Measured) -> str | None:
     """Why this baseline's scores are not what the run's own target would score; None if they are.
 
     Documents, prompts and versions are for `compare.check_pairs` to check.
     """
     ours, theirs = baseline.target, run.target
-    keys = ["files"] if ours["files"] and theirs["files"] else ["name", "revision"]
+    if reason := why_other_files(ours["files"], theirs["files"]):
+        return reason
+    keys = [] if ours["files"] and theirs["files"] else ["name", "revision"]
     for key in [*keys, "dtype"]:
         known = key != "revision" or None not in (ours[key], theirs[key])
         if ours[key] != theirs[key] and known:

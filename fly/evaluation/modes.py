@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from fly import config as fly_config
 from fly import loading, manifest
 from fly.errors import FlyError
 from fly.evaluation import runs
-from fly.evaluation.report import versions
+from fly.evaluation.report import machine_facts, versions
 from fly.fingerprint import of_value
 from fly.resume import models_of
 
@@ -38,7 +38,7 @@ class Mode:
     """One run to be made: `fly run` with these model_args. identity: changes if the texts may.
 
     models: looks up what they are now, by role (fly.fingerprint). rule: what the run's own mode
-    will be.
+    will be. records: what it is to write down, by configuration key.
     """
 
     name: str
@@ -47,6 +47,7 @@ class Mode:
     identity: str
     models: Callable[[], dict[str, Any]] = dict
     rule: str = ""
+    records: dict[str, bool] = field(default_factory=dict)
 
 
 def plan(
@@ -81,22 +82,38 @@ def _mode(name: str, model_args: dict[str, Any]) -> Mode:
         identity = json.dumps(arguments, sort_keys=True, default=str)
         return Mode(name, "hf", arguments, identity, models, "hf")
     identity = json.dumps([config.hash(), rest], sort_keys=True, default=str)
-    return Mode(name, "fly", model_args, identity, models, config.mode)
+    records = {key: getattr(config, key) for key in fly_config.RECORDING_KEYS}
+    return Mode(name, "fly", model_args, identity, models, config.mode, records)
 
 
-def run_missing(modes: Mapping[str, Mode], flags: Sequence[str], output: Path) -> dict[str, Path]:
+def run_missing(
+    modes: Mapping[str, Mode],
+    flags: Sequence[str],
+    output: Path,
+    files: Mapping[str, Mapping[str, str]] | None = None,
+) -> dict[str, Path]:
     """Run what is not finished yet; the folder of each mode. flags: of `fly run`, for all modes.
+    files: fingerprints of what the flags name, by flag.
 
     A mode is finished if its folder holds a run that this same command has made, of the same
-    models and versions. A failed run ends the comparison with FlyError; what has finished stays,
-    and the next call goes on with the rest, in the middle of a run if its records are there.
+    files, models and versions, on such a machine. A failed run ends the comparison with FlyError;
+    what has finished stays, and the next call goes on with the rest, in the middle of a run if
+    its records are there.
     """
     folders = {}
     for name, mode in modes.items():
         folder = folders[name] = output / name
-        mark = {"command": _hash(mode, flags), "models": mode.models(), "versions": versions()}
+        mark = {
+            "command": _hash(mode, flags),
+            "files": dict(files or {}),
+            "models": mode.models(),
+            "versions": versions(),
+            "machine": machine_facts(),
+        }
+        if (why := _why_anew(folder, mark)) is not None:
+            print(f"{name}: made anew: {why}", flush=True)
         if _is_finished(folder, mark):
-            print(f"{name}: finished before, in {folder}", flush=True)
+            print(f"{name}: finished before, in {folder}{_lacking(mode, folder)}", flush=True)
             continue
         unfinished = _cut_short(folder, mark)
         how = ", going on" if unfinished else ""
@@ -120,6 +137,30 @@ def _is_finished(folder: Path, mark: dict[str, Any]) -> bool:
         return _agrees(_mark(folder), {**mark, "finished": True}) and bool(runs.load(folder))
     except FlyError:
         return False
+
+
+def _lacking(mode: Mode, folder: Path) -> str:
+    """In words, what a finished run has not written down though it is asked for now."""
+    run = runs.load(folder)
+    has = {
+        "a trace": not mode.records.get("trace") or run.rounds,
+        "records of its requests": not mode.records.get("enable_statistics") or run.requests,
+    }
+    missing = [what for what, there in has.items() if not there]
+    return f" (without {' and '.join(missing)}: to have them, remove it)" if missing else ""
+
+
+def _why_anew(folder: Path, mark: dict[str, Any]) -> str | None:
+    """What has changed since a run of this command was made there; None if nothing has, or if the
+    command is another one."""
+    noted = _mark(folder)
+    if not isinstance(noted, dict) or noted.get("command") != mark["command"]:
+        return None
+    facts = {key: value for key, value in noted.items() if key in mark}
+    if _agrees(facts, mark):
+        return None
+    found = manifest.first_difference("", facts, manifest.plain(mark))
+    return None if found is None else f"{found[0][1:]} was {found[1]}, is now {found[2]}"
 
 
 def _cut_short(folder: Path, mark: dict[str, Any]) -> Path | None:

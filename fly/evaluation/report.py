@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import resource
 import sys
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -15,7 +14,9 @@ from rich.table import Table
 
 import fly
 from fly import sandbox, session
+from fly.decoding import memory
 from fly.decoding.costs import cpu_name
+from fly.decoding.records import TIMED
 
 if TYPE_CHECKING:
     from fly.lm import FlyLM
@@ -46,12 +47,25 @@ def device_facts(device: torch.device) -> dict[str, Any]:
     return facts
 
 
+def timing_facts(device: torch.device) -> dict[str, Any]:
+    """What of `device_facts` a run's seconds depend on: any GPU of a kind is as good as another."""
+    facts = {**device_facts(device), "type": device.type}
+    if device.type == "cuda":
+        del facts["threads"]
+    return facts
+
+
+def machine_facts() -> dict[str, Any]:
+    """What times depend on, as far as it can be told before a model is loaded."""
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {"accelerators": sorted(set(names))} if names else timing_facts(torch.device("cpu"))
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """CUDA: most memory allocated at once on the device. Else: the process's peak resident set."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return memory.peak_bytes()
 
 
 def results_entry(lm: FlyLM) -> dict[str, Any]:
@@ -66,6 +80,7 @@ def results_entry(lm: FlyLM) -> dict[str, Any]:
         "config_hash": lm.fly_config.hash(),
         "versions": versions(),
         "device": device_facts(lm.device),
+        "processes": lm.world_size,
         "dtype": str(lm.model.dtype),
         "draft_dtype": None if draft is None else str(draft.dtype),
         "draft_num_parameters": None if draft is None else lm.preparation.draft_parameters,
@@ -117,8 +132,7 @@ def _rule_in_words(mode: str, config: dict[str, Any]) -> list[str]:
 
 def _rows(stats: dict[str, Any], seconds: dict[str, float], total: float) -> list[tuple[str, str]]:
     split = ", ".join(
-        f"{phase} {100 * seconds[phase] / total:.0f} %"
-        for phase in ("prefill", "draft", "verify", "other")
+        f"{phase} {100 * seconds[phase] / total:.0f} %" for phase in (*TIMED, "recording")
     )
     return [
         ("requests", f"{stats['requests']} ({stats['prompt_tokens']} prompt tokens)"),

@@ -30,8 +30,8 @@ _SHORT = {
 def in_force(run: Run) -> dict[str, Any]:
     """The settings that matter in this run, by configuration key: W only under FLy's rule, ...
 
-    Besides the configuration's keys: `drafter` (resolved), `dtype`, `device`, `threads`,
-    `batch_size`. Empty for models that are not fly's.
+    Besides the configuration's keys: `drafter` (resolved), `dtype`, `device`, `capability` (of a
+    CPU), `threads`, `batch_size`. Empty for models that are not fly's.
     """
     if run.entry is None:
         return {}
@@ -46,6 +46,8 @@ def in_force(run: Run) -> dict[str, Any]:
     if config.get("abla_no_window") and "win_len" in found:
         found["win_len"] = 0
     found |= {"dtype": run.entry["dtype"], "device": device["name"], "threads": device["threads"]}
+    if "capability" in device:
+        found["capability"] = device["capability"]
     found["batch_size"] = run.results["config"].get("batch_size")
     return found
 

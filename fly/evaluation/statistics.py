@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
-Verdict = Literal["held", "fell", "not enough evidence"]
+Verdict = Literal["held", "unchanged", "fell", "not enough evidence"]
 Floats = NDArray[np.float64]
 
 RESAMPLES = 9999
@@ -42,28 +42,46 @@ class Comparison:
     None if it is undefined (`reason` says why). interval: of the recovery, paired bootstrap,
     percentile, at LEVEL; None if too many resamples have no recovery. lost, won: documents that
     the other run scores worse, better. p: two-sided; `test` names it. probability: that the
-    recovery is at least the demanded one. decides: documents that would decide, if documents
+    recovery is at least the demanded one. verdict: `held` says that it is, `unchanged` no more
+    than that every document scored the same. decides: documents that would decide, if documents
     went on differing as they did, with a chance of POWER; where nothing was lost, documents
     that would show it for new ones; None: no number would. reason: a clause for people.
+    other: None where the run has no such score (`missing`).
     """
 
     documents: int
     baseline: float
-    other: float
+    other: float | None
     recovery: float | None
     interval: Interval | None
     lost: int
     won: int
     p: float
-    test: Literal["McNemar", "sign flips"]
+    test: Literal["McNemar", "sign flips", "none"]
     probability: float | None
     verdict: Verdict
     decides: int | None
     reason: str
 
-    @property
-    def difference(self) -> float:
-        return self.other - self.baseline
+    @classmethod
+    def missing(cls, baseline: ArrayLike, reason: str) -> Comparison:
+        """Of scores that the other run lacks, some or all, for this reason."""
+        scores = np.asarray(baseline, float)
+        return cls(
+            documents=len(scores),
+            baseline=float(scores.mean()),
+            other=None,
+            recovery=None,
+            interval=None,
+            lost=0,
+            won=0,
+            p=1.0,
+            test="none",
+            probability=None,
+            verdict="not enough evidence",
+            decides=None,
+            reason=reason,
+        )
 
 
 @dataclass(frozen=True)
@@ -154,7 +172,9 @@ def compare_tasks(
         if decides is not None and verdict == "not enough evidence":
             decides = max(decides, len(change) + 1)
     elif lost == 0 and not higher_is_better and _is_zero(pairs):
-        verdict, reason = "held", f"no document scored worse; {undefined}"
+        probability = _probability(pairs, min_recovery, seed)
+        verdict, reason = _verdict(probability >= confidence, False, lost, won)
+        reason = f"{reason}; {undefined}"
     return Comparison(
         documents=len(change),
         baseline=float(np.mean([a.mean() for a, _ in arrays])),
@@ -172,28 +192,19 @@ def compare_tasks(
     )
 
 
-def compare_speed(
-    baseline_tokens: ArrayLike,
-    baseline_seconds: ArrayLike,
-    other_tokens: ArrayLike,
-    other_seconds: ArrayLike,
-    *,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
+def compare_sums(
+    numerator: ArrayLike, denominator: ArrayLike, *, resamples: int = RESAMPLES, seed: int = 0
 ) -> Ratio | None:
-    """Tokens per second of the other run over the baseline's: sums over documents, [N] each.
+    """The ratio of two sums over the same documents, [N] each: of the baseline's seconds over the
+    other run's, say, which is how many times less time it took.
 
-    Both runs' tokens count, as texts may differ in length. None if a run took no time or
-    emitted nothing.
+    None if one of the sums is zero.
     """
-    values = [
-        np.asarray(v, float)
-        for v in (other_tokens, baseline_seconds, baseline_tokens, other_seconds)
-    ]
+    values = [np.asarray(v, float) for v in (numerator, denominator)]
 
     def ratio(index: NDArray[np.int64], axis: int = -1) -> Floats:
-        sums = [np.sum(value[index], axis=axis) for value in values]
-        return _divide(sums[0] * sums[1], sums[2] * sums[3])
+        above, below = (np.sum(value[index], axis=axis) for value in values)
+        return _divide(above, below)
 
     everything = np.arange(len(values[0]))
     value = float(ratio(everything)) if len(everything) else math.nan
@@ -332,13 +343,16 @@ def _probability(pairs: list[_Pairs], min_recovery: float, seed: int) -> float:
 
 
 def _verdict(enough: bool, fell: bool, lost: int, won: int) -> tuple[Verdict, str]:
-    if lost == 0:
-        return "held", "no document scored worse" if won else "every document scored the same"
+    """`enough`: the recovery is at least the demanded one, with confidence. No lost document among
+    few shows little: that is `unchanged` at most."""
     if enough:
         return "held", "recovery is high enough, with confidence"
+    if lost == won == 0:
+        return "unchanged", "every document scored the same"
     if fell:
         return "fell", "recovery is too low, with confidence"
-    return "not enough evidence", "the documents do not tell"
+    none_worse = "no document scored worse, but they are too few"
+    return "not enough evidence", "the documents do not tell" if lost else none_worse
 
 
 def _documents_that_decide(

@@ -14,12 +14,15 @@ from fly.session import JsonLines, Session
 class Trace:
     """An observer of the engine that writes `fly_trace_*.jsonl` beside lm-eval's samples.
 
-    tokenizer: for `fly_vocabulary_*.jsonl`, the texts of the ids in it.
+    tokenizer: for `fly_vocabulary_*.jsonl`, the texts of the ids in it. rank, world_size: of the
+    process: each writes a file of its own, and no two number a request alike.
     """
 
-    def __init__(self, session: Session, rank: int, tokenizer: Any) -> None:
+    def __init__(
+        self, session: Session, tokenizer: Any, rank: int = 0, world_size: int = 1
+    ) -> None:
         check_has_folder(session)
-        self._session = session
+        self._session, self._rank, self._world_size = session, rank, world_size
         self._vocabulary = Vocabulary(session, rank, tokenizer)
         self._lines = JsonLines(session, "fly_trace", rank)
         self._open: dict[int, list[int]] = {}  # by row: its number, its rounds so far
@@ -27,13 +30,15 @@ class Trace:
     def on_round(self, record: RoundRecord) -> None:
         row = record.row
         if id(row) not in self._open:
-            self._open[id(row)] = [self._session.traced_requests, 0]
+            number = self._session.traced_requests * self._world_size + self._rank
+            self._open[id(row)] = [number, 0]
             self._session.traced_requests += 1
-        number = self._open[id(row)]
-        number[1] += 1
-        whose = {"request": number[0], "round": number[1]}
+        whose = self._open[id(row)]
+        whose[1] += 1
         self._vocabulary.add(record.verdict.draft + record.verdict.choice)
-        self._lines.write({**_document(row), **whose, **decided(record)})
+        self._lines.write(
+            {**_document(row), "request": whose[0], "round": whose[1], **decided(record)}
+        )
         if not row.is_open:
             del self._open[id(row)]
 

@@ -28,7 +28,7 @@ def load(path: Path, key: dict[str, Any]) -> Outcome | None:
         ]
     except (OSError, ValueError, KeyError, TypeError):
         return None  # not there, or not ours: it is made anew
-    return Outcome(kept["stats"], measured, documents)
+    return Outcome(kept["stats"], measured, documents, kept["available"])
 
 
 def save(path: Path, key: dict[str, Any], outcome: Outcome) -> None:
@@ -37,6 +37,7 @@ def save(path: Path, key: dict[str, Any], outcome: Outcome) -> None:
         {
             "key": key,
             "stats": outcome.stats,
+            "available": outcome.available,
             "measured": outcome.measured.model_dump(mode="json"),
             "documents": [asdict(document) for document in outcome.documents],
         },

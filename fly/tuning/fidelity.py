@@ -46,7 +46,10 @@ class Recovery:
             return False
         if not self.is_judged:
             return self.lost == 0
-        return self.verdict == "held" if self.value is None else self.value >= least
+        if self.value is None:  # without any error, say: nothing is left that could be worse
+            without_error = self.score == 0 and self.lost == 0
+            return without_error or self.verdict in ("held", "unchanged")
+        return self.value >= least
 
     def as_dict(self) -> dict[str, Any]:
         return {"name": self.name, **asdict(self)}
@@ -95,7 +98,7 @@ def _rows(baseline: Measured, other: Measured, least: float) -> dict[tuple[str, 
 
 def _recovery(own: compare.Row, found: compare.Row | None) -> Recovery:
     scores = own.scores if found is None else found.scores
-    missing = found is None
+    missing = found is None or scores.other is None
     return Recovery(
         task=own.task,
         metric=own.metric,
@@ -106,6 +109,6 @@ def _recovery(own: compare.Row, found: compare.Row | None) -> Recovery:
         lost=scores.lost,
         won=scores.won,
         verdict="not enough evidence" if missing else scores.verdict,
-        reason="not every document has a number" if missing else scores.reason,
+        reason="the run has no such metric" if found is None else scores.reason,
         is_judged=own.scores.recovery is not None,
     )

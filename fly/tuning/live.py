@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +14,7 @@ import torch
 from fly import config as fly_config
 from fly import fingerprint, loading, preparation, resume, session
 from fly.config import FlyConfig
-from fly.decoding.records import RequestRecord, RunStats
+from fly.decoding.records import DECODING, TIMED, RequestRecord, RunStats
 from fly.decoding.runner import ModelRunner
 from fly.decoding.sequence import Request
 from fly.errors import FlyError
@@ -29,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Workload:
-    """What is run: lm-eval's arguments."""
+    """What is run: lm-eval's arguments. samples: documents by task, not the first `limit`."""
 
     tasks: tuple[str, ...]
     limit: int
@@ -38,6 +40,7 @@ class Workload:
     num_fewshot: int | None = None
     include_path: str | None = None
     confirm_run_unsafe_code: bool = False
+    samples: dict[str, list[int]] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -45,11 +48,20 @@ class Workload:
 
 @dataclass
 class Outcome:
-    """One run. measured: its scores; documents: in the order in which they were decoded."""
+    """One run. measured: its scores; documents: in the order in which they were decoded.
+
+    available: how many documents each task has. decode_seconds: by task and document.
+    """
 
     stats: dict[str, Any]
     measured: Measured = field(repr=False)
     documents: list[Document] = field(default_factory=list, repr=False)
+    available: dict[str, int] = field(default_factory=dict, repr=False)
+    decode_seconds: dict[tuple[str, int], float] = field(default_factory=dict, repr=False)
+
+    @property
+    def seconds_of_decoding(self) -> float:
+        return float(sum(self.stats["seconds"][phase] for phase in DECODING))
 
     @property
     def tok_s(self) -> float:
@@ -67,7 +79,7 @@ class Outcome:
     @property
     def seconds(self) -> float:
         """Decoding and prefill."""
-        return sum(value for phase, value in self.stats["seconds"].items() if phase != "compile")
+        return float(sum(self.stats["seconds"][phase] for phase in TIMED))
 
 
 class TunedLM(FlyLM):
@@ -75,6 +87,8 @@ class TunedLM(FlyLM):
 
     def __init__(self, config_path: str, model_args: dict[str, Any]) -> None:
         self.records: list[RequestRecord] = []
+        self._turns: _Turns | None = None
+        self._drafts: dict[str, Any] = {}
         super().__init__(config_path=config_path, batch_size=1, **model_args)
         if self.draft_model is None:
             raise FlyError(f"config_path={config_path}: names no draft model: nothing to tune")
@@ -125,13 +139,18 @@ class TunedLM(FlyLM):
 
     def use(self, config: FlyConfig) -> None:
         """Decode by this configuration from now on; loads the draft again if it has to."""
-        if config.draft_quantization not in (self._in_use, self.quantization):
+        if config.draft_quantization in self._drafts:
+            self.draft_model = self._drafts[config.draft_quantization]
+            self._in_use = config.draft_quantization
+        elif config.draft_quantization not in (self._in_use, self.quantization):
             self.draft_model = None  # before the next one is loaded
             gc.collect()
             draft = self._fresh_draft()
             loading.check_cache_agrees(draft, "pretrained")
             preparation.prepare_draft(draft, config)
             self.draft_model, self._in_use = draft, config.draft_quantization
+            if self._turns is not None:  # it will be needed again
+                self._drafts[self._in_use] = draft
         self.fly_config = config
 
     def _fresh_draft(self) -> Any:
@@ -162,11 +181,63 @@ class TunedLM(FlyLM):
         """The workload under a configuration, through lm-eval."""
         self.use(config)
         self.stats, self.records = RunStats(), []
+        result = self._evaluate(workload)
+        return _outcome(result, config.mode, self.stats, self.records)
+
+    def run_in_turns(
+        self,
+        workload: Workload,
+        configs: Sequence[FlyConfig],
+        done: Callable[[int, int], None] = lambda count, total: None,
+    ) -> list[Outcome]:
+        """The workload under several configurations, each document by all of them in turn; which
+        is the first changes from document to document."""
+        turns = self._turns = _Turns(configs, done)
+        self._drafts[self._in_use] = self._drafts[self.quantization] = self.draft_model
+        outcomes = []
+        try:
+            for number, config in enumerate(configs):
+                turns.wanted = number  # decoded at the first call, looked up at the others
+                result = self._evaluate(workload)
+                outcomes.append(
+                    _outcome(result, config.mode, turns.stats[number], turns.records[number])
+                )
+        finally:
+            self._turns = None
+            self._drafts = {}
+        return outcomes
+
+    def _generate(self, requests: list[Instance], disable_tqdm: bool) -> list[str]:
+        turns = self._turns
+        if turns is None:
+            return super()._generate(requests, disable_tqdm)
+        texts = []
+        for count, instance in enumerate(requests):
+            key = (instance.task_name, instance.doc_id, instance.idx, instance.args[0])
+            if key not in turns.texts:
+                turns.texts[key] = self._by_all(instance, turns)
+                turns.done(count + 1, len(requests))
+            texts.append(turns.texts[key][turns.wanted])
+        return texts
+
+    def _by_all(self, instance: Instance, turns: _Turns) -> list[str]:
+        """One document's text under every configuration."""
+        numbers = range(len(turns.configs))
+        first = len(turns.texts) % len(numbers)
+        texts: dict[int, str] = {}
+        for number in [*numbers[first:], *numbers[:first]]:
+            self.use(turns.configs[number])
+            self.stats, self.records = turns.stats[number], turns.records[number]
+            (texts[number],) = super()._generate([instance], disable_tqdm=True)
+        return [texts[number] for number in numbers]
+
+    def _evaluate(self, workload: Workload) -> dict[str, Any]:
         budget = workload.max_gen_toks
         result = harness.run_tasks(
             self,
             workload.tasks,
-            limit=workload.limit,
+            limit=None if workload.samples else workload.limit,
+            samples=workload.samples,
             chat=workload.chat,
             gen_kwargs=None if budget is None else f"max_gen_toks={budget}",
             num_fewshot=workload.num_fewshot,
@@ -175,9 +246,40 @@ class TunedLM(FlyLM):
         )
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        documents = [_document(record) for record in self.records]
-        found = measured.measure(runs.of_results(result, config.mode))
-        return Outcome(self.stats.as_dict(), found, documents)
+        return result
+
+
+@dataclass
+class _Turns:
+    """configs: in turn. wanted: whose texts lm-eval gets now. texts: by request, of all."""
+
+    configs: Sequence[FlyConfig]
+    done: Callable[[int, int], None]
+    wanted: int = 0
+    texts: dict[tuple[Any, ...], list[str]] = field(default_factory=dict)
+    stats: list[RunStats] = field(init=False)
+    records: list[list[RequestRecord]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stats = [RunStats() for _ in self.configs]
+        self.records = [[] for _ in self.configs]
+
+
+def _outcome(
+    result: dict[str, Any], mode: str, stats: RunStats, records: list[RequestRecord]
+) -> Outcome:
+    seconds: dict[tuple[str, int], float] = defaultdict(float)
+    for record in records:
+        tag = record.request.tag
+        took = sum(record.seconds[phase] for phase in DECODING)
+        seconds[str(tag.task_name), int(tag.doc_id)] += took
+    return Outcome(
+        stats.as_dict(),
+        measured.measure(runs.of_results(result, mode)),
+        [_document(record) for record in records],
+        {name: int(found["original"]) for name, found in result.get("n-samples", {}).items()},
+        dict(seconds),
+    )
 
 
 def _document(record: RequestRecord) -> Document:

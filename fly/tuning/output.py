@@ -13,6 +13,7 @@ import fly
 from fly import config as fly_config
 from fly.config import FlyConfig
 from fly.evaluation import report
+from fly.evaluation.statistics import Ratio
 from fly.tuning.baseline import write_json
 from fly.tuning.live import TunedLM, Workload
 from fly.tuning.search import kind
@@ -33,6 +34,7 @@ def summary(tuning: Tuning, least: float) -> list[dict[str, Any]]:
                 for key, value in run.config.model_dump().items()
                 if value != getattr(tuning.given, key)
             },
+            "decode_seconds": round(run.seconds, 3),
             "predicted_decode_tok_s": run.predicted and round(run.predicted.tok_s, 3),
             "measured_decode_tok_s": run.outcome.tok_s,
             "error": None if run.error is None else round(run.error, 4),
@@ -95,6 +97,11 @@ def write_record(
                 {**line, "stats": run.outcome.stats, "scores": run.outcome.scores}
                 for line, run in zip(summary(tuning, options.min_recovery), tuning.runs)
             ],
+            "confirmation": (
+                None
+                if tuning.confirmation is None
+                else tuning.confirmation.as_dict(options.min_recovery)
+            ),
             "predictions": [found.as_dict(tuning.given) for found in tuning.predictions],
         },
         indent=None,
@@ -131,37 +138,73 @@ def _evidence(
 ) -> dict[str, Any]:
     lines = summary(tuning, options.min_recovery)
     chosen = lines[tuning.runs.index(best)]
+    confirmation = tuning.confirmation
     return {
         "by": f"fly tune {fly.__version__}",
         "record": record.name,
-        "documents": f"the first {workload.limit} of {', '.join(workload.tasks)}",
+        "choice": tuning.choice(options.min_recovery)[1],
+        "documents": f"searched on the first {workload.limit} of {', '.join(workload.tasks)}",
         "max_gen_toks": workload.max_gen_toks,
-        "target_alone_decode_tok_s": tuning.baseline.tok_s,
+        "target_alone_decode_seconds": round(tuning.baseline.seconds_of_decoding, 3),
+        "confirmation": confirmation and confirmation.as_dict(options.min_recovery),
         "chosen": chosen,
         "others": [line for line in lines if line is not chosen],
     }
 
 
 def print_table(tuning: Tuning, least: float) -> None:
-    """Predicted against measured, the fastest first; the target alone last."""
+    """Predicted against measured, the fastest first; the target alone last. Then what was found
+    when the fastest was run once more."""
     table = Table(title="fly tune: predicted and measured decoding", title_justify="left")
     for name in ("rule", "K", "W", "gates", "n-gram", "draft"):
         table.add_column(name)
-    for name in ("tok/s: predicted", "measured", "error", "tau", "changed", "recovery", "held"):
+    numbers = ("time x", "tok/s: predicted", "measured", "error", "tau", "changed", "recovery")
+    for name in (*numbers, "held"):
         table.add_column(name, justify="right")
-    for run in sorted(tuning.runs, key=lambda run: -run.outcome.tok_s):
-        table.add_row(*_setting(run), *_numbers(run), *_scores(run, least))
     alone = tuning.baseline
+    for run in sorted(tuning.runs, key=lambda run: run.seconds):
+        over = _number(alone.seconds_of_decoding / run.seconds if run.seconds else None)
+        table.add_row(*_setting(run), over, *_numbers(run), *_scores(run, least))
     table.add_row(
-        "the target alone", *[""] * 5, "-", f"{alone.tok_s:.2f}", "-", "1.00", "-", "1", ""
+        "the target alone", *[""] * 5, "1", "-", f"{alone.tok_s:.2f}", "-", "1.00", "-", "1", ""
     )
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    for line in _confirmation(tuning, least):
+        print(line)
     for run in tuning.runs:
         if abs(run.pace - 1) > _UNSTEADY:
             print(
                 f"note: beside {_name(run)}, passes took {run.pace:.2f} times as long as when "
                 "costs were measured: the machine was busy with something else in one of the two"
             )
+
+
+def _confirmation(tuning: Tuning, least: float) -> list[str]:
+    found, best = tuning.confirmation, tuning.fastest(least)
+    if found is None or best is None:
+        return []
+    documents = sum(map(len, found.documents.values()))
+    which = (
+        "that the search had not used" if found.fresh else "(too few that the search had not used)"
+    )
+    lines = [
+        f"run again beside the given configuration on {documents} documents {which}: "
+        f"{_name(best)}: time x {_interval(found.over_given)} over the given one, "
+        f"{_interval(found.over_target)} over the target alone"
+    ]
+    for name, recoveries in (("it", found.recoveries), ("the given one", found.given_recoveries)):
+        judged = [r for r in recoveries if r.is_judged or r.lost]
+        parts = [f"{r.name} {_number(r.value, '.3f')} (-{r.lost} +{r.won})" for r in judged]
+        lines.append(f"  recovery of {name}: {', '.join(parts) or 'nothing to judge by'}")
+    return lines
+
+
+def _interval(ratio: Ratio | None) -> str:
+    if ratio is None:
+        return "unknown"
+    if ratio.interval is None:
+        return f"{ratio.value:.2f} (no interval)"
+    return f"{ratio.value:.2f} [{ratio.interval.low:.2f}, {ratio.interval.high:.2f}]"
 
 
 def _name(run: Run) -> str:

@@ -162,7 +162,7 @@ def predict(
             base, rule, grid, quantization, replays[quantization], machine, eos_ids
         )
         done(count, len(todo))
-    return sorted(found, key=lambda prediction: -prediction.tok_s)
+    return sorted(found, key=lambda prediction: prediction.seconds)
 
 
 def _predict_rule(
@@ -234,14 +234,14 @@ def choose(predictions: Sequence[Prediction], count: int, max_changed: float) ->
         if all(kind(prediction.config) != kind(other.config) for other in best):
             best.append(prediction)
     # exact verification keeps the scores, so it stays among few, whatever its place
-    best.sort(key=lambda p: (kind(p.config) != "exact", -p.tok_s))
+    best.sort(key=lambda p: (kind(p.config) != "exact", p.seconds))
     best = best[:count]
     for prediction in faithful:
         if len(best) >= count:
             break
         if all(_rule(prediction) != _rule(other) for other in best):
             best.append(prediction)
-    return sorted(best, key=lambda p: -p.tok_s)
+    return sorted(best, key=lambda p: p.seconds)
 
 
 def _rule(prediction: Prediction) -> tuple[Any, ...]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
 from fly import config as fly_config
+from fly import fingerprint
 from fly.config import FlyConfig
 from fly.errors import FlyError
 from fly.evaluation import report
 from fly.tuning import baseline, costs, fidelity
+from fly.tuning.confirm import Confirmation, confirm
 from fly.tuning.costs import PassSeconds
 from fly.tuning.fidelity import Recovery
 from fly.tuning.live import Outcome, TunedLM, Workload
@@ -54,10 +57,15 @@ class Run:
 
     @property
     def error(self) -> float | None:
-        """Predicted over measured speed, minus 1."""
+        """Predicted over measured tokens per second, minus 1."""
         if self.predicted is None or not self.outcome.tok_s:
             return None
         return self.predicted.tok_s / self.outcome.tok_s - 1
+
+    @property
+    def seconds(self) -> float:
+        """Of decoding: what is ranked by, as a configuration that talks more takes longer."""
+        return self.outcome.seconds_of_decoding
 
     def held(self, least: float) -> bool:
         return fidelity.held(self.recoveries, least)
@@ -65,7 +73,8 @@ class Run:
 
 @dataclass
 class Tuning:
-    """All that was measured and predicted. planned: how many real runs there will be."""
+    """All that was measured and predicted. planned: how many real runs there will be.
+    confirmation: of `fastest`, where that is not the given configuration."""
 
     given: FlyConfig
     baseline: Outcome
@@ -75,11 +84,43 @@ class Tuning:
     predictions: list[Prediction] = field(repr=False)
     planned: int = 0
     runs: list[Run] = field(default_factory=list)
+    confirmation: Confirmation | None = None
 
-    def best(self, least: float) -> Run | None:
-        """The fastest measured one whose scores held; none that decoded nothing."""
+    def fastest(self, least: float) -> Run | None:
+        """That of the least time whose scores held in the search; none that decoded nothing."""
         held = [run for run in self.runs if run.held(least) and run.outcome.tok_s]
-        return max(held, key=lambda run: run.outcome.tok_s, default=None)
+        return min(held, key=lambda run: run.seconds, default=None)
+
+    def choice(self, least: float) -> tuple[Run | None, str]:
+        """(what to use from now on, why in a clause). None if no configuration kept the scores."""
+        best = self.fastest(least)
+        given = next((run for run in self.runs if run.is_given), None)
+        if best is None:
+            return None, f"no configuration kept {least:g} of the target's score on these documents"
+        if best.is_given:
+            return best, "the given configuration stays: no other was faster and kept the scores"
+        found = self.confirmation
+        if found is None:
+            return None, "the fastest configuration was not confirmed"
+        # the search's documents have chosen among the others, and told of the given one by luck
+        given_holds = (
+            given is not None and found.given_held(least) and (found.fresh or given.held(least))
+        )
+        if not found.is_judged:
+            none = "the target alone has no score on the documents of the confirmation"
+            if given is not None and given.held(least):
+                return given, f"the given configuration stays: {none}"
+            return None, none
+        if not found.held(least):
+            lost = "the fastest did not keep the scores where that was checked again"
+            if given_holds:
+                return given, f"the given configuration stays: {lost}"
+            return None, f"no configuration is left: {lost}"
+        if found.is_faster:
+            return best, "a new configuration: it is faster than the given one"
+        if given_holds:
+            return given, "the given configuration stays: no other is faster beyond the noise"
+        return best, "a new configuration: the given one lost scores"
 
 
 class Tuner:
@@ -104,6 +145,7 @@ class Tuner:
                 *[f"{what}, draft weights: {kind}" for kind in self._kinds for what in _OF_DRAFT],
                 "search",
                 *[f"real run {number}" for number in range(1, options.candidates + 2)],
+                "confirmation",
             ]
         )
         self._target_costs: PassSeconds | None = None
@@ -134,8 +176,27 @@ class Tuner:
         )
         tuning = Tuning(self._given, first, reused, machine, replays, predictions)
         self._live(tuning)
+        self._confirm(tuning)
         self._plan.end()
         return tuning
+
+    def _confirm(self, tuning: Tuning) -> None:
+        """The fastest beside the given one, if that is another."""
+        best = tuning.fastest(self._options.min_recovery)
+        if best is None or best.is_given:
+            self._plan.skip("confirmation")
+            return
+        self._plan.start("confirmation")
+        tuning.confirmation = confirm(
+            self._lm,
+            self._workload,
+            tuning.baseline,
+            self._given,
+            best.config,
+            self._options.min_recovery,
+            self._plan.step,
+        )
+        self._keep(tuning)
 
     def _check(self, first: Outcome) -> None:
         """Refuse what the rest could not make use of."""
@@ -161,6 +222,9 @@ class Tuner:
             "versions": report.versions(),
             "device": report.device_facts(self._lm.device),
             "dtype": str(self._lm.model.dtype),
+            "files": fingerprint.of_files(
+                Path(self._workload.include_path or os.devnull).resolve()
+            ),
             **self._lm.identity(),
         }
         if (kept := baseline.load(path, key)) is not None:
@@ -179,6 +243,7 @@ class Tuner:
         self._plan.expect("search", 30 + 0.2 * first.stats["emitted"] / 10)
         for number in range(1, self._options.candidates + 2):
             self._plan.expect(f"real run {number}", 0.6 * first.seconds)
+        self._plan.expect("confirmation", 2.2 * first.seconds)
 
     def _with(self, quantization: str) -> FlyConfig:
         return fly_config.build(

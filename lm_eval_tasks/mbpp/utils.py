@@ -8,6 +8,7 @@ import datasets
 from fly.evaluation import code_metrics, task_data
 
 _FIELDS = ("task_id", "text", "code", "test_list")
+_LANGUAGE = re.compile(r"\A\s*(?:python3?|py)[ \t]*\n", re.IGNORECASE)  # on a line of its own
 _TEST_SPLIT = range(11, 511)  # task ids of the published test split
 
 
@@ -32,13 +33,14 @@ def register(resps: list[list[str]], docs: list[dict[str, Any]]) -> list[list[st
 
 
 def first_code_block(text: str) -> str:
-    """The first fenced block; the prompt has already opened one, the answer may do so again.
+    """The first fenced block; the prompt has already opened one, the answer may do so again, or
+    name its language once more.
 
     (lm-eval 0.4.13 reads the answer's first word, often `def`, as the fence's language.)
     """
     opened = text if text.lstrip().startswith("```") else f"```python\n{text}"
-    block = re.search(r"```\w*\n(.*?)(?=\n?```)", opened, re.DOTALL)
-    return block.group(1) if block else ""
+    block = re.search(r"```[ \t]*\w*[ \t]*\n(.*?)(?=\n?```)", opened, re.DOTALL)
+    return _LANGUAGE.sub("", block.group(1)) if block else ""
 
 
 def build_predictions(resps: list[list[str]], docs: list[dict[str, Any]]) -> list[list[str]]:

@@ -24,7 +24,7 @@ def watch(engine, target, draft_model):
 
     def checked(rows, draft):
         before = [list(row.tokens) for row in rows]
-        verdicts = verify(rows, draft)
+        verdicts, logits = verify(rows, draft)
         for tokens, verdict in zip(before, verdicts):
             row, start = tokens + verdict.draft, len(tokens) - 1
             choices = own_choices(target, row)[start:]
@@ -33,7 +33,7 @@ def watch(engine, target, draft_model):
             seen["wrong choices"] += sum(a != b for a, b in zip(choices, verdict.choice))
             seen["drafted"] += len(drafted)
             seen["wrong drafts"] += sum(a != b for a, b in zip(drafted, verdict.draft))
-        return verdicts
+        return verdicts, logits
 
     engine._verify = checked
     return seen

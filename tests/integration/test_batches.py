@@ -6,13 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fly.decoding import engine as engine_module
 from fly.decoding import memory
 from fly.decoding.costs import PairCosts, PassCosts
 from fly.decoding.runner import ModelRunner
 from fly.decoding.sampling import Sampling
 from fly.decoding.sequence import Request
+from fly.drafters.base import NoDrafter
 from fly.drafters.length import AdaptiveLength
-from fly.drafters.model import CascadeDrafter
+from fly.drafters.model import CascadeDrafter, ModelDrafter
 from fly.errors import FlyError
 from tests import tiny
 
@@ -182,6 +184,97 @@ def test_out_of_memory_anywhere_loses_no_finished_row(pair, where, monkeypatch):
     assert sorted(record.request.tag for record in records) == list(range(len(wanted)))
     assert tokens({record.request.tag: record for record in records}) == expected
     assert engine._target.slots == 1
+
+
+class Clock:
+    """Time that only what the test names takes."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def spend(self, seconds, result=None):
+        self.now += seconds
+        return result
+
+
+def test_only_decoding_is_decode_time(pair, monkeypatch):
+    """Traces were `other`, their entropies `verify`, and failed passes and moved rows nothing."""
+    clock = Clock()
+    monkeypatch.setattr(engine_module, "time", clock)
+    slow = {"entropy": 100.0, "move": 10.0, "fail": 1000.0}
+    honest = engine_module.entropy
+    monkeypatch.setattr(
+        engine_module, "entropy", lambda *a: clock.spend(slow["entropy"], honest(*a))
+    )
+
+    class Slow(OutOfMemoryAbove):
+        moves = fails = 0
+
+        def move(self, source, destination):
+            Slow.moves += 1
+            clock.spend(slow["move"])
+            super().move(source, destination)
+
+        def extend(self, tokens):
+            try:
+                return super().extend(tokens)
+            except torch.OutOfMemoryError:
+                Slow.fails += 1
+                clock.spend(slow["fail"])
+                raise
+
+    target = Slow(pair[0], 8, 512)
+    target.rows = 4
+    rounds = []
+    engine = tiny.engine(
+        target, NoDrafter(), 0, None, 4, decode=decode, trace_entropy="top3",
+        observer=lambda record: clock.spend(1.0, rounds.append(record)),
+    )  # fmt: skip
+    records = list(engine.run(requests()))
+    total = {
+        phase: sum(record.seconds[phase] for record in records) for phase in records[0].seconds
+    }
+    assert Slow.moves
+    assert Slow.fails
+    passes = (total["recording"] - len(rounds)) / slow["entropy"]
+    assert passes == pytest.approx(round(passes))
+    assert round(passes) > 0
+    assert total["verify"] == pytest.approx(Slow.fails * slow["fail"])
+    assert total["other"] == pytest.approx(Slow.moves * slow["move"])
+    assert total["draft"] == total["prefill"] == 0
+
+
+def test_room_is_reserved_for_both_models_and_again_after_memory_ran_out(pair):
+    """Room that grows later drops every captured graph."""
+    wanted = requests()
+    longest = max(len(request.prompt) + request.budget for request in wanted)
+
+    class OnDevice(OutOfMemoryAbove):  # drafts of static passes come as tensors
+        def extend_ids(self, ids_BQ):
+            return self.extend(ids_BQ.tolist())
+
+    target = OnDevice(pair[0], 4, 512)
+    target.rows = 2
+    target.use_static_passes(capture=False)
+    draft = ModelRunner(pair[1], 4, 512)
+    draft.use_static_passes(capture=False)
+    grown = []
+    for runner in (target, draft):
+        honest = runner.reserve
+        runner.reserve = lambda tokens, r=runner, f=honest: (
+            grown.append((r is target, r.slots, tokens > r.cache.capacity, r.cache.capacity)),
+            f(tokens),
+        )
+    drafter = ModelDrafter(draft, frozenset({tiny.EOS}))
+    engine = tiny.engine(target, drafter, 6, None, 4, decode=decode)
+    list(engine.run(wanted))
+    for of_target in (True, False):
+        growths = [(slots, had) for who, slots, grew, had in grown if who is of_target and grew]
+        assert growths == [(4, 0), (2, 0)]  # at once, and once more for the halved cache
+    assert min(target.cache.capacity, draft.cache.capacity) >= longest
 
 
 def test_one_row_that_does_not_fit_ends_with_one_clear_line(pair):

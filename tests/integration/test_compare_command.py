@@ -16,6 +16,7 @@ import transformers
 import yaml
 from lm_eval._cli import HarnessCLI
 
+from fly.commands import compare as compare_command
 from fly.errors import FlyError
 from fly.evaluation import modes
 from fly.manifest import Manifest
@@ -154,13 +155,15 @@ def test_a_hub_models_commit_becomes_known_while_it_runs(tmp_path, monkeypatch):
     look = lambda: {"target": {"path": "org/model", "commit": commit[0]}}  # noqa: E731
     mode = modes.Mode("fly", "fly", {}, "identity", look)
     monkeypatch.setattr(modes.subprocess, "run", fetched)
-    monkeypatch.setattr(modes.runs, "load", lambda folder: True)
+    run = SimpleNamespace(rounds=[], requests=[1])
+    monkeypatch.setattr(modes.runs, "load", lambda folder: run)
     status = -9
     with pytest.raises(FlyError, match="killed by signal 9"):
         modes.run_missing({"fly": mode}, [], tmp_path)
     begun = Manifest.create(tmp_path / "fly", arguments={})
     begun.release()
     mark = {"command": modes._hash(mode, []), "models": look(), "versions": modes.versions()}
+    mark |= {"files": {}, "machine": modes.machine_facts()}
     assert modes._cut_short(tmp_path / "fly", mark) == begun.path
     status = 0
     modes.run_missing({"fly": mode}, [], tmp_path)
@@ -229,7 +232,8 @@ def test_a_run_of_another_configuration_is_not_taken_for_finished(
     """Another K, another limit, a killed run: each must run again."""
     calls = []
     monkeypatch.setattr(modes, "_run", lambda mode, given: calls.append(mode.name))
-    monkeypatch.setattr(modes.runs, "load", lambda folder: True)
+    run = SimpleNamespace(rounds=[], requests=[1])
+    monkeypatch.setattr(modes.runs, "load", lambda folder: run)
     values = {"pretrained": str(saved_pair / "draft"), "config_path": str(config_file)}
     out = tmp_path / "out"
     (out / "fly").mkdir(parents=True)
@@ -242,6 +246,67 @@ def test_a_run_of_another_configuration_is_not_taken_for_finished(
     ]:
         modes.run_missing(modes.plan(["fly"], [], {**values, **more}), given, out)
         assert len(calls) == expected
+
+
+def test_what_has_changed_under_the_same_command_runs_again(
+    saved_pair, config_file, tmp_path, monkeypatch, capsys
+):
+    """A YAML of arguments or a task that changed in place, and another machine's seconds, were
+    served as this command's; what only switches records on was run again."""
+    calls = []
+    monkeypatch.setattr(modes, "_run", lambda mode, given: calls.append(mode.name))
+    run = SimpleNamespace(rounds=[], requests=[1])
+    monkeypatch.setattr(modes.runs, "load", lambda folder: run)
+    values = {"pretrained": str(saved_pair / "draft"), "config_path": str(config_file)}
+    facts = {"name": "a CPU"}
+    monkeypatch.setattr(modes, "machine_facts", lambda: dict(facts))
+    files = {"--config": {"a.yaml": "1"}}
+
+    def made(**more):
+        planned = modes.plan(["fly"], [], {**values, **more})
+        modes.run_missing(planned, ["--config", "a.yaml"], tmp_path / "out", files)
+        return len(calls), capsys.readouterr().out
+
+    assert made()[0] == 1
+    assert made()[0] == 1
+    count, printed = made(trace=True, verbose=True)
+    assert count == 1
+    assert "(without a trace: to have them, remove it)" in printed
+    files["--config"]["a.yaml"] = "2"
+    count, printed = made()
+    assert count == 2
+    assert 'fly: made anew: files.--config.a.yaml was "1", is now "2"' in printed
+    facts["name"] = "another CPU"
+    count, printed = made()
+    assert count == 3
+    assert 'made anew: machine.name was "a CPU", is now "another CPU"' in printed
+
+
+def test_the_files_behind_a_command_are_known_by_content(tmp_path, monkeypatch):
+    config, tasks, data = (tmp_path / name for name in ("run.yaml", "tasks", "data"))
+    tasks.mkdir()
+    data.mkdir()
+    monkeypatch.setenv("FLY_DATA_DIR", str(data))
+    config.write_text("limit: 2\n")
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "mine.yaml").write_text("task: mine\n")
+    args = SimpleNamespace(
+        config=str(config), include_path=str(tasks), tasks=["t", str(own / "mine.yaml")]
+    )
+    output = tasks / "runs"
+    seen = [compare_command._files(args, output)]
+    changed = (config, tasks / "t.yaml", data / "gsm8k_test.jsonl", own / "utils.py")
+    for path in changed:
+        path.write_text("limit: 3\n")
+        seen.append(compare_command._files(args, output))
+        assert seen[-1] != seen[-2], path
+    assert seen[0]["fly's tasks"]
+    output.mkdir()
+    (output / "results.json").write_text("what the runs write changes nothing")
+    (tasks / ".git").mkdir()
+    (tasks / ".git" / "index").write_text("nor do hidden files")
+    assert compare_command._files(args, output) == seen[-1]
 
 
 def test_hf_mode_is_lm_evals_backend_on_the_target(saved_pair, config_file):

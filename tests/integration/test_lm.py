@@ -10,6 +10,7 @@ from lm_eval.models.huggingface import HFLM
 
 from fly import session
 from fly.decoding import kernels
+from fly.decoding.records import PHASES
 from fly.decoding.sampling import Sampling
 from fly.earlier import Earlier
 from fly.errors import FlyError
@@ -133,7 +134,7 @@ def test_model_info_is_plain_json_with_the_documented_names(saved_pair):
     names += " corrections bonus emitted discarded tau decode_tok_s end_to_end_tok_s prompt_tokens"
     names += " prompt_tokens_reused peak_memory_bytes seconds"
     assert set(names.split()) == set(entry["stats"])
-    assert set(entry["stats"]["seconds"]) == {"prefill", "draft", "verify", "other", "compile"}
+    assert set(entry["stats"]["seconds"]) == set(PHASES)
     assert entry["stats"]["requests"] == len(PROMPTS)
     assert entry["config"]["spd_k"] == 4
     assert entry["mode"] == "fly"
@@ -498,3 +499,105 @@ def test_a_draft_with_a_short_window_serves_a_shorter_context(saved_pair, tmp_pa
     with pytest.raises(FlyError, match=r"sliding window of 100 tokens.*max_length=100"):
         fly_lm(saved_pair, pretrained=str(tmp_path))
     assert fly_lm(saved_pair, pretrained=str(tmp_path), max_length=100).draft_model is not None
+
+
+def test_max_length_does_not_reach_past_the_context(saved_pair, caplog):
+    """Positions past the context were clamped, and tokens came out wrong without a word."""
+    lm = fly_lm(saved_pair, max_length=64)
+    (request,) = lm._build(instances({"max_length": 400, "max_gen_toks": 8}, ["abc"]))
+    assert len(request.prompt) + request.budget == 64
+    assert "max_length=400 of gen_kwargs is more than the target's context" in caplog.text
+    (short,) = lm._build(instances({"max_length": 20, "max_gen_toks": 8}, ["abc"]))
+    assert len(short.prompt) + short.budget == 20
+
+
+def test_autocast_is_refused_as_fly_s_passes_have_one_dtype(saved_pair):
+    """It was taken and ignored: one text of six was hf's."""
+    with pytest.raises(FlyError, match=r"mixed_precision_dtype=bfloat16: .*set dtype=bfloat16"):
+        fly_lm(saved_pair, mixed_precision_dtype="bfloat16")
+
+
+def test_a_token_limit_of_the_generation_config_is_named(saved_pair, monkeypatch, caplog):
+    lm = fly_lm(saved_pair)
+    monkeypatch.setattr(lm.model.generation_config, "max_new_tokens", 7)
+    lm._build(instances({"max_gen_toks": 4}, ["a"]))
+    assert "generation_config sets max_new_tokens=7" in caplog.text
+
+
+def test_the_draft_is_loaded_as_the_target_is(saved_pair, monkeypatch):
+    """A draft behind a token, in a cache of one's own or at a revision could not be loaded."""
+    seen = []
+
+    def create(self, pretrained, *args, **kwargs):
+        seen.append((pretrained, kwargs))
+        return HFLM._create_model(self, pretrained, *args, **kwargs)
+
+    monkeypatch.setattr(FlyLM, "_create_model", create)
+    fly_lm(saved_pair, token="hf_x", cache_dir="/tmp", draft_revision="v2")
+    draft = dict(seen)[str(saved_pair / "draft")]
+    assert (draft["token"], draft["cache_dir"], draft["revision"]) == ("hf_x", "/tmp", "v2")
+
+
+class Rank(FlyLM):
+    """One of two processes whose partner is played: what it gathers, and the partner's clock."""
+
+    at = 0
+    _world_size = 2
+    _rank = 0
+
+    @property
+    def world_size(self):
+        return 2
+
+    @property
+    def rank(self):
+        return self.at
+
+    def gather_object(self, obj, dst=0):
+        return [obj, obj] if self.at == dst else None
+
+    def _share_start(self, run):
+        pass
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_gather_and_do_not_count_what_pads_them(saved_pair, tmp_path, rank):
+    """Rank 1 died after all decoding, as it gathers None; and lm-eval's padding, the last
+    request once more, was decoded, written down and counted."""
+    session.start(tmp_path)
+    lm = Rank(
+        pretrained=str(saved_pair / "draft"), target_model_path=str(saved_pair / "target"),
+        device="cpu", dtype="float32", spd_k=4, win_len=1, draft_policy="fixed", trace=True,
+    )  # fmt: skip
+    lm.at = rank
+    asked = instances({"max_gen_toks": 6}, ["a", "b", "c"])
+    texts = lm.generate_until([*asked, asked[-1]])
+    assert texts[3] == texts[2]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HFLM, "barrier", lambda self: None)
+        lm.barrier()  # where also a rank without anything to decode arrives
+        lm.barrier()
+    assert lm.stats.requests == (3 if rank else 6)  # rank 0 has both shares
+    suffix = "_rank1" if rank else ""
+    (records,) = tmp_path.glob(f"fly_requests_*{suffix}.jsonl")
+    assert len(records.read_text().splitlines()) == 3
+    (trace,) = tmp_path.glob(f"fly_trace_*{suffix}.jsonl")
+    numbers = {json.loads(line)["request"] for line in trace.read_text().splitlines()}
+    assert numbers == {rank, 2 + rank, 4 + rank}  # no two processes number a request alike
+
+
+def test_all_ranks_name_their_files_by_one_clock(saved_pair, monkeypatch):
+    """Every rank took its own, and readers found rank 0's records only."""
+
+    def broadcast(values, src):
+        values[0] = "2026-01-01T00-00-00"
+
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", broadcast)
+    run = session.start()
+    lm = fly_lm(saved_pair)
+    before = run.started
+    lm._share_start(run)
+    assert run.started == before  # one process
+    monkeypatch.setattr(FlyLM, "world_size", 2)
+    lm._share_start(run)
+    assert run.started == "2026-01-01T00-00-00"

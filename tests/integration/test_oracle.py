@@ -34,6 +34,7 @@ class ScriptedTarget:
     static = None
     max_length = 10_000
     device = torch.device("cpu")
+    devices = (device,)
 
     def __init__(self, script, slots):
         self.script = script
@@ -47,7 +48,7 @@ class ScriptedTarget:
         self.lengths = [0] * slots
         self.fed = [[] for _ in range(slots)]
 
-    def reserve(self, tokens):
+    def reserve_rows(self, longest, *, width, steps=0):
         pass
 
     def prefill(self, slot, tokens):
@@ -93,12 +94,17 @@ class ScriptedTarget:
 class ScriptedDrafter:
     """Proposes what the script says, and checks that rows stay in the slots they were given."""
 
+    devices = ()
+
     def __init__(self, script, slots, *, on_device=False):
         self.script, self.on_device = script, on_device
         self.resize(slots)
 
     def admit(self, slot, row, *, soon=True):
         self.rows[slot] = row
+
+    def reserve(self, longest, spd_k):
+        pass
 
     def move(self, source, destination):
         self.rows[destination] = self.rows[source]

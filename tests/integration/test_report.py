@@ -137,7 +137,7 @@ def test_a_document_shows_the_metric_by_which_the_baseline_scores(written, tmp_p
         [0, 0],
     ]
     rows = data["summary"]["comparisons"][0]["rows"]
-    assert [row["verdict"] for row in rows] == ["decides nothing", "held"]
+    assert [row["verdict"] for row in rows] == ["decides nothing", "unchanged"]
 
 
 def test_traces_may_be_limited_while_the_charts_use_all(written, tmp_path):

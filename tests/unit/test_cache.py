@@ -106,3 +106,32 @@ def test_prefill_builds_no_logits_of_the_prompt(target):
     finally:
         hook.remove()
     assert seen == [0]
+
+
+def test_small_errors_are_refused_and_rounding_is_not(target, monkeypatch):
+    """A tenth of the largest logit was let through, over 13 tokens."""
+    honest = ModelRunner.extend
+    for dtype, share in ((torch.float32, 0.002), (torch.bfloat16, 0.09)):
+        model = tiny.model(1).to(dtype)
+        loading.check_cache_agrees(model, "target")
+
+        def slightly_wrong(self, tokens, share=share):
+            logits = honest(self, tokens)
+            return logits + share * logits.abs().max()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ModelRunner, "extend", slightly_wrong)
+            with pytest.raises(FlyError, match=r"where rounding explains"):
+                loading.check_cache_agrees(model, "target")
+
+
+def test_an_error_far_into_the_context_is_noticed(target, monkeypatch):
+    """Positions that stop counting after 32 tokens changed nothing within 13."""
+    honest = ModelRunner._call
+
+    def stuck(self, ids, positions, *args):
+        return honest(self, ids, positions.clamp(max=32), *args)
+
+    monkeypatch.setattr(ModelRunner, "_call", stuck)
+    with pytest.raises(FlyError, match=r"differs from the model's plain pass \(at token"):
+        loading.check_cache_agrees(target, "target")

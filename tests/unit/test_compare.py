@@ -59,11 +59,34 @@ def test_the_table_fits_100_columns_and_says_all(folders, capsys):
     assert fly("compare", *folders) == 0
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 100
-    for expected in ("0.7", "1.000 [1.000, 1.000]", "0 / 0", "21 / 0", "<0.001", "held", "fell",
-                     "every document scored the same", "300 documents", "2.00 [2.00, 2.00]",
-                     "4.00", "75%"):  # fmt: skip
+    for expected in ("0.7", "1.000 [1.000, 1.000]", "0 / 0", "21 / 0", "<0.001", "held",
+                     "fell", "300 documents",
+                     "2.00 [2.00, 2.00]", "4.00", "75%", "decoding, time x"):  # fmt: skip
         assert expected in printed, expected
     assert "fly-2" in printed  # two runs of one mode have names of their own
+
+
+def test_few_documents_that_score_the_same_are_unchanged(tmp_path, capsys):
+    """They were called held, and allow a loss of 31 %; a job still passes."""
+    base = write(tmp_path / "base", "target-only", SOLVED[:8])
+    same = write(tmp_path / "same", "fly", SOLVED[:8])
+    assert fly("compare", base, same, "--min-recovery", "0.99") == 0
+    printed = capsys.readouterr().out
+    assert "unchanged" in printed
+    assert "every document scored the same" in printed
+    assert "this rules out losses above" in printed
+    assert "31.2%" in printed
+    junit = tmp_path / "junit.xml"
+    fly("compare", base, same, "--junit", junit)
+    assert ElementTree.parse(junit).getroot().find("testsuite").get("failures") == "0"
+    # nothing fell, but only one of the two is shown to hold
+    found = [load(write(tmp_path / n, m, s)) for n, m, s in [
+        ("b", "target-only", SOLVED), ("c", "fly", SOLVED)]]  # fmt: skip
+    held = compare.compare(*found[:1], found[1:]).verdict
+    assert held == "held"
+    assert compare.weakest(["held", "unchanged"]) == "unchanged"
+    assert compare.weakest(["unchanged", "not enough evidence"]) == "not enough evidence"
+    assert compare.weakest([]) == "not enough evidence"
 
 
 def test_the_baseline_is_target_only_or_named(folders):
@@ -189,24 +212,70 @@ def test_metrics_that_are_no_means_are_left_out_and_named(tmp_path):
     base = load(write(tmp_path / "a", tasks={"t": scores}, aggregated=aggregated))
     result = compare.compare(base, [base])
     assert [row.metric for row in result.others[0].rows] == ["acc"]
-    assert result.notes == ["t ppl: is no mean over documents; left out"]
+    assert result.notes == ["fly: t ppl: is no mean over documents; left out"]
     alone = load(write(tmp_path / "b", tasks={"t": {"ppl": [-1.5]}}, aggregated=aggregated))
     with pytest.raises(FlyError, match="no metric to compare"):
         compare.compare(alone, [alone])
 
 
-def test_a_metric_that_one_run_lacks_does_not_shift_the_others_rows(tmp_path, capsys):
-    """The table reads rows by their place: each run must have the same."""
-    good = {"t": {"f": [0.5] * 300, "acc": SOLVED}}
-    torn = {"t": {"f": [float("nan")] * 300, "acc": corrupted(SOLVED)}}
+def test_a_metric_that_a_run_breaks_does_not_vanish(tmp_path, capsys):
+    """Null for some documents left the whole metric out, and the verdict was held on the rest."""
+    good = {"t": {"f": [0.5] * 300, "acc": SOLVED}, "u": {"acc": SOLVED}}
+    torn = {"t": {"f": [float("nan")] * 200 + [0.5] * 100, "acc": SOLVED}, "u": {"acc": SOLVED}}
+    gone = {"t": {"acc": SOLVED}, "u": {"acc": SOLVED}}
     folders = [write(tmp_path / n, m, tasks=t) for n, m, t in [
-        ("a", "target-only", good), ("b", "strict", good), ("c", "fly", torn)]]  # fmt: skip
+        ("a", "target-only", good), ("b", "strict", good), ("c", "fly", torn),
+        ("d", "top_k", gone)]]  # fmt: skip
     base, *others = map(load, folders)
     result = compare.compare(base, others)
-    assert [[row.metric for row in other.rows] for other in result.others] == [["acc"], ["acc"]]
-    assert result.notes == ["t f: not every document has a number; left out"]
-    assert fly("compare", *folders) == 0
-    assert "t: acc" in capsys.readouterr().out
+    labels = [[row.label for row in other.all_rows] for other in result.others]
+    assert labels == 3 * [["t f", "t acc", "u acc", "overall mean of 2 tasks"]]
+    whole, broken, missing = result.others
+    assert whole.verdict == "held"
+    assert (broken.verdict, missing.verdict) == ("not enough evidence",) * 2
+    assert broken.rows[0].scores.reason == "200 of 300 documents have no number"
+    assert missing.rows[0].scores.reason == "the run has no such metric"
+    # it stands for its task: the mean of the other tasks must not hide it
+    assert broken.overall.scores.reason == "t f: 200 of 300 documents have no number"
+    assert fly("compare", *folders, "--min-recovery", "0.9") == 3
+    printed = capsys.readouterr().out
+    assert "200 of 300 documents have no" in printed
+    junit = ElementTree.fromstring(compare_files.as_junit(result, allow_inconclusive=False))
+    assert [suite.get("failures") for suite in junit] == ["0", "2", "2"]
+    assert "NaN" not in compare_files.as_json(result)
+
+
+def test_a_run_that_talks_more_is_not_faster(tmp_path):
+    """1.4 times as long with twice the tokens was shown as 1.43 times as fast."""
+    base = load(write(tmp_path / "a", "target-only", SOLVED, round_tokens=1))
+    other = load(write(tmp_path / "b", "fly", SOLVED, tokens=24, seconds=1.4))
+    (speed,) = compare.compare(base, [other]).others[0].speeds
+    assert speed.decode.value == speed.end_to_end.value == pytest.approx(1 / 1.4)
+    assert speed.tokens.value == pytest.approx(2)
+
+
+@pytest.mark.parametrize(
+    ("machine", "shown", "note"),
+    [
+        ({"name": "another CPU"}, False, "ran on different machines (device: a CPU and another"),
+        ({"capability": "AVX512"}, False, "(CPU capability: AVX2 and AVX512)"),
+        ({"threads": 16}, False, "(threads: 2 and 16)"),
+        ({"batch_size": 16}, True, "is not of decoding alone: they differ in batch size: 1 and 16"),
+    ],
+)
+def test_times_of_different_machines_do_not_compare(tmp_path, machine, shown, note):
+    """An H100's seconds over a CPU's were printed as 2.0 [2.0, 2.0]."""
+    base = load(write(tmp_path / "a", "target-only", SOLVED))
+    other = load(write(tmp_path / "b", "fly", SOLVED, seconds=0.5, machine=machine))
+    result = compare.compare(base, [other])
+    (speed,) = result.others[0].speeds
+    assert (speed.decode is not None, speed.end_to_end is not None) == (shown, shown)
+    assert (speed.withheld == "") is shown
+    (line,) = result.notes
+    assert note in line
+    # a stored baseline of an earlier fly does not say what it ran on
+    unknown = base.model_copy(update={"machine": {}})
+    assert "it is not known" in compare.compare(unknown, [other]).notes[0]
 
 
 def test_speed_sums_repeats_and_is_silent_without_records(tmp_path):

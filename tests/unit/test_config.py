@@ -168,3 +168,11 @@ def test_modes_and_drafters():
     assert build(enable_fly=False, spd_k=1).mode == "strict"
     assert build(abla_no_window=True, spd_k=2).window == 0
     assert build().hash() != build(spd_k=9).hash()
+
+
+def test_what_is_written_down_of_a_run_is_in_no_hash():
+    """Switching it re-ran finished modes."""
+    plain = config.build({"target_model_path": "t"}, "test")
+    for key, value in {"verbose": True, "trace": True, "enable_statistics": False}.items():
+        assert config.build({"target_model_path": "t", key: value}, "test").hash() == plain.hash()
+    assert config.build({"target_model_path": "t", "spd_k": 9}, "test").hash() != plain.hash()

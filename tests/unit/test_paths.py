@@ -1,7 +1,9 @@
 """Whole files: nobody meets half of one, and nothing else is replaced."""
 
 import os
+import stat
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -43,3 +45,37 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path):
     reader.join(timeout=10)
     assert read == ["text"]
     assert pipe.is_fifo()
+
+
+def test_two_writers_of_one_file_do_not_meet(tmp_path):
+    """Both wrote under one temporary name: one's text could end in the other's file."""
+    path = tmp_path / "result.json"
+    texts = [letter * 200_000 for letter in "abcd"]
+
+    def write(text):
+        for _ in range(10):
+            write_whole(path, text)
+            assert path.read_text() in texts
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, texts))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Without it a machine's crash may leave an empty file under the new name."""
+    done = []
+    for name in ("fsync", "replace"):
+        whole = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *a, n=name, f=whole: done.append(n) or f(*a))
+    write_whole(tmp_path / "a.json", "text")
+    assert done == ["fsync", "replace"]
+
+
+def test_permissions_are_those_that_files_have(tmp_path):
+    (tmp_path / "plain").write_text("")
+    write_whole(tmp_path / "new", "text")
+    assert (tmp_path / "new").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    (tmp_path / "plain").chmod(0o600)
+    write_whole(tmp_path / "plain", "text")
+    assert stat.S_IMODE((tmp_path / "plain").stat().st_mode) == 0o600

@@ -137,19 +137,29 @@ def test_the_score_is_the_first_that_the_target_scores_by(tmp_path):
 
 
 def test_speeds_are_of_the_task_alone_where_there_are_records(tmp_path):
-    """A slow task must not slow the others' points; without records the run's speed is all."""
+    """A slow task must not slow the others' points; without records the run's times are all."""
     scores = {"a": SOLVED, "b": SOLVED[:1]}
-    write_run(tmp_path, scores, use_sd=False, with_records=False)
-    write_run(tmp_path, scores, seconds=5.0)
-    (file,) = tmp_path.glob("fly_requests_*.jsonl")
+    for folder, with_records in (("all", True), ("none", False), ("some", False)):
+        write_run(tmp_path / folder, scores, use_sd=False, with_records=with_records)
+        write_run(tmp_path / folder, scores, seconds=5.0, with_records=folder != "none")
+    for folder in ("all", "some"):
+        slow_down(tmp_path / folder)
+    found = {name: collect(runs.load_all(tmp_path / name)) for name in ("all", "none", "some")}
+    assert [p.speedup for p in found["all"].points] == pytest.approx([1, 1, 2, 0.5])
+    assert [p.speedup for p in found["none"].points] == pytest.approx([1, 1, 2, 2])
+    assert [p.speedup for p in found["some"].points] == [1, 1, None, None]
+    assert "target-only has no records of its requests" in found["some"].notes[0]
+    assert found["all"].tasks == ["a", "b"]
+
+
+def slow_down(folder):
+    """The last run's second task takes four times as long."""
+    file = max(folder.glob("fly_requests_*.jsonl"))
     records = runs.read_lines(file)
     for record in records:
         if record["task"] == "b":
             record["seconds"] = {phase: 4 * value for phase, value in record["seconds"].items()}
     write_lines(file, records)
-    data = collect(runs.load_all(tmp_path))
-    assert [p.speedup for p in data.points] == pytest.approx([1, 1, 2, 0.5])
-    assert data.tasks == ["a", "b"]
 
 
 def test_runs_of_lm_evals_hf_are_named_and_left_out(folder):
@@ -201,7 +211,7 @@ def test_the_figures_hold_every_point_line_and_label(folder, capsys):
     shown = texts(out / "frontier.svg")
     for label in ("exact, K=8", "FLy, K=4", "FLy, K=8", "FLy, K=3", "target-only", "Pareto front"):
         assert label in shown
-    assert "speedup over target-only (\u00d7, end to end)" in shown
+    assert "time x over target-only, end to end" in shown
     points = [name for name in ids(out / "frontier.svg") if name.startswith("point-")]
     assert sorted(points) == [
         "point-fly-0", "point-fly-1", "point-fly-2", "point-strict-0", "point-target-only-0",

@@ -162,6 +162,9 @@ def test_mbpp_from_the_data_folder(tmp_path, monkeypatch):
         ("def f(): pass\n```\nDone", "def f(): pass"),
         ("```python\ndef f(): pass\n```", "def f(): pass"),
         ("Sure:\n```\nHere:\n```python\nx = 1\n```", "Sure:"),
+        ("python\ndef f(): pass\n```", "def f(): pass"),
+        ("``` python \nPython3\ndef f(): pass\n```", "def f(): pass"),
+        ("python = 1\n```", "python = 1"),
         ("no fence at all", ""),
     ],
 )
@@ -170,11 +173,24 @@ def test_mbpp_takes_the_first_block(text, code):
     assert utils_of("mbpp").first_code_block(text) == code
 
 
+def test_what_scores_otherwise_has_a_version_of_its_own():
+    """Else a run of lm-eval's task would pair with fly's, and the gain count as recovery."""
+    ours, theirs = (resolved(folder / "mbpp/mbpp_instruct.yaml") for folder in (OURS, THEIRS))
+    assert ours["metadata"]["version"] != theirs["metadata"]["version"]
+
+
+def test_lm_evals_own_gsm8k_stays_what_it_is():
+    """Its groups (openllm) hold it by name: another prompt under it would be scored as theirs."""
+    index = TaskManager(include_path=str(OURS)).task_index
+    assert THEIRS in Path(index["gsm8k"].yaml_path).parents
+    assert OURS in Path(index["gsm8k_cot"].yaml_path).parents
+
+
 def test_gsm8k_from_the_data_folder(tmp_path, monkeypatch):
     rows = [{"question": f"{n} + 1?", "answer": f"so\n#### {n + 1}"} for n in range(6)]
     (tmp_path / "gsm8k_test.jsonl").write_text("\n".join(map(json.dumps, rows)))
     monkeypatch.setenv("FLY_DATA_DIR", str(tmp_path))
-    scores = evaluate("gsm8k", lambda doc: f"The answer is {doc['answer'][8:]}.")
+    scores = evaluate("gsm8k_cot", lambda doc: f"The answer is {doc['answer'][8:]}.")
     assert scores["exact_match,strict-match"] == 1.0
     assert scores["exact_match,flexible-extract"] == 1.0
 

@@ -1,9 +1,13 @@
 """The table and the summary of a tune, also of runs with odd numbers."""
 
+from dataclasses import replace
+
 import pytest
 
 from fly.decoding.records import Counts, RunStats
+from fly.evaluation.statistics import Interval, Ratio
 from fly.tuning import output
+from fly.tuning.confirm import Confirmation
 from fly.tuning.fidelity import recoveries
 from fly.tuning.live import Outcome
 from fly.tuning.search import Prediction
@@ -39,8 +43,8 @@ def test_a_run_that_decoded_nothing_is_a_row_like_others(capsys, predicted):
     output.print_table(found, 0.9)
     printed = capsys.readouterr().out
     assert ("2.00 / -" if predicted else "- / -") in printed
-    assert found.best(0.9) is found.runs[1]
-    assert tuning(found.runs[0]).best(0.9) is None  # no speed is no fastest
+    assert found.fastest(0.9) is found.runs[1]
+    assert tuning(found.runs[0]).fastest(0.9) is None  # no speed is no fastest
     line = output.summary(found, 0.9)[0]
     assert (line["measured_tau"], line["measured_decode_tok_s"]) == (None, 0.0)
 
@@ -59,3 +63,76 @@ def test_a_run_that_is_not_judged_yet_has_not_held(capsys):
     run = Run(BASE, None, outcome(emitted=40), 1.0, True)
     output.print_table(tuning(run), 0.9)
     assert output.summary(tuning(run), 0.9)[0]["held"] is False
+
+
+# What is chosen
+
+
+def confirmation(low, *, held=True, given_held=True, value=1.3):
+    good, bad = recoveries(SCORES, SCORES, 0.9), recoveries(SCORES, WORSE, 0.9)
+    ratio = Ratio(value, Interval(low, 2 * value - low))
+    return Confirmation(
+        {"t": [4, 5]}, True, ratio, ratio, ratio, good if held else bad, good if given_held else bad
+    )
+
+
+WORSE = scored(t={"em,strict": [0, 0, 0, 0], "em,loose": [1, 1, 1, 1], "f1": [0, 0, 0, 0]})
+
+
+def searched(found, given_scores=SCORES):
+    """The given configuration, and another that took less time in the search."""
+    given = replace(ran(given_scores, emitted=40), is_given=True)
+    other = ran(emitted=30)
+    result = tuning(given, other)
+    result.confirmation = found
+    return result, given, other
+
+
+@pytest.mark.parametrize(
+    ("found", "given_scores", "expected", "why"),
+    [
+        (confirmation(1.05), SCORES, "other", "it is faster than the given one"),
+        (confirmation(0.97), SCORES, "given", "no other is faster beyond the noise"),
+        (confirmation(1.05, held=False), SCORES, "given", "did not keep the scores where that"),
+        (confirmation(0.97, given_held=False), SCORES, "other", "the given one lost scores"),
+        (confirmation(0.97), WORSE, "given", "no other is faster beyond the noise"),
+        (
+            confirmation(1.05, held=False, given_held=False),
+            SCORES,
+            None,
+            "no configuration is left",
+        ),
+    ],
+)
+def test_noise_and_luck_change_no_configuration(found, given_scores, expected, why):
+    """The luckiest of equal configurations was written, with a claim of its luck."""
+    result, given, other = searched(found, given_scores)
+    chosen, reason = result.choice(0.9)
+    assert chosen is {"given": given, "other": other, None: None}[expected]
+    assert why in reason
+
+
+def test_a_given_configuration_that_is_fastest_stays_without_more_runs():
+    given = replace(ran(emitted=20), is_given=True)
+    result = tuning(given, ran(emitted=30))
+    assert result.choice(0.9) == (
+        given, "the given configuration stays: no other was faster and kept the scores"
+    )  # fmt: skip
+
+
+def test_less_time_is_better_than_more_tokens_per_second():
+    """A configuration that rambles makes more tokens per second, and takes longer."""
+    rambling = ran(emitted=60)
+    rambling.outcome.stats["seconds"]["verify"] = 5.0  # 12 tokens per second, against 10
+    short = ran(emitted=40)
+    assert rambling.outcome.tok_s > 0
+    assert tuning(rambling, short).fastest(0.9) is short
+
+
+def test_what_the_confirmation_found_is_printed(capsys):
+    result, _, _ = searched(confirmation(0.97))
+    output.print_table(result, 0.9)
+    printed = capsys.readouterr().out
+    assert "on 2 documents that the search had not used" in printed
+    assert "time x 1.30 [0.97, 1.63] over the given one" in printed
+    assert "recovery of the given one: t em,strict 1.000 (-0 +0)" in printed

@@ -23,7 +23,7 @@ def bench():
     return verification
 
 
-def record(setting, first, corrects, seconds=1.0, task="gsm8k"):
+def record(setting, first, corrects, seconds=1.0, task="gsm8k_cot"):
     documents = [
         {"doc_id": first + n, "correct": c, "text": f"{first + n}"} for n, c in enumerate(corrects)
     ]
@@ -48,7 +48,7 @@ def test_a_torn_line_costs_itself_only(bench, tmp_path):
     bench.check_same_experiment(path, args(tmp_path), SETTINGS)
     with open(path, "a") as file:
         file.write(json.dumps(record("target_only", 1, [0.0])) + "\n")
-    assert bench.read(path)["target_only", "gsm8k"].correct == {0: 1.0, 1: 0.0}
+    assert bench.read(path)["target_only", "gsm8k_cot"].correct == {0: 1.0, 1: 0.0}
 
 
 @pytest.mark.parametrize("changed", [{"config": "y.json"}, {"max_gen_toks": 99}, {"batch_size": 1}])
@@ -63,7 +63,7 @@ def test_records_of_another_experiment_are_refused(bench, tmp_path, changed):
 
 
 def test_a_line_of_the_table(bench, tmp_path):
-    """McNemar over discordant pairs, speed over chunks that both have."""
+    """McNemar over discordant pairs, time over chunks that both have."""
     path = tmp_path / "records.jsonl"
     write(
         path,
@@ -71,14 +71,14 @@ def test_a_line_of_the_table(bench, tmp_path):
         record("exact_k8", 0, [0.0, 1.0, 1.0, 0.0], seconds=2.0),
         record("exact_k8", 4, [1.0], seconds=100.0),
     )
-    row = bench.row(bench.read(path), "exact_k8", "gsm8k")
+    row = bench.row(bench.read(path), "exact_k8", "gsm8k_cot")
     assert (row["documents"], row["correct"], row["target_only_correct"]) == (4, 2.0, 3.0)
     assert (row["lost"], row["won"]) == (2, 1)
     assert row["mcnemar_p"] == pytest.approx(1.0)
     assert row["tau"] == pytest.approx(6.0)
     assert row["emitted_per_drafted"] == pytest.approx(0.75)
-    against_itself = bench.row(bench.read(path), "target_only", "gsm8k")
-    assert against_itself["speed_over_exact"] == pytest.approx(2.0)
+    against_itself = bench.row(bench.read(path), "target_only", "gsm8k_cot")
+    assert against_itself["time_x_over_exact"] == pytest.approx(2.0)
     assert against_itself["mcnemar_p"] == 1.0
 
 
@@ -88,16 +88,16 @@ def test_a_limit_leaves_out_what_lies_beyond(bench, tmp_path):
     write(
         path, record("target_only", 0, [1.0, 1.0]), record("target_only", 2, [0.0], seconds=100.0)
     )
-    tally = bench.read(path, limit=2)["target_only", "gsm8k"]
+    tally = bench.read(path, limit=2)["target_only", "gsm8k_cot"]
     assert list(tally.correct) == [0, 1]
     assert tally.total("rounds") == 10
-    assert bench.read(path)["target_only", "gsm8k"].total("rounds") == 20
+    assert bench.read(path)["target_only", "gsm8k_cot"].total("rounds") == 20
 
 
 def test_documents_that_were_decoded_again_count_once(bench, tmp_path):
     path = tmp_path / "records.jsonl"
     write(path, record("target_only", 0, [1.0]), record("target_only", 0, [0.0, 1.0, 1.0]))
-    tally = bench.read(path)["target_only", "gsm8k"]
+    tally = bench.read(path)["target_only", "gsm8k_cot"]
     assert tally.correct == {0: 0.0, 1: 1.0, 2: 1.0}
     assert tally.total("rounds") == 10
 
@@ -116,11 +116,11 @@ def test_only_what_is_left_of_a_chunk_is_decoded(bench, tmp_path, monkeypatch):
     fake = Namespace(fly_config=FlyConfig(target_model_path="x"))
     monkeypatch.setattr("fly.lm.FlyLM", lambda **_: fake)
     monkeypatch.setattr("fly.evaluation.harness.evaluate", evaluate)
-    given = args(tmp_path, device="cpu", limit=5, chunk=4, tasks=["gsm8k"])
+    given = args(tmp_path, device="cpu", limit=5, chunk=4, tasks=["gsm8k_cot"])
     for _ in range(2):
         bench.run(given, {"target_only": SETTINGS["target_only"]}, path)
-    assert seen == [("gsm8k", [0, 3]), ("gsm8k", [4])]
-    assert len(bench.read(path)["target_only", "gsm8k"].chunks) == 3
+    assert seen == [("gsm8k_cot", [0, 3]), ("gsm8k_cot", [4])]
+    assert len(bench.read(path)["target_only", "gsm8k_cot"].chunks) == 3
 
 
 def test_every_setting_meets_every_document_once(bench):

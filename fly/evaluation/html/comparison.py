@@ -63,6 +63,9 @@ def _entry(against: Against) -> dict[str, Any]:
         "rows": [_row(row) for row in against.all_rows],
         "end_to_end": _ratio(speed.end_to_end) if speed else None,
         "decode": _ratio(speed.decode) if speed else None,
+        "tokens": _ratio(speed.tokens) if speed else None,
+        "withheld": speed.withheld if speed else "",
+        "notes": against.notes,
         "saved": speed.pace.saved if speed else None,
     }
 

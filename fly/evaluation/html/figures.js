@@ -1,17 +1,13 @@
 // What the page says of whole runs: headline numbers, scores, speed and the charts of traces.
 
 const kindOf = (run) => `s${run % 6}`;
-const PHASES = [["prefill", "p0"], ["draft", "p1"], ["verify", "p2"], ["other", "p3"], ["compile", "p4"]];
+const PHASES = [["prefill", "p0"], ["draft", "p1"], ["verify", "p2"], ["other", "p3"], ["recording", "p5"], ["compile", "p4"]];
 const FATES = [["stood", "deferred, stood", "f0"], ["rolled_back", "deferred, rolled back", "f1"], ["rejected", "rejected at once", "f2"]];
 
 function card(title, value, note, verdict = null) {
   return el("div", { class: `card ${verdict || ""}` },
     el("p", { class: "card-title" }, title), el("p", { class: "card-value" }, value),
     note ? el("p", { class: "note" }, note) : null);
-}
-
-function speedRatio(run, base, name) {
-  return run.stats && base.stats ? run.stats[name] / base.stats[name] : NaN;
 }
 
 /** One row of cards per compared run; of the only run, if there is one. */
@@ -34,8 +30,8 @@ function comparedCards(run, base, comparison) {
   return [
     recoveryCard(comparison),
     speed
-      ? card("Speed, end to end", times(speed.value), `${interval(speed, times)}decoding alone ${times(comparison.decode && comparison.decode.value)}`)
-      : card("Speed", NONE, "Both runs need fly\u2019s records of the same documents."),
+      ? card("Time x, end to end", times(speed.value), `${interval(speed, times)}decoding alone ${times(comparison.decode && comparison.decode.value)}; ${times(comparison.tokens && comparison.tokens.value)} the tokens${comparison.notes.map((note) => `. Note: ${note}`).join("")}`)
+      : card("Time x", NONE, comparison.withheld ? `The runs differ in what times depend on: ${comparison.withheld}.` : "Both runs need fly\u2019s records of the same documents."),
   ];
 }
 
@@ -43,13 +39,13 @@ function interval({ low, high }, format) {
   return isNumber(low) ? `95 % interval ${format(low)} to ${format(high)}; ` : "";
 }
 
-const SIGNS = { held: ["\u2713", "held"], fell: ["\u2717", "fell"], "decides nothing": ["\u2013", ""] };
+const SIGNS = { held: ["\u2713", "held"], unchanged: ["=", "held"], fell: ["\u2717", "fell"], "decides nothing": ["\u2013", ""] };
 
 function recoveryCard({ main, verdict, reason, decides }) {
   const [sign, style] = SIGNS[verdict] || ["?", "undecided"];
   const more = verdict === "not enough evidence" && decides ? ` About ${whole(decides)} documents would decide.` : "";
   const result = card("Recovery of the score", percent(main.recovery),
-    `${interval(main, percent)}${plural(main.documents, "document")}: ${main.lost} lost, ${main.won} won`, style);
+    main.other === null ? plural(main.documents, "document") : `${interval(main, percent)}${plural(main.documents, "document")}: ${main.lost} lost, ${main.won} won`, style);
   result.append(el("p", { class: "verdict" }, `${sign} ${verdict}`),
     el("p", { class: "note" }, `${reason[0].toUpperCase()}${reason.slice(1)}.${more}`));
   return result;
@@ -105,7 +101,7 @@ function comparisonFigure(summary) {
   const compared = summary.comparisons.filter((comparison) => !comparison.refused);
   const lines = compared.flatMap(({ name, rows }) => rows.map((row) => [
     `${name}: ${row.label.replace(",", ", ")}`, fixed(row.baseline, 3), fixed(row.other, 3), percent(row.recovery),
-    isNumber(row.low) ? `${percent(row.low)} to ${percent(row.high)}` : NONE, `${row.lost} / ${row.won}`, `${fixed(row.p, 3)} (${row.test})`,
+    isNumber(row.low) ? `${percent(row.low)} to ${percent(row.high)}` : NONE, row.other === null ? NONE : `${row.lost} / ${row.won}`, row.other === null ? NONE : `${fixed(row.p, 3)} (${row.test})`,
     verdictOf(row)]));
   if (!lines.length) return null;
   return el("figure", {}, el("figcaption", {}, el("h3", {}, "Did the scores hold?"),
@@ -126,16 +122,19 @@ function missing(text) {
 function speedFigure(summary) {
   const timed = summary.runs.map((run, number) => ({ run, number })).filter(({ run }) => run.stats);
   if (!timed.length) return missing("No run has fly\u2019s records: lm-eval\u2019s own backends, and enable_statistics=false, keep no times.");
-  const base = summary.runs[0].stats ? summary.runs[0] : timed[0].run;
-  const many = timed.length > 1;
-  const rows = timed.flatMap(({ run, number }) => [["end_to_end_tok_s", "end to end"], ["decode_tok_s", "decoding"]].map(([key, name]) => {
-    const ratio = many ? run.stats[key] / base.stats[key] : run.stats[key];
-    return { label: `${run.name}, ${name}`, text: many ? times(ratio) : `${fixed(ratio, 2)} tok/s`,
-      parts: [{ value: ratio, kind: kindOf(number), title: `${fixed(run.stats[key], 2)} tok/s` }] };
+  const base = summary.runs[0];
+  const related = timed.filter(({ number }) => number && summary.comparisons[number - 1].end_to_end);
+  const many = related.length > 0;
+  if (!many && timed.length > 1) return missing("The runs\u2019 times do not compare: see the cards above.");
+  const rows = (many ? related : timed).flatMap(({ run, number }) => [["end_to_end", "end to end"], ["decode", "decoding"]].map(([key, name]) => {
+    const rate = run.stats[`${key}_tok_s`];
+    const found = many ? summary.comparisons[number - 1][key] : null, value = many ? (found ? found.value : NaN) : rate;
+    return { label: `${run.name}, ${name}`, text: many ? times(value) : `${fixed(value, 2)} tok/s`,
+      parts: [{ value: isNumber(value) ? value : 0, kind: kindOf(number), title: `${fixed(rate, 2)} tok/s` }] };
   }));
   const most = Math.max(...rows.map((row) => row.parts[0].value));
-  return figure("Speed", many ? `Tokens per second, relative to ${base.name}. End to end is prefill and decoding.` : "Tokens per second. End to end is prefill and decoding.",
-    (width) => barRows(width, rows, most, "Speed of the runs", many ? 1 : null),
+  return figure(many ? "Time x" : "Speed", many ? `Seconds of ${base.name} over the run\u2019s, for the same documents: 2 is half of the time. End to end is prefill and decoding.` : "Tokens per second. End to end is prefill and decoding.",
+    (width) => barRows(width, rows, most, many ? "Time x of the runs" : "Speed of the runs", many ? 1 : null),
     table(["run", "end to end, tok/s", "decoding, tok/s", "tau", "tokens", "rounds", "peak memory"], timed.map(({ run: { name, stats } }) => [
       name, fixed(stats.end_to_end_tok_s), fixed(stats.decode_tok_s), fixed(stats.tau), whole(stats.emitted), whole(stats.rounds),
       `${fixed(stats.peak_memory_bytes / 2 ** 30, 1)} GiB`]), "Speed"));
@@ -144,14 +143,15 @@ function speedFigure(summary) {
 function timeFigure(summary) {
   const timed = summary.runs.filter((run) => run.stats);
   if (!timed.length) return null;
-  const total = (run) => PHASES.reduce((sum, [phase]) => sum + run.stats.seconds[phase], 0);
+  const of = (run, phase) => run.stats.seconds[phase] || 0; // runs of an earlier fly have no recording
+  const total = (run) => PHASES.reduce((sum, [phase]) => sum + of(run, phase), 0);
   const rows = timed.map((run) => ({
     label: run.name, text: seconds(total(run)),
-    parts: PHASES.map(([phase, kind]) => ({ value: run.stats.seconds[phase], kind, text: phase, title: `${phase}: ${seconds(run.stats.seconds[phase])}` })),
+    parts: PHASES.map(([phase, kind]) => ({ value: of(run, phase), kind, text: phase, title: `${phase}: ${seconds(of(run, phase))}` })),
   }));
-  return figure("Where the time went", "Compile is packing and quantising weights and capturing graphs; it is in no speed.",
+  return figure("Where the time went", "Recording is traces and progress; compile is packing and quantising weights and capturing graphs. Both are in no speed.",
     (width) => barRows(width, rows, Math.max(...timed.map(total)), "Seconds by phase"),
-    table(["run", ...PHASES.map(([phase]) => phase)], timed.map((run) => [run.name, ...PHASES.map(([phase]) => seconds(run.stats.seconds[phase]))]), "Seconds by phase"),
+    table(["run", ...PHASES.map(([phase]) => phase)], timed.map((run) => [run.name, ...PHASES.map(([phase]) => seconds(of(run, phase)))]), "Seconds by phase"),
     legend(PHASES.map(([phase, kind]) => [kind, phase])));
 }
 

@@ -11,7 +11,7 @@ from fly.evaluation.plotting.data import TARGET_ONLY, PlotData, Point, Positions
 
 
 def by_k(data: PlotData) -> Figure | None:
-    """tau (above) and end-to-end speed (below) over K, a line per setting, a column per task."""
+    """tau (above) and end-to-end time x (below) over K, a line per setting, a column per task."""
     tasks = [t for t in data.tasks if any(not p.is_baseline for p in data.of_task(t))]
     if not tasks:
         data.notes.append("no figure by K: there is no run with a draft")
@@ -28,10 +28,12 @@ def by_k(data: PlotData) -> Figure | None:
 
 def _lines(above: Axes, below: Axes, points: list[Point], series: list[str]) -> None:
     above.set_ylabel("\u03c4 (tokens per target pass)")
-    below.set_ylabel("end-to-end speed (tok/s)")
+    # without a target-only run there is nothing to relate the times to
+    related = all(point.speedup is not None for point in points)
+    below.set_ylabel("time x over target-only" if related else "seconds per document")
     above.axhline(1, color="0.45", linestyle=":", label=TARGET_ONLY)
-    for speed in {point.speed for point in points if point.is_baseline}:
-        below.axhline(speed, color="0.45", linestyle=":", label=TARGET_ONLY)
+    for height in {_height(point, related) for point in points if point.is_baseline}:
+        below.axhline(height, color="0.45", linestyle=":", label=TARGET_ONLY)
     for number, name in enumerate(series):
         mine = sorted((p for p in points if p.series == name), key=lambda p: p.k)
         if not mine:
@@ -39,12 +41,16 @@ def _lines(above: Axes, below: Axes, points: list[Point], series: list[str]) -> 
         ks = [point.k for point in mine]
         look = {**style.look(number), "gid": f"line-{number}", "label": name}
         above.plot(ks, [point.tau for point in mine], **look)
-        below.plot(ks, [point.speed for point in mine], **look)
+        below.plot(ks, [_height(point, related) for point in mine], **look)
     for axes in (above, below):
         axes.set_xlabel("K (most draft tokens per round)")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.set_ylim(bottom=0)
         axes.margins(x=0.1)
+
+
+def _height(point: Point, related: bool) -> float:
+    return point.speedup if related and point.speedup is not None else point.seconds
 
 
 def acceptance(data: PlotData) -> Figure | None:

@@ -6,12 +6,13 @@ import csv
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from fly.decoding.records import TIMED
 from fly.errors import FlyError
 from fly.evaluation import replay, settings
 from fly.evaluation.acceptance import Position, measure
 from fly.evaluation.measured import Work, work
 from fly.evaluation.runs import Run, TaskRun
-from fly.evaluation.statistics import Interval, compare_scores, compare_speed
+from fly.evaluation.statistics import Interval, compare_scores, compare_sums
 
 TARGET_ONLY = "target-only"
 
@@ -20,9 +21,9 @@ TARGET_ONLY = "target-only"
 class Point:
     """One run on one task. label: what sets it apart; series: the same without K.
 
-    speed: end-to-end tokens per second, target-only's too. work: by document; empty without
-    records. speedup, recovery: against the target-only run; None without one. The intervals: 95 %,
-    paired by document.
+    seconds: of prefill and decoding, per document. work: by document; empty without records.
+    speedup: time x, the target-only run's seconds over these for the same documents; None without
+    that run, as is recovery. The intervals: 95 %, paired by document.
     """
 
     run: Run = field(repr=False)
@@ -33,7 +34,7 @@ class Point:
     series: str
     k: int
     tau: float
-    speed: float
+    seconds: float
     score: float
     work: dict[int, Work] = field(repr=False)
     speedup: float | None = None
@@ -139,12 +140,13 @@ def _point(
     task_run, name = scored
     assert run.entry is not None
     stats = run.entry["stats"]
+    tau, seconds = stats["tau"] or 0.0, _whole_run(run)
     if done:  # of this task alone
-        stats = _sums(list(done.values()))
+        tau, seconds = _sums(list(done.values()))
     return Point(
         run, task, task_run.filter, name, label, series,
         k=0 if run.mode == TARGET_ONLY else int(run.entry["config"]["spd_k"]),
-        tau=stats["tau"] or 0.0, speed=stats["end_to_end_tok_s"] or 0.0,
+        tau=tau, seconds=seconds,
         score=task_run.aggregated[name][0], work=done,
     )  # fmt: skip
 
@@ -172,13 +174,19 @@ def _scored(run: Run, task: str, metric: str | None) -> tuple[TaskRun, str] | No
     return None
 
 
-def _sums(done: list[Work]) -> dict[str, float]:
+def _whole_run(run: Run) -> float:
+    """Seconds per request of all the run's tasks: all there is without records of requests."""
+    assert run.entry is not None
+    stats = run.entry["stats"]
+    seconds = sum(stats["seconds"][phase] for phase in TIMED)
+    return float(seconds / stats["requests"])
+
+
+def _sums(done: list[Work]) -> tuple[float, float]:
+    """(tau, seconds per document)"""
     tokens, rounds = sum(item.tokens for item in done), sum(item.rounds for item in done)
     seconds = sum(item.end_to_end for item in done)
-    return {
-        "tau": tokens / rounds if rounds else 0.0,
-        "end_to_end_tok_s": tokens / seconds if seconds else 0.0,
-    }
+    return tokens / rounds if rounds else 0.0, seconds / len(done)
 
 
 def _against_baseline(point: Point, data: PlotData) -> Point:
@@ -194,29 +202,37 @@ def _against_baseline(point: Point, data: PlotData) -> Point:
         data.notes.append(f"{point.task}, {point.label}: not in the frontier: {why}")
         return point
     baseline = candidates[len(reasons) - 1 - reasons[::-1].index(None)]  # the newest that fits
-    speed = None
-    if baseline.work.keys() == point.work.keys():  # not so if answers came from lm-eval's cache
-        pairs = [(baseline.work[number], point.work[number]) for number in sorted(point.work)]
-        speed = compare_speed(
-            [ours.tokens for ours, _ in pairs],
-            [ours.end_to_end for ours, _ in pairs],
-            [theirs.tokens for _, theirs in pairs],
-            [theirs.end_to_end for _, theirs in pairs],
+    speedup, interval = baseline.seconds / point.seconds if point.seconds else None, None
+    if baseline.work.keys() == point.work.keys():
+        numbers = sorted(point.work)
+        paired = compare_sums(
+            [baseline.work[number].end_to_end for number in numbers],
+            [point.work[number].end_to_end for number in numbers],
         )
+        interval = paired.interval if paired else None
+    else:  # answers from lm-eval's cache were not decoded
+        speedup = None
+        missing = next((p for p in (baseline, point) if not p.work), None)
+        why = (
+            f"{missing.label} has no records of its requests"
+            if missing
+            else "it did not decode the same documents as the target-only run"
+        )
+        data.notes.append(f"{point.task}, {point.label}: not in the frontier: {why}")
     scores = _paired_scores(baseline, point)
     if scores is None:
         data.notes.append(f"{point.task}: {point.metric} has no score by document: no interval")
         recovery = _recovery(baseline, point)
         if recovery is None:
             data.notes.append(f"{point.task}, {point.label}: not in the frontier: {_UNDEFINED}")
-        return replace(point, speedup=point.speed / baseline.speed, recovery=recovery)
+        return replace(point, speedup=speedup, recovery=recovery)
     compared = compare_scores(*scores, higher_is_better=_higher_is_better(point))
     if compared.recovery is None:
         data.notes.append(f"{point.task}, {point.label}: not in the frontier: {compared.reason}")
     return replace(
         point,
-        speedup=point.speed / baseline.speed,
-        speedup_interval=speed.interval if speed else None,
+        speedup=speedup,
+        speedup_interval=interval,
         recovery=compared.recovery,
         recovery_interval=compared.interval,
     )
@@ -236,11 +252,11 @@ def _recovery(baseline: Point, point: Point) -> float | None:
 def _unlike(point: Point, baseline: Point) -> str | None:
     """Why the two cannot be compared; None if they can."""
     mine, theirs = settings.in_force(point.run), settings.in_force(baseline.run)
-    for key in ("target_model_path", "dtype", "device", "threads", "batch_size"):
-        if mine[key] != theirs[key]:
-            return f"its {key} is {mine[key]}, the target-only run's {theirs[key]}"
-    if baseline.speed <= 0:
-        return "the target-only run recorded no speed"
+    for key in ("target_model_path", "dtype", "device", "capability", "threads", "batch_size"):
+        if mine.get(key) != theirs.get(key):
+            return f"its {key} is {mine.get(key)}, the target-only run's {theirs.get(key)}"
+    if baseline.seconds <= 0:
+        return "the target-only run recorded no time"
     documents = [
         {number: sample.hashes for number, sample in _task_run(p).samples.items()}
         for p in (point, baseline)
@@ -292,13 +308,14 @@ def pareto(points: list[Point]) -> list[Point]:
 
 
 _COLUMNS = (
-    "task", "metric", "label", "k", "tau", "speed", "speedup", "speedup_low", "speedup_high",
+    "task", "metric", "label", "k", "tau", "seconds", "speedup", "speedup_low", "speedup_high",
     "score", "recovery", "recovery_low", "recovery_high", "path",
 )  # fmt: skip
 
 
 def write_csv(data: PlotData, path: Path) -> None:
-    """The figures' numbers, one line per run and task. speed: tokens per second, end to end."""
+    """The figures' numbers, one line per run and task. seconds: per document, end to end.
+    speedup: time x."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, _COLUMNS)
         writer.writeheader()

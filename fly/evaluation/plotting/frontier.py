@@ -1,4 +1,4 @@
-"""Recovery over speedup, a panel per task, with the Pareto front.
+"""Recovery over time x, a panel per task, with the Pareto front.
 
 A few settings are written beside their points; more get numbers, and the legend says what they
 are. Points carry ids, `point-...`, in the SVG.
@@ -65,7 +65,7 @@ def _draw(axes: Axes, points: list[Point], modes: list[str], numbers: dict[str, 
                 name = f"{numbers[point.label]}: {point.label}"
             axes.plot(*point.place, **look, gid=f"point-{mode}-{count}", label=name)
     axes.margins(0.18)
-    axes.set_xlabel("speedup over target-only (\u00d7, end to end)")
+    axes.set_xlabel("time x over target-only, end to end")
     axes.set_ylabel("recovery (of target-only's score)")
     axes.yaxis.set_major_formatter(PercentFormatter(1))
 

@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from fly.decoding.engine import RoundRecord
+from fly.decoding.records import DECODING
 from fly.decoding.sequence import Sequence
 from fly.evaluation.replay import Token, add_round
 from fly.evaluation.terminal.rows import Layout, Row, coloured, lettered
@@ -145,7 +146,7 @@ class Display:
 
 def _status(generation: Generation) -> Text:
     counts, seconds = generation.row.counts, generation.row.seconds
-    decoding = seconds["draft"] + seconds["verify"] + seconds["other"]
+    decoding = sum(seconds[phase] for phase in DECODING)
     speed = counts.emitted / decoding if decoding else 0.0
     tau = counts.emitted / max(1, counts.rounds)
     return Text(f"round {counts.rounds}, tau {tau:.2f}, {speed:.1f} tok/s", style="dim")

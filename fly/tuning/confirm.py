@@ -1,0 +1,123 @@
+"""The last word of a tune: is the fastest configuration faster than the given one, and as good?
+
+Of several measured configurations the fastest is partly the luckiest, in speed and in scores. So it
+is run once more beside the given one and the target alone, on documents that the search has not
+seen, document by document in turns, so that what else the machine does hits all alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fly import config as fly_config
+from fly.config import FlyConfig
+from fly.evaluation import statistics
+from fly.evaluation.statistics import Ratio
+from fly.tuning import fidelity
+from fly.tuning.fidelity import Recovery
+from fly.tuning.live import Outcome, TunedLM, Workload
+
+
+@dataclass(frozen=True)
+class Confirmation:
+    """documents: by task. fresh: whether the search has used none of them. over_given: the given
+    configuration's seconds of decoding over the candidate's, paired by document; over_target and
+    given_over_target: the target's over each. recoveries, given_recoveries: against the target
+    alone on these documents."""
+
+    documents: dict[str, list[int]]
+    fresh: bool
+    over_given: Ratio | None
+    over_target: Ratio | None
+    given_over_target: Ratio | None
+    recoveries: list[Recovery] = field(repr=False)
+    given_recoveries: list[Recovery] = field(repr=False)
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether the target alone scores anything on these documents."""
+        return any(recovery.is_judged for recovery in self.recoveries)
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether noise is ruled out, with the usual confidence."""
+        ratio = self.over_given
+        return ratio is not None and ratio.interval is not None and ratio.interval.low > 1
+
+    def held(self, least: float) -> bool:
+        return fidelity.held(self.recoveries, least)
+
+    def given_held(self, least: float) -> bool:
+        return fidelity.held(self.given_recoveries, least)
+
+    def as_dict(self, least: float) -> dict[str, Any]:
+        return {
+            "documents": self.documents,
+            "unseen_by_the_search": self.fresh,
+            "time_x_over_given": _as_dict(self.over_given),
+            "time_x_over_target": _as_dict(self.over_target),
+            "given_time_x_over_target": _as_dict(self.given_over_target),
+            "recoveries": [recovery.as_dict() for recovery in self.recoveries],
+            "held": self.held(least),
+            "given_held": self.given_held(least),
+        }
+
+
+def _as_dict(ratio: Ratio | None) -> dict[str, float | None] | None:
+    if ratio is None:
+        return None
+    low, high = (ratio.interval.low, ratio.interval.high) if ratio.interval else (None, None)
+    return {"value": ratio.value, "low": low, "high": high}
+
+
+def documents_for(baseline: Outcome, count: int) -> tuple[dict[str, list[int]], bool]:
+    """(`count` documents of every task, whether the search has used none of them).
+
+    The next ones; where a task has fewer left, the last of those that the search used as well.
+    """
+    found, fresh = {}, True
+    for name, task in baseline.measured.tasks.items():
+        used = sorted(task.documents)
+        first = used[-1] + 1
+        new = list(range(first, min(first + count, baseline.available.get(name, 0))))
+        if len(new) < count:
+            new, fresh = [*used[len(new) - count :], *new], False
+        found[name] = new
+    return found, fresh
+
+
+def confirm(
+    lm: TunedLM,
+    workload: Workload,
+    baseline: Outcome,
+    given: FlyConfig,
+    candidate: FlyConfig,
+    least: float,
+    done: Callable[[int, int], None] = lambda count, total: None,
+) -> Confirmation:
+    """Run the target alone, the given configuration and the candidate in turns.
+
+    As many documents as the search used, unseen ones if every task has them.
+    """
+    documents, fresh = documents_for(baseline, workload.limit)
+    alone = fly_config.build({**given.model_dump(), "use_sd": False}, "tune")
+    on = replace(workload, samples=documents)
+    target, own, other = lm.run_in_turns(on, [alone, given, candidate], done)
+    return Confirmation(
+        documents,
+        fresh,
+        over_given=_time_x(own, other),
+        over_target=_time_x(target, other),
+        given_over_target=_time_x(target, own),
+        recoveries=fidelity.recoveries(target.measured, other.measured, least),
+        given_recoveries=fidelity.recoveries(target.measured, own.measured, least),
+    )
+
+
+def _time_x(baseline: Outcome, other: Outcome) -> Ratio | None:
+    keys = sorted(baseline.decode_seconds)
+    return statistics.compare_sums(
+        [baseline.decode_seconds[key] for key in keys], [other.decode_seconds[key] for key in keys]
+    )
