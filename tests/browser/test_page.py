@@ -1,5 +1,6 @@
 """The report in a browser: what a reader clicks, types and sees, and what a model may not do."""
 
+import json
 import time
 
 import pytest
@@ -39,10 +40,25 @@ def test_headline_and_sections(open_report, pair):
     assert "fly against target-only" in cards
     assert "100.0\u00a0%" in cards  # one lost, one won
     assert "? not enough evidence" in cards
+    assert "Time x, end to end" in cards
     assert "2.00\u00d7" in cards
     for heading in ("Scores", "Speed", "Where the tokens came from", "Documents", "Runs"):
         assert page.get_by_role("heading", name=heading, exact=True).first.is_visible()
     assert page.locator("figure svg[role=img]").count() >= 6
+
+
+def test_times_of_different_machines_are_not_shown(open_report, pair):
+    for folder, name in zip(pair, ("a CPU", "another CPU")):
+        (path,) = folder.glob("results_*.json")
+        results = json.loads(path.read_text())
+        device = {"type": "cpu", "name": name, "capability": "AVX2", "threads": 2}
+        results["config"]["fly"]["device"] = device
+        path.write_text(json.dumps(results))
+    page = open_report(*pair)
+    cards = page.locator(".headline").inner_text()
+    assert "differ in what times depend on: device: a CPU and another CPU" in cards
+    assert "2.00\u00d7" not in cards
+    assert page.get_by_text("times do not compare").first.is_visible()
 
 
 def test_sorting(open_report, pair):
