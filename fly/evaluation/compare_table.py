@@ -18,9 +18,7 @@ _COLOURS = {
     "held": "green", "unchanged": "green", "fell": "red", "not enough evidence": "yellow",
 }  # fmt: skip
 _SCORES = ("run", "score", "recovery [95 %]", "lost/won", "p", "verdict")
-_SPEED = (
-    "task", "run", "decoding, time x", "end to end, time x", "tokens x", "tok/s", "tau", "saved",
-)  # fmt: skip
+_SPEED = ("task", "run", "decoding x", "end to end x", "tokens x", "tok/s", "tau", "saved")
 _WIDTHS = {"run": 14, "score": 7, "recovery [95 %]": 20, "lost/won": 8, "p": 6, "verdict": 33}
 _NUMBERS = ("score", "lost/won", "p", "tokens x", "tok/s", "tau", "saved")
 
@@ -33,7 +31,7 @@ def print_result(result: Result) -> None:
         console.print(_table(label, _SCORES, rows))
     speed = list(_speed_rows(result))
     if speed:
-        console.print(_table(f"time, against {result.baseline}", _SPEED, speed))
+        console.print(_table(f"time x, against {result.baseline}", _SPEED, speed))
     for line in _notes(result):
         console.print(line, markup=False)
 
@@ -48,7 +46,7 @@ def markdown(result: Result) -> str:
     parts = [f"### {_title(result)}", _markdown(("task", *_SCORES), rows)]
     speed = list(_speed_rows(result))
     if speed:
-        parts += [f"Time, against {result.baseline}:", _markdown(_SPEED, speed)]
+        parts += [f"Time x, against {result.baseline}:", _markdown(_SPEED, speed)]
     return "\n\n".join([*parts, "\n".join(f"- {line}" for line in _notes(result))]) + "\n"
 
 
