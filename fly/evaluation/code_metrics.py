@@ -12,29 +12,24 @@ from collections.abc import Iterable, Sequence
 
 from fly import sandbox
 
-_registered: dict[str, None] = {}  # an ordered set
-_passed: dict[str, bool] = {}
+_registered: dict[sandbox.Program, None] = {}  # an ordered set
+_passed: dict[sandbox.Program, bool] = {}
 
 
-def program(candidate: str, test: str) -> str:
-    """What is run: the candidate, then the tests (as code_eval joins them)."""
-    return f"{candidate}\n{test}"
-
-
-def register(programs: Iterable[str]) -> None:
+def register(programs: Iterable[sandbox.Program]) -> None:
     """Announce programs whose outcome will be asked for."""
     _registered.update(dict.fromkeys(programs))
 
 
-def passes(source: str) -> bool:
-    """Whether the program ran to its end; runs all registered programs if it is not known yet."""
-    if source not in _passed:
-        register([source])
+def passes(program: sandbox.Program) -> bool:
+    """Whether it and its tests ran to their end; if not known yet all registered ones are run."""
+    if program not in _passed:
+        register([program])
         waiting = [item for item in _registered if item not in _passed]
         outcomes = sandbox.run_programs(waiting)
         _passed.update({item: outcome.passed for item, outcome in zip(waiting, outcomes)})
         _registered.clear()
-    return _passed[source]
+    return _passed[program]
 
 
 def estimate_pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -47,7 +42,7 @@ def estimate_pass_at_k(samples: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-def pass_at_k(test: str, candidates: Sequence[str], ks: Sequence[int]) -> dict[str, float]:
-    """{"pass@k": estimate} of one document's candidates against its tests."""
-    correct = sum(passes(program(candidate, test)) for candidate in candidates)
+def pass_at_k(candidates: Sequence[sandbox.Program], ks: Sequence[int]) -> dict[str, float]:
+    """{"pass@k": estimate} of one document's candidates."""
+    correct = sum(passes(candidate) for candidate in candidates)
     return {f"pass@{k}": estimate_pass_at_k(len(candidates), correct, k) for k in ks}

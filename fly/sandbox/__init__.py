@@ -1,12 +1,20 @@
 """Runs model-written programs outside fly's process, isolated as far as the machine allows."""
 
 from fly.sandbox.isolation import Isolation, describe, isolation_level
-from fly.sandbox.runner import Limits, Outcome, run_program, run_programs, used_isolation
+from fly.sandbox.runner import (
+    Limits,
+    Outcome,
+    Program,
+    run_program,
+    run_programs,
+    used_isolation,
+)
 
 __all__ = [
     "Isolation",
     "Limits",
     "Outcome",
+    "Program",
     "describe",
     "isolation_level",
     "run_program",

@@ -1,17 +1,16 @@
-"""Runs one program in a throw-away interpreter: `python -I bootstrap.py < request > verdict`.
+"""Runs one side of a verdict in a throw-away interpreter: `python -I bootstrap.py`.
 
-Three processes, so that nothing the program does can reach fly or forge the verdict by exiting:
+fly starts it twice for every program, once for the program and once for the judge that runs the
+tests (see program.py and judge.py), each with processes of its own:
 
-    supervisor   reads the request, waits, kills all that is left, prints the verdict
+    supervisor   reads the request, waits, kills all that is left, prints how its side ended
       init       process 1 of the PID namespace (absent where there is none)
-        program  limited, isolated, then executes the source
+        side     limited, isolated, then executes the program, or the tests
 
-The program passes only if its process reports, over a private pipe and with the request's nonce,
-that the source ran to its end and no thread outlived it. Exit statuses never count as a pass.
-Standard library only: in isolated mode fly cannot be imported.
+The request is the first line of standard input, which stays open: its end means "stop", whether
+fly wants it or has died. Standard library only: in isolated mode fly cannot be imported.
 """
 
-import _thread
 import json
 import os
 import resource
@@ -19,92 +18,102 @@ import select
 import signal
 import sys
 import time
-import types
 from collections.abc import Callable
 
 LINUX = sys.platform.startswith("linux")
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import judge  # noqa: E402
+import program  # noqa: E402
+from wire import Pipes  # noqa: E402
+
 if LINUX:
-    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     import linux
+    import seccomp
+    from interpreter import paths_of_interpreter
 
-    del sys.path[0], sys.modules["linux"]
+    PATHS = paths_of_interpreter()
+del sys.path[0]
+for _name in ("judge", "program", "wire", "linux", "seccomp", "interpreter"):
+    sys.modules.pop(_name, None)  # a program's import of that name is not ours
 
-THREAD_GRACE = 0.1  # seconds a thread that is just finishing may still take
+KILL_SECONDS = 20.0  # for what no process table of its own holds together
 
 
 def main() -> None:
-    request = json.loads(sys.stdin.buffer.read())
+    request = json.loads(sys.stdin.buffer.readline())
     features = list(request["features"])
     if LINUX:
         linux.harden_supervisor()
-        if not features and request["namespaces"] and linux.enter_namespaces():
+        if request["namespaces"] and linux.enter_namespaces():
             features += ["own process table", "no network", "own IPC"]
     receive, send = os.pipe()
     own_table = "own process table" in features and not request["features"]
     child = os.fork()
     if child == 0:
-        _guard(_init if own_table else _program, request, features, send)
+        _guard(_init if own_table else _side, request, features, send)
     os.close(send)
-    verdict = _await_report(child, receive, request)
-    _kill_all(child, own_table)
-    sys.stdout.write(json.dumps(verdict))
+    for pipe in request["pipes"]:
+        os.close(pipe)
+    ended = _wait(child, receive, request["limits"]["wall_seconds"])
+    _kill_all(child, own_table, request["uid"])
+    sys.stdout.write(json.dumps(ended))
 
 
 def _guard(step: Callable, request: dict, features: list[str], send: int) -> None:
     """Take a step that ends this process; a failure of the sandbox itself is reported as such."""
-    nonce = request["nonce"]
     try:
         step(request, features, send)
     except BaseException as error:
-        _report(send, nonce, "sandbox", f"{type(error).__name__}: {error}", "")
+        _report(send, reason="sandbox", detail=f"{type(error).__name__}: {error}")
     finally:
         os._exit(70)
 
 
-def _report(send: int, *parts: str) -> None:
-    message = "\x1f".join(parts) + "\0"
-    os.write(send, message.encode("utf-8", "replace"))
+def _report(send: int, **facts: object) -> None:
+    os.write(send, json.dumps(facts).encode() + b"\n")
 
 
-def _await_report(child: int, receive: int, request: dict) -> dict:
-    """Wait for the report, for the child's end, or for the time limit."""
-    wall = request["limits"]["wall_seconds"]
-    start, data, status = time.monotonic(), b"", None
+def _wait(child: int, receive: int, wall: float) -> dict:
+    """Wait for the child's end, for "stop", or for the time limit; what it reported and why."""
+    start, reported, status = time.monotonic(), b"", None
     poller = select.poll()
     poller.register(receive, select.POLLIN | select.POLLHUP)
+    poller.register(0, select.POLLIN | select.POLLHUP)
+    ended = {"features": [], "reason": "timeout", "detail": f"still running after {wall:g} s"}
     while time.monotonic() - start < wall:
-        if poller.poll(20):
+        ready = [descriptor for descriptor, _ in poller.poll(20)]
+        if receive in ready:
             chunk = os.read(receive, 65536)
-            data += chunk
-            if not chunk or data.endswith(b"\0"):
-                break
-        elif status is None:
-            pid, code = os.waitpid(child, os.WNOHANG)
-            status = code if pid else None
-        else:
+            reported += chunk
+            if not chunk:
+                poller.unregister(receive)
+        status = _status(child) if status is None else status
+        if 0 in ready or (status is not None and receive not in ready):
+            ended.update(_read_status(_wait_briefly(child) if status is None else status))
             break
-    else:
-        return {"reason": "timeout", "detail": f"still running after {wall:g} s", "features": []}
-    if data.endswith(b"\0"):
-        nonce, reason, detail, features = data[:-1].decode("utf-8", "replace").split("\x1f", 3)
-        if nonce == request["nonce"]:
-            return {"reason": reason, "detail": detail, "features": features.split("\x1f")}
-    if status is None:
-        status = _wait_briefly(child)
-    return {**_read_status(status), "features": []}
+    for line in reported.splitlines():
+        ended.update(json.loads(line))
+    return ended
 
 
-def _wait_briefly(child: int) -> int:
+def _status(child: int) -> int | None:
+    pid, status = os.waitpid(child, os.WNOHANG)
+    return status if pid else None
+
+
+def _wait_briefly(child: int) -> int | None:
     for _ in range(100):
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
+        status = _status(child)
+        if status is not None:
             return status
         time.sleep(0.005)
-    return 0
+    return None
 
 
-def _read_status(status: int) -> dict:
-    """Why a program that never reported ended. Init passes a signal on as status 128 + number."""
+def _read_status(status: int | None) -> dict:
+    """Why a side that reported no verdict ended. Init passes a signal on as status 128 + number."""
+    if status is None:
+        return {"reason": "exit", "detail": "closed the pipe to its tests"}
     code = os.waitstatus_to_exitcode(status)
     number = -code if code < 0 else code - 128
     if number == signal.SIGXCPU:
@@ -114,62 +123,117 @@ def _read_status(status: int) -> dict:
     return {"reason": "exit", "detail": f"left with status {code} before its end"}
 
 
-def _kill_all(child: int, own_table: bool) -> None:
-    """End every descendant: the death of a PID namespace's init, else a sweep as their reaper."""
-    deadline = time.monotonic() + 5
-    victims = [child]
+def _kill_all(child: int, own_table: bool, uid: int) -> None:
+    """End every descendant: the death of a PID namespace's init takes all of them at once.
+
+    Elsewhere what forks without end has to be caught up with: root becomes the program's user and
+    kills all that it owns; then, as stopped processes still count towards the process limit, they
+    are stopped until none is left that runs, and killed.
+    """
+    if not own_table:
+        if os.geteuid() == 0:
+            _kill_user(uid)
+        _stop_descendants()
+        _send(os.killpg, child, signal.SIGKILL)
+    deadline = time.monotonic() + KILL_SECONDS
     while time.monotonic() < deadline:
-        for pid in victims:
-            for kill in (os.kill,) if own_table else (os.killpg, os.kill):
-                try:
-                    kill(pid, signal.SIGKILL)
-                except OSError:
-                    pass
+        for pid in [child] if own_table else {child, *_descendants()}:
+            _send(os.kill, pid, signal.SIGKILL)
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
             return
         time.sleep(0.002)
-        victims = [child] if own_table else _children()
 
 
-def _children() -> list[int]:
-    """Direct children; orphans deeper down become direct ones (PR_SET_CHILD_SUBREAPER)."""
+def _kill_user(uid: int) -> None:
+    """Kill every process of a user that only the program is; the kernel lets none fork away."""
+    killer = os.fork()
+    if killer == 0:
+        try:
+            os.setresuid(uid, uid, uid)
+            os.kill(-1, signal.SIGKILL)
+        finally:
+            os._exit(0)
+    os.waitpid(killer, 0)
+
+
+def _stop_descendants() -> None:
+    deadline = time.monotonic() + KILL_SECONDS / 2
+    while time.monotonic() < deadline:
+        for pid in _descendants():
+            _send(os.kill, pid, signal.SIGSTOP)
+        if not any(map(_runs, _descendants())):
+            return
+
+
+def _send(kill: Callable[[int, int], None], pid: int, number: int) -> None:
     try:
-        with open(f"/proc/self/task/{os.getpid()}/children") as file:
-            return [int(pid) for pid in file.read().split()]
+        kill(pid, number)
     except OSError:
-        return []
+        pass
+
+
+def _runs(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] not in b"TtZX"
+    except OSError:
+        return False
+
+
+def _descendants() -> list[int]:
+    """Orphans deeper down are children of this process (PR_SET_CHILD_SUBREAPER)."""
+    found = [os.getpid()]
+    for pid in found:
+        try:
+            with open(f"/proc/{pid}/task/{pid}/children") as file:
+                found += [int(child) for child in file.read().split()]
+        except OSError:
+            continue
+    return found[1:]
 
 
 def _init(request: dict, features: list[str], send: int) -> None:
-    """Process 1: set up the mounts, start the program, reap until it ends."""
+    """Process 1: set up the mounts, start the side, reap until it ends."""
     linux.die_with_parent()
-    features += linux.read_only_root(request["workdir"], request["limits"]["disk_bytes"])
-    program = os.fork()
-    if program == 0:
-        _guard(_program, request, features, send)
-    os.close(send)
+    features += linux.own_root(request["workdir"], PATHS, request["limits"]["disk_bytes"])
+    if "own root" in features:
+        request["workdir"] = linux.WORKDIR
+    side = os.fork()
+    if side == 0:
+        _guard(_side, request, features, send)
+    _close_all_but([])
     while True:
         pid, status = os.wait()
-        if pid == program:
+        if pid == side:
             code = os.waitstatus_to_exitcode(status)
             os._exit(code if code >= 0 else 128 - code)
 
 
-def _program(request: dict, features: list[str], send: int) -> None:
+def _side(request: dict, features: list[str], send: int) -> None:
     os.setsid()
     os.chdir(request["workdir"])
     if LINUX:
         linux.die_with_parent()
     _redirect_streams()
-    features += _confine(request)
+    _close_all_but([send, *request["pipes"]])
+    features += _confine(request, features)
     os.environ.clear()
     for name in ("OMP", "OPENBLAS", "MKL"):  # for numpy's library; os.environ stays empty
         os.putenv(f"{name}_NUM_THREADS", "1")
     sys.argv[:] = ["program"]
-    _execute(request.pop("source"), request.pop("nonce"), "\x1f".join(features), send)
+    _report(send, features=features)
+    pipes = Pipes(*request.pop("pipes"))
+    source = request.pop("source")
+    if request.pop("is_judge"):
+        reason, detail = judge.run(source, pipes)
+        _report(send, reason=reason, detail=detail)
+    else:
+        os.close(send)
+        program.run(source, pipes)
+    os._exit(0)
 
 
 def _redirect_streams() -> None:
@@ -179,12 +243,22 @@ def _redirect_streams() -> None:
         os.dup2(null, stream)
 
 
-def _confine(request: dict) -> list[str]:
-    """Landlock, then a powerless user, then limits. Returns what took hold."""
+def _close_all_but(kept: list[int]) -> None:
+    """Close what this process inherited, such as the supervisor's ends of its pipes."""
+    start = 3
+    for descriptor in (*sorted(kept), 4096):
+        os.closerange(start, descriptor)
+        start = descriptor + 1
+
+
+def _confine(request: dict, features: list[str]) -> list[str]:
+    """Landlock, a powerless user, limits, a system call filter. Returns what took hold."""
     done: list[str] = []
     if LINUX:
         linux.no_new_privileges()
-        done += linux.landlock(".")
+        if request["landlock"]:
+            own = ["/proc"] if "own /proc" in features else []
+            done += linux.landlock(".", [*PATHS, *own])
         if linux.drop_privileges(request["uid"], may_override="Landlock writes" in done):
             done.append("powerless user")
         linux.die_with_parent()  # the change of user cleared it
@@ -201,6 +275,8 @@ def _confine(request: dict) -> list[str]:
             done.append({"AS": "memory limit", "NPROC": "process limit"}[name])
     if os.geteuid() == 0 and "process limit" in done:
         done.remove("process limit")  # the kernel does not hold root to it
+    if LINUX and request["filter"] and seccomp.filter_calls(own_files="own root" in features):
+        done.append("system call filter")
     return done
 
 
@@ -211,35 +287,6 @@ def _limit(name: str, value: int) -> bool:
     except (ValueError, OSError, AttributeError):
         return False
     return True
-
-
-def _execute(source: str, nonce: str, features: str, send: int) -> None:
-    """Run the source to its end and report. What is needed afterwards is bound beforehand."""
-    write, leave, getpid, sleep, count = os.write, os._exit, os.getpid, time.sleep, _thread._count
-    pid, printable, clock = os.getpid(), str.isprintable, time.monotonic
-    module = types.ModuleType("program")  # not __main__: code_eval runs no __main__ block either
-    sys.modules["program"] = module
-    reason, detail = "passed", ""
-    try:
-        exec(compile(source, "<program>", "exec"), module.__dict__)
-        deadline = clock() + THREAD_GRACE
-        while count() and clock() < deadline:
-            sleep(0.002)
-        if count():
-            reason, detail = "threads", "a thread was still running at the end"
-    except SystemExit as error:
-        reason, detail = "exit", f"SystemExit: {error.code!r:.100}"
-    except BaseException as error:
-        reason = "exception"
-        try:
-            text = f"{type(error).__name__}: {error}"[:300]
-            detail = "".join(letter if printable(letter) else " " for letter in text)
-        except BaseException:
-            detail = "an exception that cannot be printed"
-    if getpid() == pid:  # not a copy of the program that it forked itself
-        message = "\x1f".join((nonce, reason, detail, features)) + "\0"
-        write(send, message.encode("utf-8", "replace"))
-    leave(0)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,15 @@ import shutil
 from dataclasses import dataclass
 
 from fly.errors import FlyError
-from fly.sandbox.process import Launch, Limits, Outcome, execute
+from fly.sandbox.process import Launch, Limits, Outcome, Program, execute
 
 _ALWAYS = ("fresh interpreter", "empty environment", "own folder", "time limits")
 # What a user would want to know is missing; each is covered by any one of the features after it.
 _GAPS = (
-    ("can write outside its folder", ("read-only root", "Landlock writes")),
-    ("can use the network", ("no network",)),
+    ("can read the user's files", ("own root", "Landlock reads")),
+    ("can write outside its folder", ("own root", "Landlock writes")),
+    ("can use the network and local sockets", ("own root", "system call filter")),
+    ("can change modes of the user's files", ("own root", "powerless user", "system call filter")),
     ("can signal fly's processes", ("own process table", "Landlock signals", "powerless user")),
     ("can start processes without end until the time limit", ("process limit",)),
     ("can use memory without limit", ("memory limit",)),
@@ -22,7 +24,7 @@ _GAPS = (
 class Isolation:
     """The isolation in force.
 
-    name: bwrap, namespaces, landlock or process, strongest first.
+    name: namespaces, bwrap, landlock or process, strongest first.
     features: what took hold. gaps: what a hostile program could still do.
     """
 
@@ -40,17 +42,23 @@ class Isolation:
 def isolation_level() -> Isolation:
     """The strongest isolation that works here. Raises FlyError if no program can be run at all."""
     bwrap = shutil.which("bwrap")
-    launches = [Launch(namespaces=False, bwrap=bwrap)] if bwrap else []
-    outcome = None
-    for launch in (*launches, Launch(), Launch(namespaces=False)):
-        outcome = execute("pass", Limits(wall_seconds=30.0), launch)
-        if outcome.passed:
+    launches = [Launch(), *([Launch(namespaces=False, bwrap=bwrap)] if bwrap else [])]
+    for launch in launches:
+        outcome = _try(launch)
+        if outcome.passed and "own root" in outcome.features:
             return _assess(outcome, launch)
-    assert outcome is not None
-    raise FlyError(
-        f"sandbox: no program can be run here ({outcome.reason}: {outcome.detail}): "
-        "check that sys.executable starts and that the temporary folder is writable"
-    )
+    launch = Launch(namespaces=False)
+    outcome = _try(launch)
+    if not outcome.passed:
+        raise FlyError(
+            f"sandbox: no program can be run here ({outcome.reason}: {outcome.detail}): "
+            "check that sys.executable starts and that the temporary folder is writable"
+        )
+    return _assess(outcome, launch)
+
+
+def _try(launch: Launch) -> Outcome:
+    return execute(Program("pass"), Limits(wall_seconds=30.0), launch)
 
 
 def describe() -> str:

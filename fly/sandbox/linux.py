@@ -12,13 +12,15 @@ import sys
 _MOUNT_SETATTR, _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 442, 444, 445, 446
 
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
-_CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS = 1, 4, 8
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 36, 38, 47
 CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 1, 2
+WORKDIR = "/tmp/program"  # in a root of its own
 
-_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_PRIVATE = 2, 4, 8, 0x4000, 1 << 18
+_MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 2, 4, 8
+_MS_BIND, _MS_REC, _MS_PRIVATE, _MNT_DETACH = 0x1000, 0x4000, 1 << 18, 2
 _MOUNT_ATTR_RDONLY, _AT_RECURSIVE, _AT_FDCWD = 1, 0x8000, -100
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -30,15 +32,15 @@ def _syscall(number: int, *args: object) -> int:
     return _libc.syscall(ctypes.c_long(number), *wide)
 
 
-def _prctl(option: int, *args: int) -> bool:
+def prctl(option: int, *args: int) -> bool:
     wide = [ctypes.c_ulong(a) for a in (*args, 0, 0, 0, 0)[:4]]
     return _libc.prctl(ctypes.c_int(option), *wide) == 0
 
 
 def harden_supervisor() -> None:
     """Hide this process from ptrace and /proc/<pid>/, and adopt orphaned descendants."""
-    _prctl(_PR_SET_DUMPABLE, 0)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    prctl(_PR_SET_DUMPABLE, 0)
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:  # if memory runs out, the kernel takes the program and not fly
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
@@ -47,7 +49,7 @@ def harden_supervisor() -> None:
 
 
 def die_with_parent() -> None:
-    _prctl(_PR_SET_PDEATHSIG, 9)
+    prctl(_PR_SET_PDEATHSIG, 9)
 
 
 def enter_namespaces() -> bool:
@@ -60,9 +62,9 @@ def enter_namespaces() -> bool:
     if os.geteuid() == 0 and _libc.unshare(flags) == 0:
         return True
     uid, gid = os.geteuid(), os.getegid()
-    _prctl(_PR_SET_DUMPABLE, 1)  # /proc/self is root's otherwise, and the maps cannot be written
+    prctl(_PR_SET_DUMPABLE, 1)  # /proc/self is root's otherwise, and the maps cannot be written
     try:
-        if _libc.unshare(flags | _CLONE_NEWUSER) != 0:
+        if _libc.unshare(flags | CLONE_NEWUSER) != 0:
             return False
         for name, text in (
             ("setgroups", "deny"),
@@ -73,7 +75,7 @@ def enter_namespaces() -> bool:
                 file.write(text)
         return True
     finally:
-        _prctl(_PR_SET_DUMPABLE, 0)
+        prctl(_PR_SET_DUMPABLE, 0)
 
 
 def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> bool:
@@ -81,60 +83,110 @@ def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> b
     return _libc.mount(*arguments, data.encode()) == 0
 
 
-def read_only_root(workdir: str, size: int) -> list[str]:
-    """In a fresh mount namespace: everything read-only but `workdir`, a tmpfs of `size` bytes.
+def own_root(base: str, paths: list[str], size: int) -> list[str]:
+    """In a fresh mount namespace: a root of its own that shows `paths` read-only, and no more.
 
-    Returns what took hold. Needs Linux 5.12 (mount_setattr); /proc is replaced where allowed.
+    It is built on a tmpfs of `size` bytes over `base`; WORKDIR in it is writable. Returns what took
+    hold. Needs Linux 5.12 (mount_setattr).
     """
     done: list[str] = []
+    options = f"size={size},nr_inodes=4096,mode=0755"
+    os.umask(0o022)
     if not _mount("", "/", "", _MS_REC | _MS_PRIVATE):
         return done
-    attributes = struct.pack("=QQQQ", _MOUNT_ATTR_RDONLY, 0, 0, 0)
-    args = (_AT_FDCWD, b"/", _AT_RECURSIVE, attributes, len(attributes))
-    read_only = _syscall(_MOUNT_SETATTR, *args) == 0
-    options = f"size={size},nr_inodes=4096,mode=0777"
-    if _mount("tmpfs", workdir, "tmpfs", _MS_NOSUID | _MS_NODEV, options):
-        done.append("size-limited folder")
-        if read_only:
-            done.append("read-only root")
-    if _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC):
+    if not _mount("tmpfs", base, "tmpfs", _MS_NOSUID | _MS_NODEV, options):
+        return done
+    done.append("size-limited folder")
+    devices = [f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom")]
+    if not all(_show(base, path) for path in (*paths, *devices)):
+        return done
+    os.makedirs(f"{base}/proc")
+    os.makedirs(f"{base}/tmp")
+    os.chmod(f"{base}/tmp", 0o1777)
+    os.mkdir(base + WORKDIR)
+    os.chmod(base + WORKDIR, 0o777)
+    os.symlink("/tmp", f"{base}/dev/shm")  # for multiprocessing's semaphores
+    if _mount("proc", f"{base}/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC):
         done.append("own /proc")
+    writable = _mount(f"{base}/tmp", f"{base}/tmp", "", _MS_BIND)
+    os.chdir(base)
+    # The new root over the old one, which is then on top of it and taken off.
+    if not writable or _libc.pivot_root(b".", b".") != 0 or _libc.umount2(b".", _MNT_DETACH) != 0:
+        os.chdir("/")
+        return done
+    os.chdir("/")
+    if _set_read_only("/", recursive=False):
+        done.append("own root")
     return done
 
 
-def landlock(workdir: str) -> list[str]:
-    """Refuse writes outside `workdir` (and /dev/null), TCP, and signals to outsiders.
+def _show(base: str, path: str) -> bool:
+    """Bind `path`, read-only, to its place below `base`; a link is made anew."""
+    target = base + path
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    if os.path.islink(path):
+        os.symlink(os.readlink(path), target)
+        return True
+    if os.path.isdir(path):
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+    return _mount(path, target, "", _MS_BIND | _MS_REC) and _set_read_only(target)
 
-    Returns what took hold, which depends on the kernel: writes 5.13, TCP 6.7, signals 6.12.
+
+def _set_read_only(path: str, recursive: bool = True) -> bool:
+    attributes = struct.pack("=QQQQ", _MOUNT_ATTR_RDONLY, 0, 0, 0)
+    flags = _AT_RECURSIVE if recursive else 0
+    return _syscall(_MOUNT_SETATTR, _AT_FDCWD, path.encode(), flags, attributes, 32) == 0
+
+
+def landlock(workdir: str, paths: list[str]) -> list[str]:
+    """Refuse reads outside `paths` and `workdir`, writes outside `workdir`, TCP, and signals.
+
+    Returns what took hold, which depends on the kernel: files 5.13, TCP 6.7, signals and abstract
+    unix sockets 6.12.
     """
     abi = _syscall(_LANDLOCK_CREATE, None, 0, 1)
     if abi < 1:
         return []
+    reads = 1 << 0 | 1 << 2 | 1 << 3  # EXECUTE, READ_FILE, READ_DIR
     writes = 1 << 1 | sum(1 << bit for bit in range(4, 13))  # WRITE_FILE, REMOVE_*, MAKE_*
     writes |= (1 << 13) * (abi >= 2) | (1 << 14) * (abi >= 3)  # REFER, TRUNCATE
+    writes |= (1 << 15) * (abi >= 5)  # IOCTL_DEV
     tcp, scopes = 0b11 * (abi >= 4), 0b11 * (abi >= 6)  # bind, connect; abstract sockets, signals
     size = 24 if abi >= 6 else 16 if abi >= 4 else 8
-    attributes = struct.pack("=QQQ", writes, tcp, scopes)[:size]
+    attributes = struct.pack("=QQQ", reads | writes, tcp, scopes)[:size]
     ruleset = _syscall(_LANDLOCK_CREATE, attributes, size, 0)
     if ruleset < 0:
         return []
+    allowed = dict.fromkeys(paths, reads)
+    allowed |= {"/dev/urandom": 1 << 2, "/dev/zero": 1 << 2, "/dev/null": 1 << 1 | 1 << 2}
+    allowed |= {"/sys/devices/system/cpu": 1 << 2 | 1 << 3, workdir: reads | writes}
     try:
-        for path, allowed in ((workdir, writes), ("/dev/null", 1 << 1)):
-            folder = os.open(path, getattr(os, "O_PATH", 0) | os.O_CLOEXEC)
-            rule = struct.pack("=Qi", allowed, folder)
-            _syscall(_LANDLOCK_ADD, ruleset, 1, rule, 0)
-            os.close(folder)
+        for path, rights in allowed.items():
+            _allow(ruleset, path, rights)
         if _syscall(_LANDLOCK_RESTRICT, ruleset, 0) != 0:
             return []
     finally:
         os.close(ruleset)
-    done = ["Landlock writes"]
+    done = ["Landlock reads", "Landlock writes"]
     return done + ["Landlock TCP"] * bool(tcp) + ["Landlock signals"] * bool(scopes)
+
+
+def _allow(ruleset: int, path: str, rights: int) -> None:
+    try:
+        place = os.open(path, getattr(os, "O_PATH", 0) | os.O_CLOEXEC)
+    except OSError:
+        return
+    if not os.path.isdir(path):
+        rights &= 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14  # what applies to files
+    _syscall(_LANDLOCK_ADD, ruleset, 1, struct.pack("=Qi", rights, place), 0)
+    os.close(place)
 
 
 def no_new_privileges() -> None:
     """Set-uid programs gain nothing; Landlock needs this too."""
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 def _capabilities(keep: int) -> bool:
@@ -145,8 +197,9 @@ def _capabilities(keep: int) -> bool:
 
 
 def _permitted() -> int:
-    with open("/proc/self/status") as file:
-        return next((int(line[7:], 16) for line in file if line.startswith("CapPrm:")), 0)
+    sets = ctypes.create_string_buffer(24)
+    _libc.capget(struct.pack("=Ii", 0x20080522, 0), sets)
+    return struct.unpack("=IIIIII", sets.raw)[1]
 
 
 def _needs_root_to_read() -> bool:
@@ -177,7 +230,7 @@ def drop_privileges(uid: int, may_override: bool) -> bool:
         keep = next((1 << bit for bit in choices if permitted >> bit & 1), 0)
         if not keep:
             return False
-    _prctl(_PR_SET_KEEPCAPS, 1)
+    prctl(_PR_SET_KEEPCAPS, 1)
     for candidate in (uid, 65534):
         try:
             os.chown(".", candidate, candidate)
@@ -190,5 +243,5 @@ def drop_privileges(uid: int, may_override: bool) -> bool:
     _capabilities(keep)
     for bit in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):  # so that child programs can start
         if keep >> bit & 1:
-            _prctl(_PR_CAP_AMBIENT, 2, bit)
+            prctl(_PR_CAP_AMBIENT, 2, bit)
     return os.geteuid() != 0

@@ -1,18 +1,24 @@
-"""One program, one fresh interpreter: starts bootstrap.py and reads its verdict."""
+"""One program: starts bootstrap.py for it and for its judge, and reads what the judge says."""
 
 import itertools
 import json
+import logging
 import os
-import secrets
+import select
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
+from fly.sandbox.interpreter import paths_of_interpreter
+
+_logger = logging.getLogger("fly.sandbox")
 _BOOTSTRAP = str(Path(__file__).with_name("bootstrap.py"))
 _STARTUP_SECONDS = 30.0  # on top of the wall limit: interpreter start on an overloaded machine
 _numbers = itertools.count()
@@ -36,11 +42,20 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Program:
+    """What a model wrote, and the tests that judge it."""
+
+    source: str
+    tests: str = ""
+
+
+@dataclass(frozen=True)
 class Outcome:
     """How a program ended.
 
     reason: passed, exception, exit (left before its end), threads (one outlived it), timeout,
-    killed (a signal ended it), or sandbox (it could not be run, or silenced its supervisor).
+    killed (a signal ended it), garbled (it wrote bytes of its own to its judge) or sandbox (it
+    could not be run or judged).
     """
 
     passed: bool
@@ -52,10 +67,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Launch:
-    """How to start the interpreter: directly, or through bubblewrap."""
+    """How to start the interpreters: directly, or through bubblewrap, and with which means."""
 
     namespaces: bool = True  # let bootstrap.py enter namespaces itself
     bwrap: str | None = None
+    landlock: bool = True
+    filter: bool = True
 
     def command(self, workdir: str) -> list[str]:
         python = [sys.executable, "-I", _BOOTSTRAP]
@@ -68,65 +85,165 @@ class Launch:
             spaces += [word for cap in caps for word in ("--cap-add", cap)]
         else:
             spaces += ["--unshare-user", "--cap-drop", "ALL"]
-        files = ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
-        files += ["--bind", workdir, workdir, "--chdir", workdir]
+        files = ["--dev", "/dev", "--proc", "/proc"]
+        for path in (*paths_of_interpreter(), str(Path(_BOOTSTRAP).parent)):
+            link = os.path.islink(path)
+            files += ["--symlink", os.readlink(path), path] if link else ["--ro-bind", path, path]
+        files += ["--bind", workdir, "/tmp", "--chdir", "/tmp", "--remount-ro", "/"]
         return [self.bwrap, *spaces, *files, "--die-with-parent", "--", *python]
 
     def features(self) -> Sequence[str]:
         if not self.bwrap:
             return ()
-        return "own process table", "no network", "own IPC", "read-only root", "own /proc"
+        return "own process table", "no network", "own IPC", "own root", "own /proc"
 
 
-def execute(source: str, limits: Limits, launch: Launch) -> Outcome:
-    """Run `source` in a fresh interpreter and a folder of its own. Never raises for the program."""
+def execute(program: Program, limits: Limits, launch: Launch) -> Outcome:
+    """Run a program and its tests, each in a fresh interpreter and a folder of its own.
+
+    Never raises for what the program does.
+    """
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="fly-", ignore_cleanup_errors=True) as workdir:
-        request = {
-            "source": source,
-            "nonce": secrets.token_hex(16),
-            "workdir": workdir,
-            "features": launch.features(),
-            "namespaces": launch.namespaces,
-            "uid": 1_500_000_000 + os.getpid() % 1_000_000 * 1000 + next(_numbers) % 1000,
-            "limits": asdict(limits) | {"processes": _process_limit(limits.processes)},
-        }
-        verdict = _converse(launch.command(workdir), request, workdir)
+    try:
+        ended, verdict = _converse(program, limits, launch)
+    except OSError as error:  # no process, file or folder is to be had
+        ended = verdict = _failure("sandbox", str(error))
+    if ended["reason"] == "sandbox" or verdict["reason"] == "gone":
+        verdict = ended
     return Outcome(
         passed=verdict["reason"] == "passed",
         reason=verdict["reason"],
         detail=verdict["detail"],
         seconds=time.perf_counter() - start,
-        features=tuple(name for name in verdict["features"] if name),
+        features=tuple(ended["features"]),
     )
 
 
-def _converse(command: list[str], request: dict, workdir: str) -> dict:
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=workdir,
-        env={},
-        start_new_session=True,
-    )
-    seconds = request["limits"]["wall_seconds"] + _STARTUP_SECONDS
-    try:
-        output, errors = process.communicate(json.dumps(request).encode(), timeout=seconds)
-        return json.loads(output)
-    except subprocess.TimeoutExpired:
-        return _failure("timeout", f"no verdict within {seconds:g} s")
-    except ValueError:  # no JSON: the supervisor died
-        lines = errors.decode("utf-8", "replace").strip().splitlines() or ["no message"]
-        return _failure("sandbox", f"supervisor ended ({process.returncode}): {lines[-1]:.300}")
-    finally:
-        if process.returncode != 0:
-            _sweep(process, workdir)
+def _converse(program: Program, limits: Limits, launch: Launch) -> tuple[dict, dict]:
+    """How the program's side ended, and the judge's."""
+    ask, answer = os.pipe(), os.pipe()
+    source = _Side(launch, limits, program, (ask[0], answer[1]), is_judge=False)
+    tests = _Side(launch, limits, program, (answer[0], ask[1]), is_judge=True)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(source.running())
+            stack.enter_context(tests.running())
+        finally:  # the sides have copies; an end that stayed open here would hide that one died
+            for pipe in (*ask, *answer):
+                os.close(pipe)
+        verdict = tests.ended(limits.wall_seconds + _STARTUP_SECONDS)
+        return source.ended(0), verdict
 
 
-def _failure(reason: str, detail: str) -> dict:
+class _Side:
+    """One of the two interpreters of a verdict, with a folder of its own."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        limits: Limits,
+        program: Program,
+        pipes: tuple[int, int],
+        is_judge: bool,
+    ) -> None:
+        self._launch, self._pipes = launch, pipes
+        allowed = asdict(limits) | {"processes": _process_limit(limits.processes)}
+        if is_judge:  # it waits for the program, which has these limits
+            allowed["wall_seconds"] += _STARTUP_SECONDS
+        self._request: dict[str, Any] = {
+            "source": program.tests if is_judge else program.source,
+            "is_judge": is_judge,
+            "pipes": pipes,
+            "features": launch.features(),
+            "namespaces": launch.namespaces,
+            "landlock": launch.landlock,
+            "filter": launch.filter,
+            "uid": 1_500_000_000 + os.getpid() % 1_000_000 * 1000 + next(_numbers) % 1000,
+            "limits": allowed,
+        }
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        with _folder() as workdir:
+            self._workdir = workdir
+            self._process = subprocess.Popen(
+                self._launch.command(workdir),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                cwd=workdir,
+                env={},
+                pass_fds=self._pipes,
+                start_new_session=True,
+            )
+            try:
+                request = self._request | {"workdir": "/tmp" if self._launch.bwrap else workdir}
+                self._put(json.dumps(request).encode() + b"\n")
+                yield
+            finally:
+                self._stop()
+
+    def ended(self, seconds: float) -> dict[str, Any]:
+        """What the supervisor says of its end; it is stopped if that takes more than `seconds`."""
+        assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], seconds)[0]:
+            self._close_input()
+        try:
+            output, errors = self._process.communicate(timeout=_STARTUP_SECONDS)
+            return json.loads(output)
+        except subprocess.TimeoutExpired:
+            return _failure("timeout", f"no answer within {_STARTUP_SECONDS:g} s")
+        except ValueError:  # no JSON: the supervisor died
+            lines = errors.decode("utf-8", "replace").strip().splitlines() or ["no message"]
+            code = self._process.returncode
+            return _failure("sandbox", f"supervisor ended ({code}): {lines[-1]:.300}")
+
+    def _put(self, data: bytes) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(data)
+            self._process.stdin.flush()
+        except OSError:  # it has died, which `ended` says
+            pass
+
+    def _close_input(self) -> None:
+        stdin, self._process.stdin = self._process.stdin, None  # communicate would flush it
+        try:
+            if stdin is not None:
+                stdin.close()
+        except OSError:
+            pass
+
+    def _stop(self) -> None:
+        self._close_input()
+        try:
+            self._process.wait(_STARTUP_SECONDS)
+        except subprocess.TimeoutExpired:
+            pass
+        if self._process.returncode != 0:
+            _sweep(self._process, self._workdir)
+        for stream in (self._process.stdout, self._process.stderr):
+            assert stream is not None
+            stream.close()
+
+
+def _failure(reason: str, detail: str) -> dict[str, Any]:
     return {"reason": reason, "detail": detail, "features": []}
+
+
+@contextmanager
+def _folder() -> Iterator[str]:
+    """A temporary folder, removed whatever the program made in it; what stays is said."""
+    workdir = tempfile.mkdtemp(prefix="fly-")
+    try:
+        yield workdir
+    finally:
+        # rm goes down trees of any depth; shutil.rmtree recurses, or runs out of open files.
+        for command in (["rm", "-rf"], ["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+            if os.path.lexists(workdir):
+                subprocess.run([*command, "--", workdir], stderr=subprocess.DEVNULL, check=False)
+        if os.path.lexists(workdir):
+            _logger.warning("a program's folder cannot be removed: %s", workdir)
 
 
 def _sweep(process: subprocess.Popen, workdir: str) -> None:
@@ -141,7 +258,6 @@ def _sweep(process: subprocess.Popen, workdir: str) -> None:
                 os.kill(int(entry.name), signal.SIGKILL)
         except OSError:
             continue
-    process.communicate()
 
 
 def _process_limit(allowed: int) -> int | None:

@@ -6,25 +6,25 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from fly.sandbox.isolation import isolation_level
-from fly.sandbox.process import Limits, Outcome, execute
+from fly.sandbox.process import Limits, Outcome, Program, execute
 
-__all__ = ["Limits", "Outcome", "run_program", "run_programs", "used_isolation"]
+__all__ = ["Limits", "Outcome", "Program", "run_program", "run_programs", "used_isolation"]
 
 _logger = logging.getLogger("fly.sandbox")
 _used: str | None = None
 
 
-def run_program(source: str, limits: Limits | None = None) -> Outcome:
-    """Run one program; it passes if it runs to its end and leaves no thread behind."""
-    return run_programs([source], limits)[0]
+def run_program(source: str, tests: str = "", limits: Limits | None = None) -> Outcome:
+    """Run one program: it passes if it and its tests run to their end and no thread outlives it."""
+    return run_programs([Program(source, tests)], limits)[0]
 
 
 def run_programs(
-    sources: Sequence[str], limits: Limits | None = None, workers: int | None = None
+    programs: Sequence[Program], limits: Limits | None = None, workers: int | None = None
 ) -> list[Outcome]:
     """Run the programs, `workers` at a time (None: one per core). Outcomes in the given order."""
     global _used
-    if not sources:
+    if not programs:
         return []
     level = isolation_level()
     if _used is None:
@@ -33,7 +33,14 @@ def run_programs(
         _logger.warning("running model-written code isolated by %s", _used)
     limits = limits or Limits()
     with ThreadPoolExecutor(workers or _cores()) as pool:
-        return list(pool.map(lambda source: execute(source, limits, level.launch), sources))
+        outcomes = list(pool.map(lambda item: execute(item, limits, level.launch), programs))
+    unjudged = [outcome for outcome in outcomes if outcome.reason == "sandbox"]
+    if unjudged:
+        _logger.warning(
+            "%d of %d programs could not be judged and count as failed; the first: %s",
+            len(unjudged), len(outcomes), unjudged[0].detail,
+        )  # fmt: skip
+    return outcomes
 
 
 def used_isolation() -> str | None:

@@ -5,6 +5,7 @@ from typing import Any
 import datasets
 
 from fly.evaluation import code_metrics, task_data
+from fly.sandbox import Program
 
 
 def load(**_: Any) -> dict[str, datasets.Dataset]:
@@ -17,7 +18,7 @@ def _tests(doc: dict[str, Any]) -> str:
 
 def _register(candidates: list[list[str]], docs: list[dict[str, Any]]) -> list[list[str]]:
     for row, doc in zip(candidates, docs):
-        code_metrics.register(code_metrics.program(candidate, _tests(doc)) for candidate in row)
+        code_metrics.register(Program(candidate, _tests(doc)) for candidate in row)
     return candidates
 
 
@@ -38,4 +39,4 @@ def build_predictions_instruct(
 def pass_at_k(
     references: list[str], predictions: list[list[str]], k: list[int]
 ) -> dict[str, float]:
-    return code_metrics.pass_at_k(references[0], predictions[0], k)
+    return code_metrics.pass_at_k([Program(text, references[0]) for text in predictions[0]], k)

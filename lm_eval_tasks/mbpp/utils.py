@@ -6,6 +6,7 @@ from typing import Any
 import datasets
 
 from fly.evaluation import code_metrics, task_data
+from fly.sandbox import Program
 
 _FIELDS = ("task_id", "text", "code", "test_list")
 _LANGUAGE = re.compile(r"\A\s*(?:python3?|py)[ \t]*\n", re.IGNORECASE)  # on a line of its own
@@ -28,7 +29,7 @@ def _tests(doc: dict[str, Any]) -> str:
 
 def register(resps: list[list[str]], docs: list[dict[str, Any]]) -> list[list[str]]:
     for row, doc in zip(resps, docs):
-        code_metrics.register(code_metrics.program(candidate, _tests(doc)) for candidate in row)
+        code_metrics.register(Program(candidate, _tests(doc)) for candidate in row)
     return [list(row) for row in resps]
 
 
@@ -49,4 +50,6 @@ def build_predictions(resps: list[list[str]], docs: list[dict[str, Any]]) -> lis
 
 def pass_at_1(references: list[str], predictions: list[Any]) -> float:
     candidates = predictions[0] if isinstance(predictions[0], list) else predictions
-    return code_metrics.pass_at_k(references[0], candidates, [1])["pass@1"]
+    return code_metrics.pass_at_k([Program(text, references[0]) for text in candidates], [1])[
+        "pass@1"
+    ]

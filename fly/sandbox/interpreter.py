@@ -1,0 +1,42 @@
+"""Which files a Python interpreter needs: all that a program is shown where the rest can be hidden.
+
+Standard library only: loaded by bootstrap.py, where fly cannot be imported.
+"""
+
+import os
+import sys
+
+# System folders that hold programs and libraries, never a user's files; links stay links.
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store", "/gnu/store")
+_SETTINGS = ("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", "/etc/mime.types")
+_IN_PREFIX = ("bin", "lib", "lib64", "pyvenv.cfg")
+
+
+def paths_of_interpreter() -> list[str]:
+    """Files, folders and links, outermost first: the system's, and the interpreter's own.
+
+    Packages are those of the interpreter's prefixes; folders that .pth files add, such as the
+    checkout behind an editable install, are not shown.
+    """
+    prefixes = (sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix)
+    wanted = [*_SYSTEM, *_SETTINGS]
+    wanted += [os.path.join(prefix, name) for prefix in prefixes for name in _IN_PREFIX]
+    real = os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))
+    wanted += [os.path.join(real, name) for name in _IN_PREFIX]
+    wanted += _folders_of_libraries()
+    shown: list[str] = []
+    for path in sorted({os.path.abspath(path) for path in wanted}, key=len):
+        within = any(path.startswith(other + "/") for other in shown if not os.path.islink(other))
+        if os.path.lexists(path) and not within:
+            shown.append(path)
+    return shown
+
+
+def _folders_of_libraries() -> set[str]:
+    """Where the libraries lie that this process has loaded."""
+    try:
+        with open("/proc/self/maps") as file:
+            names = {line.split(maxsplit=5)[-1].strip() for line in file if ".so" in line}
+    except OSError:
+        return set()
+    return {os.path.dirname(name) for name in names if name.startswith("/")}

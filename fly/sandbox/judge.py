@@ -1,0 +1,143 @@
+"""The judge's process: runs the tests, and asks the program's process for every call in them.
+
+The program is not here: what it returns arrives as plain data and is compared as data, so that
+no `__eq__`, patch or trace of its own takes part in the verdict. What is no data stays with the
+program, and stands here as a `Remote`, which is equal to nothing but itself.
+"""
+
+import ast
+import builtins
+import importlib
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+from wire import Garbled, Gone, Peer, Pipes
+
+
+class CannotBeAsked(BaseException):
+    """The tests want what cannot be asked of another process."""
+
+
+class Judge(Peer):
+    """Asks the program; lets it call nothing but the functions that the tests handed to it."""
+
+    def __init__(self, pipes: Pipes) -> None:
+        super().__init__(pipes)
+        self._remotes: dict[int, Remote] = {}
+
+    def perform(self, operation: str, target: Any, args: list, kwargs: dict) -> Any:
+        function = self.found(target)
+        if operation != "call":
+            raise Garbled(f"asks for {operation}")
+        return function(*args, **kwargs)
+
+    def resolve(self, data: list) -> Any:
+        kind, number, *module = data
+        if kind == "yours":
+            return self.found(number)
+        if kind != "object" or type(number) is not int:
+            raise Garbled("not a value")
+        if number not in self._remotes:
+            self._remotes[number] = Remote(self, number, module == [True])
+        return self._remotes[number]
+
+    def refer(self, value: Any) -> list:
+        if isinstance(value, Remote):
+            return ["yours", vars(value)["_number"]]
+        if not callable(value):
+            raise CannotBeAsked(
+                f"the tests hand over a {type(value).__name__}: no data, no function"
+            )
+        return super().refer(value)
+
+
+class Remote:
+    """An object of the program's that is no data: what is asked of it is asked of the program."""
+
+    def __init__(self, judge: Judge, number: int, is_module: bool) -> None:
+        vars(self).update(_judge=judge, _number=number, _is_module=is_module)
+
+    def __getattr__(self, name: str) -> Any:
+        return _asked(self, "getattr", name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _asked(self, "setattr", name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own = vars(self)
+        return own["_judge"].ask("call", own["_number"], args, kwargs)
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return isinstance(value, Remote) and bool(_asked(self, "isinstance", value))
+
+
+def _asked(remote: Remote, operation: str, *args: Any) -> Any:
+    own = vars(remote)
+    return own["_judge"].ask(operation, own["_number"], args)
+
+
+def _method(operation: str) -> Callable:
+    def method(self: Remote, *args: Any) -> Any:
+        return _asked(self, operation, *args)
+
+    return method
+
+
+for _name in ("getitem", "setitem", "contains", "iter", "next", "len", "bool", "int", "float",
+              "str", "repr"):  # fmt: skip
+    setattr(Remote, f"__{_name}__", _method(_name))
+
+
+def run(tests: str, pipes: Pipes) -> tuple[str, str]:
+    """Judge the program behind `pipes`: (reason, detail). It passed if all tests ran through."""
+    judge = Judge(pipes)
+    module = types.ModuleType("tests")
+    sys.modules["tests"] = module
+    try:
+        judge.receive()
+        tree = ast.parse(tests)
+        wanted = _names_left_open(tree)
+        for name, value in judge.ask("globals", None, sorted(wanted)).items():
+            if isinstance(value, Remote) and vars(value)["_is_module"] and _is_standard(name):
+                value = importlib.import_module(name)  # the judge's own, not the program's
+            if name in wanted:
+                vars(module)[name] = value
+        exec(compile(tree, "<tests>", "exec"), vars(module))
+        if judge.ask("threads", None, ()):
+            return "threads", "a thread was still running at the end"
+    except Gone:
+        return "gone", ""
+    except Garbled as error:
+        return "garbled", f"the program's answer makes no sense: {error}"
+    except CannotBeAsked as error:
+        return "sandbox", str(error)
+    except SystemExit as error:
+        return "exit", f"SystemExit: {error.code!r:.100}"
+    except BaseException as error:
+        text = f"{type(error).__name__}: {error}"[:300]
+        return "exception", "".join(letter if letter.isprintable() else " " for letter in text)
+    return "passed", ""
+
+
+def _names_left_open(tests: ast.Module) -> set[str]:
+    """What the tests take from the program. Python's built-ins are its own business only where
+    the tests name nothing else, as those of a function called `sum`."""
+    used: set[str] = set()
+    defined: set[str] = set()
+    for node in ast.walk(tests):
+        if isinstance(node, ast.Name):
+            (used if isinstance(node.ctx, ast.Load) else defined).add(node.id)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            defined.add(node.name)
+        elif isinstance(node, ast.arg):
+            defined.add(node.arg)
+        elif isinstance(node, ast.alias):
+            defined.add((node.asname or node.name).partition(".")[0])
+    left_open = used - defined
+    return {name for name in left_open if not hasattr(builtins, name)} or left_open
+
+
+def _is_standard(name: str) -> bool:
+    return name in sys.stdlib_module_names

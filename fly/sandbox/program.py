@@ -1,0 +1,89 @@
+"""The program's process: executes what a model wrote, then does what the tests ask of it.
+
+It holds no verdict, no secret and no test: only the two pipes over which it is asked for calls.
+Whatever the program does to this code, it can only change what it answers.
+"""
+
+import _thread
+import os
+import sys
+import time
+import types
+from typing import Any
+
+from wire import Garbled, Gone, Peer, Pipes
+
+_THREAD_GRACE = 0.1  # seconds a thread that is just finishing may still take
+_OPERATIONS = {
+    "call": lambda it, args, kwargs: it(*args, **kwargs),
+    "getattr": lambda it, args, _: getattr(it, *args),
+    "setattr": lambda it, args, _: setattr(it, *args),
+    "getitem": lambda it, args, _: it[args[0]],
+    "setitem": lambda it, args, _: it.__setitem__(*args),
+    "contains": lambda it, args, _: args[0] in it,
+    "isinstance": lambda it, args, _: isinstance(args[0], it),
+    "iter": lambda it, *_: iter(it),
+    "next": lambda it, *_: next(it),
+    "len": lambda it, *_: len(it),
+    "bool": lambda it, *_: bool(it),
+    "int": lambda it, *_: int(it),
+    "float": lambda it, *_: float(it),
+    "str": lambda it, *_: str(it),
+    "repr": lambda it, *_: repr(it),
+}
+
+
+class Program(Peer):
+    """Answers for the module that the source became."""
+
+    def __init__(self, pipes: Pipes) -> None:
+        super().__init__(pipes)
+        self.module = types.ModuleType("program")  # code_eval runs no __main__ block either
+        sys.modules["program"] = self.module
+
+    def perform(self, operation: str, target: Any, args: list, kwargs: dict) -> Any:
+        if operation == "globals":
+            return {name: vars(self.module)[name] for name in args if name in vars(self.module)}
+        if operation == "threads":
+            deadline = time.monotonic() + _THREAD_GRACE
+            while _thread._count() and time.monotonic() < deadline:
+                time.sleep(0.002)
+            return _thread._count()
+        return _OPERATIONS[operation](self.found(target), args, kwargs)
+
+    def resolve(self, data: list) -> Any:
+        kind, number, *_ = data
+        if kind == "yours":
+            return self.found(number)
+        return _Tests(self, number)
+
+    def refer(self, value: Any) -> list:
+        return value.reference if isinstance(value, _Tests) else super().refer(value)
+
+
+class _Tests:
+    """A function of the tests', handed to the program as an argument."""
+
+    def __init__(self, program: Program, number: int) -> None:
+        self.reference = ["yours", number]
+        self._program = program
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._program.ask("call", self.reference[1], args, kwargs)
+
+
+def run(source: str, pipes: Pipes) -> None:
+    """Execute the source and answer for it."""
+    program = Program(pipes)
+    process = os.getpid()
+    try:
+        try:
+            exec(compile(source, "<program>", "exec"), program.module.__dict__)
+        except BaseException as error:
+            program.tell(error)
+            return
+        if os.getpid() == process:  # not a copy of the program that it forked itself
+            program.finish_start()
+            program.serve()
+    except (Gone, Garbled):
+        pass

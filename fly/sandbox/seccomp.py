@@ -1,0 +1,85 @@
+"""The filter of system calls (seccomp), written for the kernel's classic BPF.
+
+Loaded by bootstrap.py inside the throw-away interpreter: standard library only, no fly imports.
+"""
+
+import ctypes
+import platform
+import struct
+
+from linux import CLONE_NEWUSER, prctl
+
+# System calls that no program under test needs and that reach what files and namespaces do not
+# hide, by machine: (x86-64, aarch64); None: the machine has no such call.
+_REFUSED: dict[str, tuple[int | None, int | None]] = {
+    # to sockets of any kind, by path, by name or through another interface
+    "socket": (41, 198), "connect": (42, 203), "bind": (49, 200),
+    "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
+    # to other processes
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
+    "pidfd_getfd": (438, 438), "setpriority": (141, 140), "ioprio_set": (251, 30),
+    "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
+    # to namespaces and mounts
+    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39),
+    "pivot_root": (155, 41), "chroot": (161, 51), "open_tree": (428, 428),
+    "move_mount": (429, 429), "fsopen": (430, 430), "mount_setattr": (442, 442),
+    # to memory that no limit counts, or that outlives the program
+    "memfd_create": (319, 279), "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186),
+    "mq_open": (240, 180),
+    # to the kernel's inner parts
+    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "bpf": (321, 280),
+    "perf_event_open": (298, 241), "userfaultfd": (323, 282),
+}  # fmt: skip
+# Changes of files that Landlock does not know: refused where other people's files are in sight.
+_REFUSED_ON_FILES: dict[str, tuple[int | None, int | None]] = {
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
+    "chown": (92, None), "lchown": (94, None), "fchown": (93, 55), "fchownat": (260, 54),
+    "utime": (132, None), "utimes": (235, None), "futimesat": (261, None),
+    "utimensat": (280, 88),
+    "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
+    "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
+    "setxattrat": (463, 463), "removexattrat": (466, 466), "file_setattr": (469, 469),
+}  # fmt: skip
+_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, AUDIT_ARCH
+_CALLS_WITH_RULES = {"clone": (56, 220), "clone3": (435, 435), "socketpair": (53, 199),
+                     "prlimit64": (302, 261)}  # fmt: skip
+
+_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
+_KILL, _ALLOW, _ERRNO = 0x80000000, 0x7FFF0000, 0x00050000
+_EPERM, _ENOSYS, _STREAM = 1, 38, 1
+_LOAD, _JUMP_EQUAL, _JUMP_SET, _JUMP_AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x54, 0x06
+
+
+def filter_calls(own_files: bool) -> bool:
+    """Refuse (EPERM) the system calls above, for this process and all that it starts.
+
+    own_files: only the program's own files are in sight. Of pairs of sockets only connected
+    streams are left (asyncio needs them): a datagram socket could send to any path.
+    """
+    if platform.machine() not in _MACHINES or struct.calcsize("P") != 8:
+        return False
+    column, architecture = _MACHINES[platform.machine()]
+    refused = {**_REFUSED, **({} if own_files else _REFUSED_ON_FILES)}
+    argument = [16 + 8 * index for index in range(6)]  # the low halves, in struct seccomp_data
+    no, yes = (_RETURN, 0, 0, _ERRNO | _EPERM), (_RETURN, 0, 0, _ALLOW)
+    rules = {name: [no] for name in refused} | {
+        "clone3": [(_RETURN, 0, 0, _ERRNO | _ENOSYS)],  # its flags cannot be seen; clone follows
+        "clone": [(_LOAD, 0, 0, argument[0]), (_JUMP_SET, 0, 1, CLONE_NEWUSER), no, yes],
+        "socketpair": [
+            (_LOAD, 0, 0, argument[1]), (_AND, 0, 0, 0xF), (_JUMP_EQUAL, 0, 1, _STREAM), yes, no,
+        ],
+        "prlimit64": [(_LOAD, 0, 0, argument[0]), (_JUMP_EQUAL, 0, 1, 0), yes, no],  # of others
+    }  # fmt: skip
+    code = [
+        (_LOAD, 0, 0, 4), (_JUMP_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, 0), (_JUMP_AT_LEAST, 0, 1, 0x40000000), no,  # x32's numbers
+    ]  # fmt: skip
+    for name, steps in rules.items():
+        number = {**refused, **_CALLS_WITH_RULES}[name][column]
+        if number is not None:
+            code += [(_JUMP_EQUAL, 0, len(steps), number), *steps]
+    code.append(yes)
+    program = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in code))
+    header = struct.pack("=HxxxxxxQ", len(code), ctypes.addressof(program))
+    buffer = ctypes.create_string_buffer(header)
+    return prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(buffer))

@@ -1,0 +1,264 @@
+"""What the judge and the program say to each other: lines of JSON that hold plain data only.
+
+The two processes share two pipes and nothing else. Nothing that arrives is executed, imported or
+unpickled: a program that writes its own bytes into the pipe can only answer as data.
+Standard library only: in isolated mode fly cannot be imported.
+"""
+
+import builtins
+import json
+import os
+import sys
+import types
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+MOST_BYTES = 64 << 20  # of one message
+
+# Types whose values cross as their constructor's arguments, by module, so that only modules that
+# the sender has loaded are looked at.
+_VALUES: dict[tuple[str, str], Callable[[Any], list]] = {
+    ("builtins", "complex"): lambda x: [x.real, x.imag],
+    ("builtins", "range"): lambda x: [x.start, x.stop, x.step],
+    ("decimal", "Decimal"): lambda x: [str(x)],
+    ("fractions", "Fraction"): lambda x: [x.numerator, x.denominator],
+    ("datetime", "timedelta"): lambda x: [x.days, x.seconds, x.microseconds],
+    ("datetime", "datetime"): lambda x: [
+        x.year, x.month, x.day, x.hour, x.minute, x.second, x.microsecond,
+    ],  # before date, its base class
+    ("datetime", "date"): lambda x: [x.year, x.month, x.day],
+    ("datetime", "time"): lambda x: [x.hour, x.minute, x.second, x.microsecond],
+}  # fmt: skip
+_SEQUENCES: dict[str, type] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": deque,
+}
+_VIEWS: dict[str, Any] = {"dict_keys": type({}.keys()), "dict_items": type({}.items())}
+
+
+class Gone(BaseException):  # no test's `except Exception` may take it for the program's error
+    """The other process closed its pipe."""
+
+
+class Garbled(BaseException):
+    """What arrived is none of the messages below."""
+
+
+def encode(value: Any, refer: Callable[[Any], list]) -> Any:
+    """`value` as JSON. Subclasses cross as their base type; `refer` names what is no data."""
+    if value is None or value is True or value is False:
+        return value
+    if isinstance(value, int):
+        number = int.__index__(value)
+        return number if abs(number) < 1 << 63 else ["int", hex(number)]
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, (bytes, bytearray)):
+        return ["bytearray" if isinstance(value, bytearray) else "bytes", bytes(value).hex()]
+    for name, kind in (_SEQUENCES | _VIEWS).items():
+        if isinstance(value, kind):
+            return [name, [encode(item, refer) for item in value]]
+    if isinstance(value, dict):
+        return ["dict", [[encode(k, refer), encode(v, refer)] for k, v in value.items()]]
+    for (module, name), arguments in _VALUES.items():
+        known: Any = getattr(sys.modules.get(module), name, ())
+        if isinstance(value, known):
+            return ["value", module, name, [encode(x, refer) for x in arguments(value)]]
+    if type(value).__module__ == "numpy" and hasattr(value, "item") and not value.shape:
+        return encode(value.item(), refer)
+    if isinstance(value, type) and value in vars(builtins).values():
+        return ["type", value.__name__]
+    return refer(value)
+
+
+def decode(data: Any, resolve: Callable[[list], Any]) -> Any:
+    """The value behind `data`; `resolve` finds what `refer` named. Raises Garbled."""
+    if data is None or isinstance(data, (bool, int, float, str)):
+        return data
+    try:
+        kind, *rest = data
+        if kind == "int":
+            return int(rest[0], 16)
+        if kind in ("bytes", "bytearray"):
+            return getattr(builtins, kind).fromhex(rest[0])
+        if kind in _SEQUENCES:
+            return _SEQUENCES[kind](decode(item, resolve) for item in rest[0])
+        if kind in ("dict", "dict_items"):
+            pairs = rest[0] if kind == "dict" else [pair[1] for pair in rest[0]]
+            made = {decode(k, resolve): decode(v, resolve) for k, v in pairs}
+            return made if kind == "dict" else made.items()
+        if kind == "dict_keys":
+            return dict.fromkeys(decode(item, resolve) for item in rest[0]).keys()
+        if kind == "value":
+            module, name, arguments = rest
+            _VALUES[module, name]  # no other names
+            return getattr(__import__(module), name)(*(decode(x, resolve) for x in arguments))
+        if kind == "type":
+            named = getattr(builtins, str(rest[0]))
+            return named if isinstance(named, type) else resolve(data)
+        return resolve(data)
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        raise Garbled(f"{type(error).__name__}: {error}"[:200]) from None
+
+
+def rebuild(old: Any, new: Any) -> None:
+    """Give lists, dicts and the like the content that the other side left in them."""
+    if isinstance(old, tuple):
+        for before, after in zip(old, new):
+            rebuild(before, after)
+    elif isinstance(old, (list, bytearray)):
+        old[:] = new
+    elif isinstance(old, (dict, set, deque)):
+        old.clear()
+        (old.extend if isinstance(old, deque) else old.update)(new)
+
+
+class Pipes:
+    """Messages over two pipes; each is one line of JSON."""
+
+    def __init__(self, receive: int, send: int) -> None:
+        self._receive = os.fdopen(receive, "rb")
+        self._send = send
+        self._write = os.write  # which a program may replace
+
+    def put(self, message: list) -> None:
+        """Raises Gone."""
+        data = json.dumps(message).encode() + b"\n"
+        try:
+            while data:
+                data = data[self._write(self._send, data) :]
+        except OSError:
+            raise Gone from None
+
+    def get(self) -> list:
+        """The next message. Raises Gone, Garbled."""
+        try:
+            line = self._receive.readline(MOST_BYTES)
+        except OSError:
+            raise Gone from None
+        if not line.endswith(b"\n"):
+            if len(line) == MOST_BYTES:
+                raise Garbled("an answer of more than 64 MiB")
+            raise Gone
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise Garbled(f"{type(error).__name__}: {error}"[:200]) from None
+        if not (isinstance(message, list) and message and isinstance(message[0], str)):
+            raise Garbled("not a message")
+        return message
+
+
+class Peer(ABC):
+    """One of the two processes: asks the other to do something, and answers it meanwhile.
+
+    A message is ["ask", operation, object, arguments, keywords], or an answer to the last one
+    open: ["value", value, {position: argument that was changed}] or ["raised", type, text].
+    """
+
+    def __init__(self, pipes: Pipes) -> None:
+        self._pipes = pipes
+        self._mine: list[Any] = []  # what the other side may ask for, by number
+        self._numbers: dict[int, int] = {}  # id -> number; the list above keeps the ids valid
+
+    @abstractmethod
+    def perform(self, operation: str, target: Any, args: list, kwargs: dict) -> Any:
+        """Do what the other side asks for."""
+
+    @abstractmethod
+    def resolve(self, data: list) -> Any:
+        """The object behind a reference. Raises Garbled."""
+
+    def refer(self, value: Any) -> list:
+        """A reference to an object that is no data."""
+        number = self._numbers.setdefault(id(value), len(self._mine))
+        if number == len(self._mine):
+            self._mine.append(value)
+        return ["object", number, isinstance(value, types.ModuleType)]
+
+    def found(self, number: Any) -> Any:
+        """One's own object by its number."""
+        try:
+            return self._mine[number]
+        except (LookupError, TypeError):
+            raise Garbled("no such object") from None
+
+    def ask(self, operation: str, target: Any, args: Sequence, kwargs: dict | None = None) -> Any:
+        """Have the other side perform something. Raises what it raised there, Gone, Garbled."""
+        sent = [encode(argument, self.refer) for argument in args]
+        named = {name: encode(value, self.refer) for name, value in (kwargs or {}).items()}
+        self._pipes.put(["ask", operation, target, sent, named])
+        while (message := self._pipes.get())[0] == "ask":
+            self.answer(message)
+        return self._read_answer(message, args)
+
+    def receive(self) -> Any:
+        """The first answer, to what is asked by starting the other side."""
+        return self._read_answer(self._pipes.get(), ())
+
+    def _read_answer(self, message: list, args: Sequence) -> Any:
+        try:
+            kind, first, second = message
+            if kind == "value":
+                for place, changed in second.items():
+                    rebuild(args[int(place)], decode(changed, self.resolve))
+                return decode(first, self.resolve)
+            error = exception_named(first, second)
+        except (ValueError, TypeError, LookupError, AttributeError) as problem:
+            raise Garbled(f"{type(problem).__name__}: {problem}"[:200]) from None
+        raise error
+
+    def serve(self) -> None:
+        """Answer until the other side is gone."""
+        try:
+            while True:
+                self.answer(self._pipes.get())
+        except Gone:
+            pass
+
+    def answer(self, message: list) -> None:
+        """Perform one question and send what came of it."""
+        try:
+            _, operation, target, sent, named = message
+            args = [decode(argument, self.resolve) for argument in sent]
+            kwargs = {name: decode(value, self.resolve) for name, value in named.items()}
+            value = encode(self.perform(operation, target, args, kwargs), self.refer)
+            after = [encode(argument, self.refer) for argument in args]
+            changed = {i: new for i, (new, old) in enumerate(zip(after, sent)) if new != old}
+        except (Gone, Garbled):
+            raise
+        except BaseException as error:
+            self.tell(error)
+        else:
+            self._pipes.put(["value", value, changed])
+
+    def tell(self, error: BaseException) -> None:
+        """Send an exception: its type's name and its text."""
+        try:
+            alone = error.args[0] if len(error.args) == 1 else None  # KeyError quotes it
+            text = str(alone if type(alone) is str else error)[:10_000]
+        except BaseException:
+            text = "an exception that cannot be printed"
+        self._pipes.put(["raised", str(type(error).__name__), text])
+
+    def finish_start(self) -> None:
+        """Tell the other side that what was asked by starting this one is done."""
+        self._pipes.put(["value", None, {}])
+
+
+def exception_named(name: str, text: str) -> BaseException:
+    """An exception of the built-in type of that name, else of a new type."""
+    kind = getattr(builtins, name, None)
+    if isinstance(kind, type) and issubclass(kind, BaseException):
+        try:
+            return kind(text)
+        except TypeError:  # UnicodeDecodeError and the like want more
+            pass
+    return type(name[:100], (Exception,), {})(text)
