@@ -1,0 +1,42 @@
+"""Runs that users keep are still read: these were written by the version of November 2026."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.test_cli import run
+
+OLD = Path(__file__).parents[1] / "fixtures" / "runs_of_2026_11"
+MODES = ("target-only", "exact", "fly")
+
+
+def test_old_runs_are_compared(capsys):
+    assert run("compare", *(OLD / mode for mode in MODES), "--min-recovery", "0.9") == 3
+    printed = capsys.readouterr().out
+    for expected in ("tiny_task: as_target", "6 documents", "0.333 [0.000, 0.833]", "4 / 0",
+                     "0.55 [0.46, 0.78]", "62%", "3.43"):  # fmt: skip
+        assert expected in printed, expected
+
+
+def test_an_old_baseline_is_compared_with(capsys):
+    assert run("compare", OLD / "fly", "--baseline", OLD / "baseline.json") == 0
+    printed = capsys.readouterr().out
+    assert "0.333 [0.000, 0.833]" in printed
+    assert "0.54 [0.29, 0.87]" in printed
+
+
+def test_old_runs_are_reported_and_plotted(tmp_path):
+    folders = [OLD / mode for mode in MODES]
+    page, plots = tmp_path / "report.html", tmp_path / "plots"
+    assert run("report", *folders, "--output", page) == 0
+    text = page.read_text()
+    assert "tiny_task" in text
+    assert run("plot", *folders, "--output", plots) == 0
+    rows = (plots / "points.csv").read_text().splitlines()
+    assert len(rows) == 1 + len(MODES)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_old_manifest_is_read(mode, capsys):
+    assert run("run", "--resume", OLD / mode) == 0
+    assert "has ended" in capsys.readouterr().out
