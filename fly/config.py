@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from fly import pairs, reading
 from fly.errors import FlyError
 from fly.paths import data_dir
 
@@ -229,6 +230,7 @@ class FlyConfig(BaseModel):
     threads: int | None = Field(
         None,
         ge=1,
+        le=4096,
         description="Threads of a CPU's passes. null: PyTorch's choice (OMP_NUM_THREADS), at most "
         "the cores that this process may use.",
     )
@@ -299,7 +301,9 @@ class FlyConfig(BaseModel):
 
 
 def check_consistency(config: FlyConfig, where: str) -> None:
-    """Cross-field checks that a single field's type cannot express. Raises FlyError."""
+    """What a single field's type cannot express. Raises FlyError."""
+    for name in ("target_model_path", "draft_model_path"):
+        _check_model_name(name, getattr(config, name), where)
     if config.dual_tok:
         raise FlyError(
             f"dual_tok=true ({where}): fly needs one vocabulary for draft and target: "
@@ -343,6 +347,21 @@ def check_consistency(config: FlyConfig, where: str) -> None:
         )
 
 
+def _check_model_name(field: str, name: str | None, where: str) -> None:
+    """Whether it names a model at all; not whether that is here."""
+    if name is None:
+        return
+    if not name.strip() or not name.isprintable():
+        raise FlyError(
+            f"{field}={name!r} ({where}): names no model: give a hub id, a model's folder, a .gguf "
+            "file or pair:NAME/target"
+        )
+    try:
+        pairs.role_of(name)
+    except FlyError as error:
+        raise FlyError(f"{field} ({where}): {error}") from None
+
+
 def _wants_room(config: FlyConfig) -> bool:
     """Whether a window must fit into the draft of its round."""
     return config.mode == "fly" and not config.abla_no_window and not config.defer_across_rounds
@@ -356,7 +375,7 @@ def build(values: Mapping[str, Any], where: str) -> FlyConfig:
     try:
         config = FlyConfig(**values)
     except ValidationError as error:
-        raise FlyError(_first_problem(error, where)) from None
+        raise FlyError(f"{reading.problem(error, where)}{_example(error)}") from None
     check_consistency(config, where)
     return config
 
@@ -367,18 +386,15 @@ def _unknown_key(key: str, where: str) -> str:
     return f"unknown key {key!r} ({where}): {hint}"
 
 
-def _first_problem(error: ValidationError, where: str) -> str:
-    problem = error.errors()[0]
-    field = str(problem["loc"][0]) if problem["loc"] else "configuration"
-    if problem["type"] == "missing":
-        return f'{field} is missing ({where}): add it, e.g. "{field}": "<hub id or folder>"'
-    message = problem["msg"][0].lower() + problem["msg"][1:]
-    return f"{field}={problem['input']!r} ({where}): {message}"
+def _example(error: ValidationError) -> str:
+    """How to add the one key that has no default."""
+    missing = error.errors()[0]["type"] == "missing"
+    return ': add it, e.g. "target_model_path": "<hub id or folder>"' if missing else ""
 
 
 def find_config_file(path: str) -> Path:
     """`path` itself, else a shipped configuration of that name (works from a wheel too)."""
-    given = Path(path).expanduser()
+    given = Path(str(path)).expanduser()
     shipped = data_dir("fly_config") / given.name
     for candidate in (given, shipped, shipped.with_name(shipped.name + ".json")):
         if candidate.is_file():
@@ -393,18 +409,7 @@ def _is_pair(path: Path) -> bool:
 
 def read_file(path: str) -> dict[str, Any]:
     """The JSON object in a configuration file, not yet validated."""
-    file = find_config_file(path)
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise FlyError(
-            f"{path}: not valid JSON at line {error.lineno}, column {error.colno}: {error.msg}"
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise FlyError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(values, dict):
-        raise FlyError(f"{path}: must hold one JSON object, got {type(values).__name__}")
-    return values
+    return reading.read_object(find_config_file(path), path)
 
 
 def load(path: str, overrides: Mapping[str, Any] | None = None, *, log: bool = True) -> FlyConfig:
@@ -478,7 +483,7 @@ def coerce(key: str, value: Any) -> Any:
     if (float in kinds or int in kinds) and isinstance(value, str):
         try:
             return json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return value
     return value
 

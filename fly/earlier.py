@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from fly.decoding.records import RunStats
 from fly.errors import FlyError
+from fly.evaluation import shapes
 from fly.evaluation.runs import read_lines
 from fly.manifest import first_difference, plain
 from fly.paths import write_whole
@@ -31,20 +35,21 @@ class Earlier:
     def __init__(self, folder: Path, started: str) -> None:
         path = folder / f"fly_requests_{started}.jsonl"
         self._where = path
+        self._asked: set[tuple[Any, ...]] = set()
         self._records: dict[tuple[Any, ...], dict[str, Any]] = {}
         self.stats = RunStats()
-        for record in _whole_lines(path):
+        for record in _whole_lines(path, shapes.RESUMABLE):
             key = tuple(record.get(name) for name in _WHICH)
             if key in self._records:
                 raise FlyError(f"{path}: two records of {_name(record)}: start a new run")
             self._records[key] = record
             self.stats.merge(RunStats.of_record(record))
         self._trace = folder / f"fly_trace_{started}.jsonl"
-        rounds = _whole_lines(self._trace)
+        rounds = _whole_lines(self._trace, shapes.TRACED)
         finished = [line for line in rounds if (line["task_name"], *_rest(line)) in self._records]
         self._new_trace = finished if len(finished) < len(rounds) else None
         self.traced_requests = 1 + max((int(line["request"]) for line in finished), default=-1)
-        vocabulary = _whole_lines(folder / f"fly_vocabulary_{started}.jsonl")
+        vocabulary = _whole_lines(folder / f"fly_vocabulary_{started}.jsonl", shapes.TOKEN)
         self.traced_tokens = {int(line["id"]) for line in vocabulary}
 
     def __len__(self) -> int:
@@ -65,14 +70,28 @@ class Earlier:
                 f"{self._where}: {_name(asked)}: {field[1:]} was {old}, is now {new}: the task, "
                 "its data or its settings have changed: start a new run (leave --resume out)"
             )
-        return str(record["text"])
+        text = record.get("text")
+        if not isinstance(text, str):
+            raise FlyError(
+                f"{self._where}: {_name(asked)}: text is {json.dumps(text)}, which is no text: "
+                "remove the line, and the request is decoded again"
+            )
+        return text
 
-    def check_all_asked(self, asked: list[dict[str, Any]]) -> None:
-        """Raise FlyError if a record of these requests' tasks belongs to none of them."""
-        keys = {tuple(item[name] for name in _WHICH) for item in asked}
+    def note_asked(self, asked: list[dict[str, Any]]) -> None:
+        """These requests are part of the run. Raises FlyError if a record of one of their tasks
+        belongs to none of them."""
+        self._asked |= {tuple(item[name] for name in _WHICH) for item in asked}
         tasks = {item["task"] for item in asked}
-        for key, record in self._records.items():
-            if record["task"] in tasks and key not in keys:
+        self._check(record for record in self._records.values() if record["task"] in tasks)
+
+    def check_all_asked(self) -> None:
+        """Raise FlyError if a record belongs to nothing that the run has asked for."""
+        self._check(self._records.values())
+
+    def _check(self, records: Iterable[dict[str, Any]]) -> None:
+        for record in records:
+            if tuple(record.get(name) for name in _WHICH) not in self._asked:
                 raise FlyError(
                     f"{self._where}: {_name(record)} is no longer asked for: the task or its data "
                     "have changed: start a new run (leave --resume out)"
@@ -96,7 +115,7 @@ def _name(record: dict[str, Any]) -> str:
     return f"task {record['task']}, doc {record['doc_id']}"
 
 
-def _whole_lines(path: Path) -> list[dict[str, Any]]:
+def _whole_lines(path: Path, shape: TypeAdapter[Any]) -> list[dict[str, Any]]:
     """The records of a JSONL file, after cutting off a line that a kill left unfinished."""
     if not path.is_file():
         return []
@@ -105,4 +124,4 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
     if whole < len(content):
         logger.warning("%s: a torn last line (%d bytes) is dropped", path, len(content) - whole)
         os.truncate(path, whole)  # one call: another kill finds the line or does not
-    return read_lines(path)
+    return read_lines(path, shape)

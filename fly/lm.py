@@ -6,10 +6,10 @@ target. Only generate_until is replaced: it feeds the engine's queue.
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import logging
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,9 @@ from lm_eval.models.huggingface import HFLM
 
 from fly import config as fly_config
 from fly import loading, preparation, resume, rules, session
+from fly.arguments import check_model_args
 from fly.decoding import costs, memory
+from fly.decoding.choice import NotFiniteError
 from fly.decoding.engine import Engine, Observer, RoundRecord
 from fly.decoding.records import RequestRecord, RunStats
 from fly.decoding.runner import ModelRunner
@@ -66,7 +68,7 @@ class FlyLM(HFLM):
         given = {**kwargs, **({"pretrained": pretrained} if pretrained is not None else {})}
         own, hf_args = fly_config.split_model_args(given)
         self.fly_config = config = fly_config.resolve(config_path, own)
-        _refuse_unknown(hf_args)
+        check_model_args(config, hf_args)
         if config.trace:
             check_has_folder(session.current())
         if (
@@ -74,11 +76,7 @@ class FlyLM(HFLM):
             and not torch.cuda.is_available()
         ):
             hf_args["device"] = "cpu"  # lm-eval's default is a CUDA device, present or not
-        _refuse_autocast(hf_args)
-        for field, dtype in (("dtype", hf_args.get("dtype")), ("draft_dtype", config.draft_dtype)):
-            loading.check_dtype(field, dtype)
-        target = loading.resolve_source(config.target_model_path, "target_model_path")
-        draft = self._draft_source()
+        target, draft = loading.sources(config)
         if target.gguf_file is not None:
             hf_args["gguf_file"] = target.gguf_file
         loading.warn_if_memory_is_short(target, draft, str(hf_args.get("device") or ""))
@@ -121,30 +119,29 @@ class FlyLM(HFLM):
         if run.earlier is not None:
             self.stats.merge(run.earlier.stats)
 
-    def _draft_source(self) -> loading.ModelSource | None:
-        if not self.fly_config.needs_draft_model:
-            return None
-        if self.fly_config.draft_model_path is None:
-            raise FlyError(
-                "pretrained is missing: name the draft model (pretrained=<hub id or folder>), "
-                "or choose drafter=ngram or use_sd=false, which need none"
-            )
-        return loading.resolve_source(self.fly_config.draft_model_path, "pretrained")
-
     def _load(self, field: str, name: str, **kwargs: Any) -> None:
-        try:
+        with self._loading(field, name):
             super().__init__(**kwargs)
-        except (OSError, ValueError, TypeError) as error:
-            if isinstance(error, FlyError):
-                raise
-            raise FlyError(f"{field}={name}: cannot be loaded: {_first_line(error)}") from error
+
+    @contextmanager
+    def _loading(self, field: str, name: str) -> Iterator[None]:
+        """What fails meanwhile is a model's: its files, its code, or memory."""
+        self._field = field
+        try:
+            yield
+        except FlyError:
+            raise
+        except Exception as error:  # tokenizers has no other, and a model's code may raise any
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+            if name.endswith(".gguf"):
+                reason += ": it may be cut short: fetch it again"
+            raise FlyError(f"{field}={name}: cannot be loaded: {reason}") from error
 
     def _load_draft(
         self, source: loading.ModelSource, hf_args: dict[str, Any]
     ) -> transformers.PreTrainedModel:
         """Load the draft with HFLM's own loader, then give the target its place back."""
         target_model: Any = self._model  # type: ignore[has-type]
-        name = f"pretrained={self.fly_config.draft_model_path}"
         shared = {
             "revision": self.fly_config.draft_revision or "main",
             "trust_remote_code": hf_args.get("trust_remote_code", False),
@@ -154,35 +151,39 @@ class FlyLM(HFLM):
             for keys in (_OF_THE_HUB, _OF_MODELS)
         )
         try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(
-                source.path,
-                **shared,
-                **of_hub,
-                **({"gguf_file": source.gguf_file} if source.gguf_file else {}),
-            )
-            loading.check_same_vocabulary(self.tokenizer, tokenizer)
-            self._create_model(
-                source.path,
-                dtype=self.fly_config.draft_dtype or self._loaded_dtype,
-                gguf_file=source.gguf_file,
-                **shared,
-                **of_models,
-            )
-            draft: Any = self._model  # type: ignore[has-type]
-        except (OSError, ValueError, TypeError) as error:
-            if isinstance(error, FlyError):
-                raise
-            raise FlyError(f"{name}: cannot be loaded: {_first_line(error)}") from error
+            with self._loading("pretrained", str(self.fly_config.draft_model_path)):
+                if source.gguf_file is None:  # else a wrong one is told by its vocabulary
+                    transformers.AutoConfig.from_pretrained(source.path, **shared, **of_hub)
+                tokenizer = transformers.AutoTokenizer.from_pretrained(
+                    source.path,
+                    **shared,
+                    **of_hub,
+                    **({"gguf_file": source.gguf_file} if source.gguf_file else {}),
+                )
+                loading.check_same_vocabulary(self.tokenizer, tokenizer)
+                self._create_model(
+                    source.path,
+                    dtype=self.fly_config.draft_dtype or self._loaded_dtype,
+                    gguf_file=source.gguf_file,
+                    **shared,
+                    **of_models,
+                )
+                draft: Any = self._model  # type: ignore[has-type]
+                draft.eval().to(self.fly_config.draft_device or self.device)
         finally:
             self._model = target_model
-        draft.eval().to(self.fly_config.draft_device or self.device)
         loading.refuse_unsupported(draft, "pretrained", self._context_of(draft))
         return draft
 
     def _create_model(self, pretrained: str, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("gguf_file") and hasattr(transformers, "GgufConfig"):
             kwargs["quantization_config"] = transformers.GgufConfig(dequantize=True)
-        super()._create_model(pretrained, *args, **kwargs)
+        auto_class: Any = self.AUTO_MODEL_CLASS  # type: ignore[has-type]
+        self.AUTO_MODEL_CLASS = loading.WithAllTensors(auto_class, self._field)
+        try:
+            super()._create_model(pretrained, *args, **kwargs)
+        finally:
+            self.AUTO_MODEL_CLASS = auto_class
 
     def _context_of(self, model: transformers.PreTrainedModel) -> int:
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -227,7 +228,7 @@ class FlyLM(HFLM):
 
         local = RunStats()
         try:
-            for record in self._engine(missing, observe, wanted).run(missing):
+            for record in self._decoded(missing, observe, wanted):
                 index = order[id(record.request)]
                 texts[index] = response_text(record.tokens, record.request, self)
                 self._keep(requests[index], texts[index], record, log)
@@ -246,6 +247,24 @@ class FlyLM(HFLM):
         if self.world_size == 1:
             self._share()
         return [texts[index] for index in range(len(wanted))]
+
+    def _decoded(
+        self, missing: list[Request], observe: Observer, wanted: list[Request]
+    ) -> Iterator[RequestRecord]:
+        """Records as rows end. Raises FlyError where a model's logits are no numbers."""
+        try:
+            yield from self._engine(missing, observe, wanted).run(missing)
+        except NotFiniteError as error:
+            config, instance = self.fly_config, error.request.tag
+            models = {
+                "target": f"target_model_path={config.target_model_path}",
+                "draft": f"pretrained={config.draft_model_path}",
+            }
+            raise FlyError(
+                f"{models[error.role]}: its logits are not finite (NaN or infinite) in task "
+                f"{instance.task_name}, doc {instance.doc_id}, after {error.at} new tokens: "
+                f"{loading.NOT_FINITE}"
+            ) from error
 
     def barrier(self) -> None:
         """Where lm-eval has all processes meet: also those that had nothing to decode."""
@@ -266,7 +285,7 @@ class FlyLM(HFLM):
             return {}
         asked = [identity(request) for request in wanted]
         if getattr(self.cache_hook, "dbdict", None) is None:  # else lm-eval asks only for the rest
-            earlier.check_all_asked(asked)
+            earlier.note_asked(asked)
         found = {index: earlier.text(item) for index, item in enumerate(asked)}
         session.current().go_on()
         texts = {index: text for index, text in found.items() if text is not None}
@@ -444,26 +463,3 @@ def _without_padding(requests: list[Instance]) -> list[int]:
         if seen[id(instance)] <= instance.repeats:
             own.append(index)
     return own
-
-
-def _refuse_unknown(hf_args: dict[str, Any]) -> None:
-    """Arguments HFLM does not know go on to from_pretrained; a misspelt key of fly's must not."""
-    known = inspect.signature(HFLM.__init__).parameters
-    for key in hf_args:
-        near = difflib.get_close_matches(key, fly_config.FlyConfig.model_fields, n=1, cutoff=0.75)
-        if key not in known and near:
-            raise FlyError(f"unknown model_args key {key!r}: did you mean {near[0]!r}?")
-
-
-def _refuse_autocast(hf_args: dict[str, Any]) -> None:
-    """HFLM runs its passes under autocast; fly's have one dtype."""
-    dtype = hf_args.get("mixed_precision_dtype")
-    if dtype not in (None, ""):
-        raise FlyError(
-            f"mixed_precision_dtype={dtype}: fly's passes have one dtype: set "
-            f"dtype={str(dtype).removeprefix('torch.')}, or run lm-eval's hf (no config_path)"
-        )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

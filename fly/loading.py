@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -14,6 +16,9 @@ from fly import pairs
 from fly.decoding import memory
 from fly.decoding.runner import ModelRunner, input_device
 from fly.errors import FlyError
+
+if TYPE_CHECKING:
+    from fly.config import FlyConfig
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +29,17 @@ _COARSEST = 0.05
 _LOADED = 1.2  # bytes in memory per byte of weights: an untied copy of the head, quantisation
 _WORKSPACE = 10**9  # beside the weights: activations, K/V, libraries
 _DEQUANTISED = 3.5  # a 4-bit GGUF file's weights as bfloat16
+_POINTER = b"version https://git-lfs"
+_READ_BY_TRANSFORMERS = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "*.index.json", "model*.safetensors", "pytorch_model*.bin",
+)  # fmt: skip
+
+
+NOT_FINITE = (
+    "its weights are damaged, or overflow in this dtype: fetch the model again, or try "
+    "dtype=float32 (draft_dtype for the draft)"
+)
 
 
 @dataclass(frozen=True)
@@ -87,12 +103,96 @@ def _weight_bytes(source: ModelSource) -> int:
     return 0
 
 
-def check_dtype(field: str, dtype: object) -> None:
-    """Refuse a name that is no torch dtype before anything loads."""
-    if not isinstance(dtype, str) or dtype == "auto":
-        return
-    if not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise FlyError(f"{field}={dtype}: no such dtype: use e.g. bfloat16, float16, float32")
+def sources(config: FlyConfig) -> tuple[ModelSource, ModelSource | None]:
+    """(target, draft or None) of a configuration, their files checked.
+
+    Raises FlyError for what is not there, is damaged, or is not named though it takes part.
+    """
+    target = resolve_source(config.target_model_path, "target_model_path")
+    check_files(target, "target_model_path")
+    if not config.needs_draft_model:
+        return target, None
+    if config.draft_model_path is None:
+        raise FlyError(
+            "pretrained is missing: name the draft model (pretrained=<hub id or folder>), "
+            "or choose drafter=ngram or use_sd=false, which need none"
+        )
+    draft = resolve_source(config.draft_model_path, "pretrained")
+    check_files(draft, "pretrained")
+    return target, draft
+
+
+def check_files(source: ModelSource, field: str) -> None:
+    """Refuse a local model whose files are cut short or were never fetched, naming the file.
+
+    Only sizes and heads are read. Models on a hub are checked by its own client.
+    """
+    folder = Path(source.path)
+    patterns = [source.gguf_file] if source.gguf_file else _READ_BY_TRANSFORMERS
+    for file in (file for pattern in patterns for file in sorted(folder.glob(pattern))):
+        try:
+            damage = _damage(file)
+        except OSError as error:
+            damage = f"cannot be read ({error.strerror})"
+        if damage:
+            raise FlyError(f"{field}={folder}: {file.name} {damage}: {pairs.how_to_fetch(file)}")
+
+
+def _damage(file: Path) -> str | None:
+    """What is wrong with a model's file, in words; None if nothing is to be seen."""
+    size = file.stat().st_size
+    with open(file, "rb") as opened:
+        head = opened.read(len(_POINTER))
+        if not size:
+            return "is empty"
+        if head == _POINTER:
+            return "is a git-lfs pointer, not the file itself (`git lfs pull` gets it)"
+        if file.suffix == ".gguf":
+            return None if head.startswith(b"GGUF") else "is no GGUF file"
+        if file.suffix == ".bin":
+            cut = head.startswith(b"PK") and not zipfile.is_zipfile(file)
+            return "is cut short" if cut else None
+        try:
+            if file.suffix == ".json":
+                is_object = isinstance(json.loads(file.read_bytes()), dict)
+                return None if is_object else "holds no JSON object"
+            length = int.from_bytes(head[:8], "little")
+            opened.seek(8)
+            tensors = json.loads(opened.read(min(length, size)))
+            ends = [entry["data_offsets"][1] for name, entry in tensors.items() if name[0] != "_"]
+            whole = 8 + length + max(ends, default=0)
+        except (ValueError, RecursionError, LookupError, AttributeError, TypeError):
+            return "is cut short, or no file of its kind"
+        return f"is cut short ({size} of {whole} bytes)" if size < whole else None
+
+
+class WithAllTensors:
+    """A transformers auto class whose `from_pretrained` refuses a checkpoint that lacks tensors.
+
+    transformers only warns, and goes on with random ones. Tied weights are stored once.
+    """
+
+    def __init__(self, auto_class: Any, field: str) -> None:
+        self._auto_class = auto_class
+        self._field = field
+
+    def from_pretrained(self, path: str, *args: Any, **kwargs: Any) -> PreTrainedModel:
+        """As the auto class's own."""
+        model, info = self._auto_class.from_pretrained(
+            path, *args, output_loading_info=True, **kwargs
+        )
+        tensors = model.state_dict(keep_vars=True)
+        lacking = set(info["missing_keys"])
+        there = {id(tensor) for name, tensor in tensors.items() if name not in lacking}
+        absent = sorted(n for n in lacking if n not in tensors or id(tensors[n]) not in there)
+        if absent:
+            more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
+            raise FlyError(
+                f"{self._field}={path}: the checkpoint lacks {', '.join(absent[:3])}{more}: fetch "
+                "the model again, or name another one"
+            )
+        loaded: PreTrainedModel = model
+        return loaded
 
 
 def check_same_vocabulary(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
@@ -211,6 +311,8 @@ def check_cache_agrees(model: PreTrainedModel, field: str) -> None:
     name = f"{field} ({model.config.model_type})"
     device = input_device(model)
     expected: Any = model(torch.tensor([tokens], device=device)).logits[0].float()
+    if not expected.isfinite().all():
+        raise FlyError(f"{name}: its logits are not finite (NaN or infinite): {NOT_FINITE}")
     try:
         checked = _through_cache(model, tokens)
     except (ValueError, TypeError, RuntimeError, AttributeError, LookupError) as error:

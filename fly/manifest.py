@@ -13,16 +13,43 @@ import logging
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from filelock import FileLock, Timeout
+from pydantic import ConfigDict, StringConstraints, TypeAdapter, with_config
+from typing_extensions import TypedDict
 
+from fly import reading
 from fly.errors import FlyError
 from fly.paths import write_whole
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
+
+
+@with_config(ConfigDict(strict=True))
+class _Data(TypedDict):
+    started: Annotated[str, StringConstraints(pattern=r"^[\w.-]+$")]
+    finished: bool
+    results: str | None
+    resumed: list[str]
+
+
+@with_config(ConfigDict(strict=True))
+class _Arguments(TypedDict):
+    output_path: str
+
+
+@with_config(ConfigDict(strict=True))
+class _Resumable(TypedDict):
+    working_directory: str
+    below: bool
+    arguments: _Arguments
+
+
+_SHAPE: TypeAdapter[Any] = TypeAdapter(_Data)
+_RESUMABLE: TypeAdapter[Any] = TypeAdapter(_Resumable)
 _ABSENT = object()
 
 
@@ -54,13 +81,15 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise FlyError(f"{path}: cannot be read: {error}") from None
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
+        data = reading.read_object(path)
+        if data.get("format") != FORMAT:
             raise FlyError(f"{path}: not a run's manifest of this version of fly")
+        reading.check_shape(data, _SHAPE, f"{path}, a run's manifest")
         return cls(path, data)
+
+    def check_resumable(self) -> None:
+        """Raise FlyError unless it says how the run was started."""
+        reading.check_shape(self.data, _RESUMABLE, f"{self.path}, a run's manifest")
 
     @property
     def folder(self) -> Path:
@@ -98,12 +127,13 @@ class Manifest:
                 "new run (leave --resume out)"
             )
 
-    def hold(self) -> bool:
+    def hold(self, wait: float = 0) -> bool:
         """Whether no other process works on this run; none will while this one lives.
 
-        The system releases the lock when a process dies, however it does.
+        The system releases the lock when a process dies, however it does. wait: so many seconds,
+        for one that is about to end.
         """
-        lock = FileLock(self.path.with_name(f".{self.path.stem}.lock"), timeout=0)
+        lock = FileLock(self.path.with_name(f".{self.path.stem}.lock"), timeout=wait)
         try:
             lock.acquire()
         except Timeout:

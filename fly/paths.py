@@ -1,11 +1,15 @@
 """Where fly's own files lie: shipped configurations and tasks, and the user's cache."""
 
 import contextlib
+import glob
 import os
+import socket
 import stat
 import threading
 import time
 from pathlib import Path
+
+import psutil
 
 from fly.errors import FlyError
 
@@ -28,22 +32,22 @@ def fly_home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fly"
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
     """Write or replace a file as a whole: nobody ever meets half of it. Raises OSError.
 
     What a link names is replaced, not the link; a pipe or a terminal is written to.
     """
+    data = content.encode() if isinstance(content, str) else content
     if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(data)
         return
     path = path.resolve()
     # a name of its own: two processes may write the same file at once
-    beside = path.with_name(
-        f".{path.name}.{os.getpid()}-{time.monotonic_ns()}-{threading.get_ident()}"
-    )
+    ours = f".{path.name}.{socket.gethostname()}-"
+    beside = path.with_name(f"{ours}{os.getpid()}-{time.monotonic_ns()}-{threading.get_ident()}")
     try:
-        with open(beside, "x", encoding="utf-8") as file:
-            file.write(text)
+        with open(beside, "xb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())  # else a machine's crash may leave the new name empty
         if path.exists():
@@ -54,12 +58,16 @@ def write_whole(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             beside.unlink()
         raise
+    for left in path.parent.glob(f"{glob.escape(ours)}*"):
+        pid = left.name.removeprefix(ours).partition("-")[0]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):  # killed in the middle of this
+            left.unlink(missing_ok=True)
 
 
-def write_output(path: Path, text: str, flag: str) -> None:
+def write_output(path: Path, content: str | bytes, flag: str) -> None:
     """`write_whole` in a folder that is made; raises FlyError that names the command's flag."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, text)
+        write_whole(path, content)
     except OSError as error:
         raise FlyError(f"{flag} {path}: cannot be written: {error.strerror}") from None

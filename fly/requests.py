@@ -21,6 +21,7 @@ from lm_eval.models.utils import (
 )
 from lm_eval.utils import handle_non_serializable, hash_string
 
+from fly.arguments import check_gen_kwargs
 from fly.decoding.sampling import Sampling
 from fly.decoding.sequence import Request
 from fly.errors import FlyError
@@ -84,12 +85,11 @@ def build_request(instance: Instance, lm: FlyLM, nth: int = 0) -> Request:
     """
     context, gen_kwargs = instance.args
     where = f"task {instance.task_name}, doc {instance.doc_id}"
+    check_gen_kwargs(gen_kwargs, f"gen_kwargs, {where}")
     kwargs: dict[str, Any] = dict(normalize_gen_kwargs(gen_kwargs, lm.max_gen_toks))
     settings = sampling(kwargs, gen_kwargs, lm, where)
     _refuse_unsupported(kwargs, settings, where)
     budget = kwargs["max_gen_toks"]
-    if budget < 1:
-        raise FlyError(f"max_gen_toks={budget} ({where}): must be at least 1")
     room = lm.max_length - budget
     if room < 1:
         raise FlyError(
@@ -173,9 +173,6 @@ def sampling(kwargs: dict[str, Any], given: dict[str, Any], lm: FlyLM, where: st
         values["top_p"] = setting("top_p", 1.0, 1.0)
         values["min_p"] = setting("min_p", 0.0, 0.0)
     values["temperature"] = temperature
-    for name, value in values.items():
-        if not isinstance(value, (int, float)):
-            raise FlyError(f"gen_kwargs {name}={value!r} ({where}): must be a number")
     try:
         return Sampling(**values)
     except ValueError as error:
@@ -259,7 +256,9 @@ def response_text(tokens: list[int], request: Request, lm: FlyLM) -> str:
     text = lm.tok_decode(tokens)
     if isinstance(think_end, int):
         text = text.lstrip()
-    eos = lm.tok_decode(lm.eot_token_id, skip_special_tokens=False)
+    eos = None
+    if lm.eot_token_id is not None:  # not every tokenizer has one
+        eos = lm.tok_decode(lm.eot_token_id, skip_special_tokens=False)
     return postprocess_generated_text(
         generation=text,
         stop=handle_stop_sequences(list(request.stops), eos=eos),

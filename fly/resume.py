@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from fly import config as fly_config
 from fly import fingerprint, loading
 from fly.earlier import Earlier
 from fly.errors import FlyError
+from fly.evaluation import runs
 from fly.manifest import Manifest, find, first_difference, plain
 from fly.session import Session
 
@@ -36,6 +37,7 @@ _SECRETS = {
     "password",
 }  # fmt: skip
 _ONE_PROCESS = "WORLD_SIZE"  # set by torchrun and accelerate
+_ENDING = 5.0  # seconds that a process may take which was told to end
 _BESIDE = ("tokenizer", "peft", "delta")  # model_args that may name folders, too
 _DECIDING = ("fly", "torch", "transformers", "lm-eval", "tokenizers")
 
@@ -94,6 +96,7 @@ def reopen(args: argparse.Namespace, given: dict[str, Any], secrets: dict[str, A
             f"--resume with {_ONE_PROCESS}={os.environ[_ONE_PROCESS]}: only runs of one process "
             "can be resumed: start one process (without torchrun or accelerate launch)"
         )
+    manifest.check_resumable()
     _check_given(manifest, given)
     args.config = None
     for name, value in manifest.data["arguments"].items():
@@ -132,13 +135,14 @@ def kept(
         check_models(manifest, config, rest, loaded=False)
         run.go_on_as(manifest, Earlier(manifest.folder, manifest.started) if reopened else None)
         yield
-        if (results := _results(run)) is not None:
-            manifest.finish(results)
-        else:
-            logger.warning("no results were saved: %s", run.way_on)
+        _finish(run, manifest, arguments)
     except Exception:
-        if reopened is None and not list(manifest.folder.glob(f"fly_requests_{run.started}*")):
+        records = list(manifest.folder.glob(f"fly_requests_{run.started}*"))
+        if not (reopened or records or _results(run)):
             manifest.remove()
+        elif not manifest.path.exists():  # the folder was removed, and its records put back
+            with suppress(OSError):
+                manifest.save()
         raise
     finally:
         run.manifest = run.earlier = None  # what else this process decodes is not of the run
@@ -162,9 +166,10 @@ def _join(run: Session, manifest: Manifest) -> Manifest:
             f"--resume {manifest.folder}: the folder was called {run.output_dir.name}: "
             "give it its name back"
         )
-    if not manifest.hold():
+    if not manifest.hold(_ENDING):
         raise FlyError(f"--resume {manifest.folder}: another process is working on this run")
-    if Manifest.read(manifest.path).finished:
+    manifest.data = Manifest.read(manifest.path).data  # as that process has left it
+    if manifest.finished:
         raise FlyError(f"--resume {manifest.folder}: another process has just ended this run")
     manifest.data["resumed"].append(time.strftime("%Y-%m-%dT%H-%M-%S"))
     return manifest
@@ -185,17 +190,37 @@ def deciding_versions() -> dict[str, str]:
     return {name: installed[name] for name in _DECIDING}
 
 
+def _finish(run: Session, manifest: Manifest, arguments: dict[str, Any]) -> None:
+    """Note that the run has ended, if all that it is to leave is there."""
+    assert run.lm is not None
+    if run.earlier and not arguments.get("use_cache"):  # which answers some before fly is asked
+        run.earlier.check_all_asked()
+    results = _results(run)
+    if results is None:
+        raise FlyError(
+            f"output_path={run.output_dir}: the results could not be saved (lm-eval's warning says "
+            f"why); {run.way_on}"
+        )
+    if arguments.get("log_samples"):
+        runs.check_samples(results)
+    records = manifest.folder / f"fly_requests_{run.started}.jsonl"
+    kept = records.read_bytes().count(b"\n") if records.is_file() else 0
+    if kept != run.lm.stats.requests:
+        raise FlyError(
+            f"output_path={run.output_dir}: holds {kept} of {run.lm.stats.requests} records: files "
+            f"were removed while the run went on; {run.way_on}"
+        )
+    manifest.finish(results)
+
+
 def _results(run: Session) -> Path | None:
     """The results file that lm-eval wrote for this run."""
     assert run.output_dir is not None
     found = run.output_dir.glob("*results_*.json")
     for path in sorted(found, key=lambda path: path.stem.rsplit("_", 1)[1], reverse=True):
-        try:
-            entry = json.loads(path.read_text(encoding="utf-8"))["config"]["fly"]
-        except (OSError, ValueError, LookupError, TypeError):
-            continue  # another backend's, or one that a kill left unfinished
-        if entry["started"] == run.started:
-            return path
+        with suppress(FlyError):  # one that a kill left unfinished
+            if runs.started_of(path) == run.started:
+                return path
     return None
 
 

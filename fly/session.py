@@ -6,6 +6,8 @@ lm-eval builds the model itself, from JSON-able arguments; this is the way back.
 from __future__ import annotations
 
 import json
+import logging
+import os
 import shlex
 import time
 from dataclasses import dataclass, field
@@ -13,12 +15,14 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from fly.errors import FlyError
-from fly.paths import fly_home
+from fly.paths import fly_home, write_whole
 
 if TYPE_CHECKING:
     from fly.earlier import Earlier
     from fly.lm import FlyLM
     from fly.manifest import Manifest
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -109,7 +113,8 @@ class JsonLines:
     def __init__(self, session: Session, name: str, rank: int) -> None:
         suffix = f"_rank{rank}" if rank else ""
         self._name = f"{name}_{session.started}{suffix}.jsonl"
-        self._folder = session.output_dir
+        self._folder = session.output_dir and session.output_dir.absolute()
+        self._session = session
         self._file: IO[str] | None = None
         self._unsaved: list[str] = []
         self.count = 0
@@ -125,17 +130,42 @@ class JsonLines:
             self.flush()
 
     def flush(self) -> None:
-        """Append what is in memory to the file."""
+        """Append what is in memory to the file. Raises FlyError if the file was taken away."""
         if not self._unsaved:
             return
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
-        self._file.write("\n".join(self._unsaved) + "\n")
+            self._file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115
+        text = "\n".join(self._unsaved) + "\n"
+        self._unsaved = []  # first: what a signal cuts short must not be written twice
+        self._file.write(text)
         self._file.flush()
-        self._unsaved.clear()
+        if not self._is_in_place(self._file):
+            raise FlyError(
+                f"output_path={self._session.output_dir}: was removed or moved while the run wrote "
+                f"to it: what was finished is put back there; {self._session.way_on}"
+            )
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Closed, the file is where it belongs: an open one outlives the removal of its folder."""
+        if self._file is None:
+            return
+        if not self._is_in_place(self._file):
+            self._file.seek(0)
+            self._put_back(self._file.read())
+        self._file.close()
+        self._file = None
+
+    def _is_in_place(self, file: IO[str]) -> bool:
+        return os.fstat(file.fileno()).st_nlink > 0 and self.path.exists()
+
+    def _put_back(self, text: str) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self.path, text)
+        except OSError:
+            if self._folder is None:
+                raise
+            self._folder = None  # what cannot go there goes to FLY_HOME
+            self._put_back(text)
+            logger.warning("kept in %s", self.path)

@@ -36,10 +36,4 @@ def draft(target):
 @pytest.fixture(scope="session")
 def saved_pair(tmp_path_factory):
     """Folders of a tiny target and draft with a byte-level tokenizer, as from_pretrained reads."""
-    root = tmp_path_factory.mktemp("pair")
-    target = tiny.model(seed=1, vocab=tiny.TOKENIZER_VOCAB)
-    tokenizer = tiny.byte_tokenizer()
-    for name, model in (("target", target), ("draft", tiny.noisy_copy(target, 0.01))):
-        model.save_pretrained(root / name)
-        tokenizer.save_pretrained(root / name)
-    return root
+    return tiny.save_pair(tmp_path_factory.mktemp("pair"))

@@ -4,56 +4,160 @@ A fork server imports torch and lm-eval once; every run is a fork of it, a real 
 `fly` command line, started in a moment.
 """
 
+import contextlib
+import faulthandler
 import functools
 import json
 import multiprocessing
 import os
+import shutil
 import signal
+import sys
 import time
+import traceback
+import types
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import lm_eval.evaluator
 import lm_eval.tasks
+import psutil
 import torch
 
 import fly.lm  # noqa: F401
-from fly import cli
+from fly import cli, processes
+
+TASK = """task: {name}
+custom_dataset: !function tiny_utils.load
+output_type: generate_until
+test_split: test
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+repeats: {repeats}
+generation_kwargs: {{until: ["zzz"], max_gen_toks: {tokens}, {sampling}}}
+metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
+"""
+UTILS = """import datasets
+def load(**kwargs):
+    rows = [{"question": f"q{i * 37} ", "answer": "a"} for i in range(12)]
+    return {"test": datasets.Dataset.from_list(rows)}
+"""
+CHOICE = """task: tiny_choice
+custom_dataset: !function tiny_utils.load
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{question}}"
+doc_to_choice: ["a", "b"]
+doc_to_target: 0
+"""
+PATIENCE = 240  # seconds
+REQUESTS = 12 + 2 * 12  # of the greedy task, and of the sampling one, twice each
+# What follows from the clock and from what else the process decoded, not from the request.
+UNEQUAL = ("seconds", "decode_tok_s", "end_to_end_tok_s", "prompt_tokens_reused")
 
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload([__name__])
 
 
-def _fly(arguments, log, folder):
+def _fly(arguments, log, folder, prepare):
+    os.setpgid(0, 0)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    faulthandler.register(signal.SIGUSR1)  # for one that does not end
     os.chdir(folder)
     torch.set_num_threads(1)
+    processes.subprocess = types.SimpleNamespace(Popen=_Fork)
+    if prepare is not None:
+        prepare()
     main([str(argument) for argument in arguments])
 
 
+class _Fork:
+    """Popen of `python -m fly ...`, without the seconds that imports take."""
+
+    def __init__(self, command, pass_fds, env):
+        assert command[1:3] == ["-m", "fly"]
+        self._status = None
+        self._pid = os.fork()
+        if self._pid:
+            return
+        for number in (signal.SIGTERM, signal.SIGHUP):  # as exec leaves them
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        kept = {0, 1, 2, *pass_fds}
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            if descriptor not in kept:
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+        os.environ.update(env)
+        status = 1
+        try:
+            main(command[3:])
+            status = 0
+        except SystemExit as end:
+            status = end.code or 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+    def wait(self):
+        if self._status is None:
+            _, status = os.waitpid(self._pid, 0)
+            self._status = os.waitstatus_to_exitcode(status)
+        return self._status
+
+
 def main(arguments=None):
-    """`fly`, with the test's own tasks only: listing all of lm-eval's takes longer than a run."""
+    """`fly` without what takes longer than a run: listing lm-eval's own tasks, and asking pip and
+    others about the machine for the results file."""
     own = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
     lm_eval.tasks.TaskManager = own
+    lm_eval.evaluator.add_env_info = lambda results: None
     cli.main(arguments)
 
 
 class Run:
-    """`fly` with these arguments, started in `folder`; its output goes to a file there."""
+    """`fly` with these arguments, started in `folder`, the first of a process group of its own; its
+    output goes to a file there. prepare: called in its process first."""
 
-    def __init__(self, arguments, folder: Path):
+    def __init__(self, arguments, folder: Path, prepare=None):
         self._log = folder / "output.txt"
-        self.process = _processes.Process(target=_fly, args=(arguments, self._log, folder))
+        self._log.unlink(missing_ok=True)
+        self.process = _processes.Process(target=_fly, args=(arguments, self._log, folder, prepare))
         self.process.start()
+
+    def kill(self, number, group: bool) -> None:
+        """Send a signal to the process, or to all of its group."""
+        with contextlib.suppress(ProcessLookupError):
+            (os.killpg if group else os.kill)(self.process.pid, number)
+
+    def group(self) -> list[int]:
+        """Who of its process group is still alive."""
+        return [pid for pid in psutil.pids() if self._is_of_group(pid)]
+
+    def _is_of_group(self, pid: int) -> bool:
+        try:
+            of_group = os.getpgid(pid) == self.process.pid
+            return of_group and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            return False
+
+    def output(self) -> bytes:
+        return self._log.read_bytes() if self._log.exists() else b""
 
     def end(self) -> tuple[int, str]:
         """Exit status and output, once it has ended by itself."""
-        self.process.join(120)
-        assert self.process.exitcode is not None
-        return self.process.exitcode, self._log.read_text(errors="replace")
+        self.process.join(PATIENCE)
+        if self.process.exitcode is None:
+            os.kill(self.process.pid, signal.SIGUSR1)
+            time.sleep(1)
+            raise AssertionError(f"it does not end:\n{self.output().decode(errors='replace')}")
+        return self.process.exitcode, self.output().decode(errors="replace")
 
     def kill_when(self, reached, wait: float = 0.0) -> bool:
         """SIGKILL it `wait` seconds after `reached()`; False if it ended before."""
@@ -72,6 +176,48 @@ def kill_when(pid, reached, wait, is_alive) -> None:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
+
+
+def make_place(folder: Path, pair: Path) -> Path:
+    """Two generating tasks, a choosing one, and a pair's configuration, in the folder."""
+    (folder / "tasks").mkdir()
+    greedy = TASK.format(name="tiny_greedy", repeats=1, tokens=40, sampling="do_sample: false")
+    (folder / "tasks" / "greedy.yaml").write_text(greedy)
+    sampled = "do_sample: true, temperature: 0.8"
+    sampled = TASK.format(name="tiny_sampled", repeats=2, tokens=30, sampling=sampled)
+    (folder / "tasks" / "sampled.yaml").write_text(sampled)
+    (folder / "tasks" / "choice.yaml").write_text(CHOICE)
+    (folder / "tasks" / "tiny_utils.py").write_text(UTILS)
+    shutil.copytree(pair, folder / "pair")
+    values = {"target_model_path": "pair/target", "spd_k": 4, "win_len": 1, "entropy_thre": 0.0}
+    values["draft_policy"] = "fixed"
+    (folder / "pair.json").write_text(json.dumps({**values, "trace": True}))
+    return folder
+
+
+def arguments(out, *more, tasks="tiny_greedy,tiny_sampled,tiny_choice"):
+    """Of `fly run` in such a place."""
+    model_args = "pretrained=pair/draft,config_path=pair.json,dtype=float32"
+    return [
+        "--model", "hf", "--model_args", model_args, "--tasks", tasks, "--include_path", "tasks",
+        "--device", "cpu", "--batch_size", "3", "--output_path", out, "--log_samples", *more,
+    ]  # fmt: skip
+
+
+def records(folder):
+    """By request: the record without what differs between two runs of the same."""
+    found = lines(folder, "fly_requests_*.jsonl")
+    keys = [(r["task"], r["doc_id"], r["idx"], r["repeat"]) for r in found]
+    assert len(set(keys)) == len(keys), "a request was answered twice"
+    return {
+        key: {name: value for name, value in record.items() if name not in UNEQUAL}
+        for key, record in zip(keys, found)
+    }
+
+
+def count(out):
+    """Whole records so far; reading may meet a line half written."""
+    return sum(file.read_bytes().count(b"\n") for file in out.rglob("fly_requests_*.jsonl"))
 
 
 def lines(folder: Path, name: str) -> list[dict]:

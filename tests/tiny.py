@@ -1,6 +1,7 @@
 """Tiny random models and a byte-level tokenizer, made in a moment."""
 
 import copy
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -62,6 +63,16 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         chat_template="{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}",
         model_max_length=512,
     )
+
+
+def save_pair(root: Path) -> Path:
+    """Folders `target` and `draft` with a tokenizer, as from_pretrained reads."""
+    target = model(seed=1, vocab=TOKENIZER_VOCAB)
+    tokenizer = byte_tokenizer()
+    for name, saved in (("target", target), ("draft", noisy_copy(target, 0.01))):
+        saved.save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+    return root
 
 
 def prompts(count: int = 5, vocab: int = 64, seed: int = 3) -> list[list[int]]:

@@ -39,7 +39,7 @@ def add_command(subparsers: Any) -> None:
         "runs", nargs="*", metavar="RUN", help="folder or results file; NAME=PATH names it"
     )
     _add_options(parser)
-    parser.set_defaults(func=_execute, usage_error=parser.error)
+    parser.set_defaults(func=_execute)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -194,8 +194,10 @@ def _load(paths: Sequence[tuple[str | None, str | Path]], taken: list[str]) -> l
 def _made(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
     """Form two: the modes are run, where they have not been yet."""
     from fly import session
+    from fly.arguments import check_run, yaml_values
     from fly.evaluation import modes
 
+    check_run(args, yaml_values(args.config))
     for flag in ("tasks", "model_args", "output_path"):
         if not _given(args, flag):
             raise FlyError(f"fly compare needs --{flag}, or finished runs: fly compare RUN RUN ...")
@@ -251,15 +253,10 @@ def _given(args: argparse.Namespace, name: str) -> Any:
     """A flag of `fly run`, from the command line or else from --config."""
     if getattr(args, name) or not args.config:
         return getattr(args, name)
-    from lm_eval.config.evaluate_config import EvaluatorConfig
-    from lm_eval.utils import simple_parse_args_string
+    from fly.arguments import as_dict, yaml_values
 
-    try:
-        value = EvaluatorConfig.load_yaml_config(args.config).get(name)
-    except (OSError, ValueError, TypeError) as error:
-        raise FlyError(f"--config {args.config}: {error}") from None
-    keyed = name in ("model_args", "gen_kwargs") and isinstance(value, str)
-    return simple_parse_args_string(value) if keyed else value
+    value = yaml_values(args.config).get(name)
+    return as_dict(value) if name in ("model_args", "gen_kwargs") else value
 
 
 def _check_early(args: argparse.Namespace, stored: Measured) -> None:
@@ -271,10 +268,10 @@ def _check_early(args: argparse.Namespace, stored: Measured) -> None:
     target = fly_config.resolve(rest.get("config_path"), own, log=False).target_model_path
     files = measured.fingerprint(target)
     reason = measured.why_other_files(stored.target["files"], files)
-    if reason is None and stored.decoding["gen_kwargs"] != (
+    if reason is None and stored.decoding.get("gen_kwargs") != (
         now := _given(args, "gen_kwargs") or {}
     ):
-        reason = f"decoded otherwise (gen_kwargs: {stored.decoding['gen_kwargs']}, now {now})"
+        reason = f"decoded otherwise (gen_kwargs: {stored.decoding.get('gen_kwargs')}, now {now})"
     if reason:
         raise FlyError(_not_reusable(args.baseline, reason))
 

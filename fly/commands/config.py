@@ -6,9 +6,8 @@ import argparse
 import json
 from typing import Any
 
-from lm_eval.utils import simple_parse_args_string
-
 from fly import config
+from fly.arguments import key_values
 from fly.errors import FlyError
 
 
@@ -37,7 +36,9 @@ def _show(args: argparse.Namespace) -> None:
     for item in args.overrides:
         if "=" not in item:
             raise FlyError(f"override {item!r}: write it as key=value")
-    overrides = simple_parse_args_string(",".join(args.overrides))
+    overrides: dict[str, Any] = {}
+    for item in args.overrides:
+        overrides |= key_values(item, "override")
     own, unknown = config.split_model_args(overrides)
     found = config.load(args.file, {**own, **unknown})
     print(json.dumps(found.model_dump(), indent=2))

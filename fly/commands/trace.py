@@ -90,6 +90,8 @@ def _trace(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
+    from fly.arguments import check_flags, check_task_files
+
     if (args.prompt is None) == (args.task is None):
         raise FlyError('give a prompt (fly trace "...") or a document (--task NAME --doc N)')
     if args.doc is not None and args.task is None:
@@ -103,7 +105,23 @@ def _check(args: argparse.Namespace) -> None:
     if args.model_args.get("trace"):
         raise FlyError("--model_args trace: fly trace writes no file: leave it out, or use fly run")
     if args.prompt == "-":
-        args.prompt = sys.stdin.read()
+        args.prompt = _standard_input()
+    try:
+        (args.prompt or "").encode()
+    except UnicodeEncodeError as error:
+        raise FlyError(
+            f"the prompt's character {error.start + 1} is {args.prompt[error.start]!r}, which has "
+            "no UTF-8: remove it"
+        ) from None
+    check_flags(vars(args), "fly trace")
+    check_task_files([args.task], [args.own_tasks] if args.own_tasks else [])
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise FlyError(f"standard input: not UTF-8 at byte {error.start}") from None
 
 
 def _check_task(args: argparse.Namespace) -> None:
@@ -116,11 +134,7 @@ def _check_task(args: argparse.Namespace) -> None:
     count = len(task.eval_docs)
     if not 0 <= (args.doc or 0) < count:
         raise FlyError(f"--doc {args.doc}: {args.task} has documents 0 to {count - 1}")
-    if getattr(task, "UNSAFE_CODE", False) and not args.confirm_run_unsafe_code:
-        raise FlyError(
-            f"--task {args.task}: scoring runs the program that the model writes: "
-            "add --confirm_run_unsafe_code"
-        )
+    harness.check_confirmed(args.task, task, args.confirm_run_unsafe_code)
 
 
 def _load(args: argparse.Namespace) -> FlyLM:

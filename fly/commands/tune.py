@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from lm_eval._cli.utils import MergeDictAction, SplitArgs
 
 from fly import config as fly_config
-from fly import session
+from fly import loading, session
 from fly.errors import FlyError
 
 
@@ -72,7 +69,7 @@ def add_command(subparsers: Any) -> None:
 
 def _tune(args: argparse.Namespace) -> None:
     model_args = _checked(args)
-    from fly.evaluation import report
+    from fly.evaluation import harness, report
     from fly.tuning import output
     from fly.tuning.live import TunedLM, Workload
     from fly.tuning.tune import Options, Tuner, Tuning
@@ -98,7 +95,7 @@ def _tune(args: argparse.Namespace) -> None:
         output.write_record(record, tuning, lm, workload, options)
 
     try:
-        with _quiet("lm_eval"):  # it would tell the same of every run, between our lines
+        with harness.quiet("lm_eval"):  # it would tell the same of every run, between our lines
             tuning = Tuner(lm, workload, options, keep).run()
     except BaseException:
         if record.exists():
@@ -125,20 +122,9 @@ def _quantizations(asked: list[str] | None, here: list[str]) -> list[str]:
     return [kind for kind in here if asked is None or kind in asked or kind == here[0]]
 
 
-@contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    """A package's log, warnings only."""
-    log = logging.getLogger(name)
-    before = log.level
-    log.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        log.setLevel(before)
-
-
 def _checked(args: argparse.Namespace) -> dict[str, Any]:
     """Refuse what can be refused before models load; the model's arguments."""
+    from fly.arguments import check_flags, check_model_args, check_task_files
     from fly.evaluation import harness
 
     if args.batch_size != "1":
@@ -147,6 +133,7 @@ def _checked(args: argparse.Namespace) -> dict[str, Any]:
         value = getattr(args, name)
         if value is not None and value < least:
             raise FlyError(f"--{name} {value}: must be at least {least}")
+    check_flags(vars(args), "fly tune")
     if not 0 < args.min_recovery <= 1:
         raise FlyError(
             f"--min-recovery {args.min_recovery:g}: give a share above 0 and at most 1, as 0.99"
@@ -160,10 +147,14 @@ def _checked(args: argparse.Namespace) -> dict[str, Any]:
     model_args = {**(args.model_args or {}), "trace": False}
     if args.device:
         model_args["device"] = args.device
-    own, _ = fly_config.split_model_args(model_args)
-    _check_tunable(fly_config.load(args.file, own, log=False), args.file)
-    session.check_writable(args.output.parent, "--output")
+    own, rest = fly_config.split_model_args(model_args)
+    config = fly_config.load(args.file, own, log=False)
+    _check_tunable(config, args.file)
+    check_model_args(config, rest)
+    loading.sources(config)
+    check_task_files(args.tasks, [args.task_folder] if args.task_folder else [])
     harness.check_tasks(args.tasks, args.task_folder)
+    session.check_writable(args.output.parent, "--output")
     return model_args
 
 

@@ -6,10 +6,32 @@ every pass would fault its pages in again, and bfloat16 argmax is slow. Maxima a
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 _BLOCK = 128
+
+
+class NotFiniteError(ArithmeticError):
+    """Logits are NaN or infinite. role: target or draft. at: after so many tokens of the request's
+    output."""
+
+    def __init__(self, role: str, request: Any, at: int) -> None:
+        super().__init__(f"the {role}'s logits are not finite after {at} tokens")
+        self.role, self.request, self.at = role, request, at
+
+
+def marked(choice: Tensor, logits: Tensor) -> Tensor:
+    """The chosen tokens, -1 where their logits [..., V] were not finite. [...].
+
+    Only the chosen logits are looked at: argmax takes a NaN for the largest, and a draw from
+    probabilities that are NaN ends past the vocabulary.
+    """
+    inside = choice.clamp(max=logits.shape[-1] - 1)
+    is_finite = logits.gather(-1, inside[..., None])[..., 0].isfinite()
+    return choice.masked_fill(~is_finite | (choice != inside), -1)
 
 
 def greedy(logits: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fly.decoding.choice import NotFiniteError, marked
 from fly.decoding.gates import Gate, entropy
 from fly.decoding.graphs import StaticPasses
 from fly.decoding.memory import is_out_of_memory
@@ -204,6 +205,7 @@ class Engine:
         """
         logits_BKV = self._score(rows, draft)
         draft_BK, length_B = draft.padded(logits_BKV.device)
+        raw_BKV = logits_BKV
         logits_BKV, native_BK, choice_BK1 = self._choose(rows, draft, draft_BK, logits_BKV)
         judged = judge(draft_BK, length_B, logits_BKV, self._gates, native_BK, choice_BK1)
         columns = (
@@ -211,7 +213,7 @@ class Engine:
             draft_BK,
             judged.native_BK,
             judged.passes_BK,
-            judged.choice_BK1,
+            marked(judged.choice_BK1, raw_BKV),
         )
         on_host: list[list[int]] = torch.cat([part.long() for part in columns], dim=1).tolist()
         return [self._resolve(*row) for row in zip(rows, on_host)], logits_BKV
@@ -260,6 +262,8 @@ class Engine:
         length, width = values[0], (len(values) - 2) // 4
         draft, native, passes = (values[1 + part * width :][:length] for part in range(3))
         choice = values[1 + 3 * width :][: length + 1]
+        if -1 in choice:
+            raise NotFiniteError("target", row.request, len(row.generated) + choice.index(-1))
         windowed = self._relaxation is not None and self._relaxation.window > 0
         may_wait = [
             # nothing can follow a deferred EOS, so its window could not be filled

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fly.decoding.choice import greedy
+from fly.decoding.choice import NotFiniteError, greedy, marked
 from fly.decoding.runner import ModelRunner, common_prefix
 from fly.decoding.sampling import draw
 from fly.decoding.sequence import RowVerdict, Sequence
@@ -92,7 +92,7 @@ class ModelDrafter:
         guesses = self._guess(rows, unseen)
         feeds = [fed + guess for fed, guess in zip(unseen, guesses)]
         logits_BQV = self.runner.extend(feeds)
-        choices = greedy(logits_BQV).tolist()
+        choices = marked(greedy(logits_BQV), logits_BQV).tolist()
         for slot, row in enumerate(rows):
             if unseen[slot] and not row.request.sampling.is_plain:
                 last = len(unseen[slot]) - 1
@@ -105,6 +105,9 @@ class ModelDrafter:
                 continue
             chain = self._chains[slot]
             own = choices[slot][len(fed) - 1 : len(fed) + len(guess)]
+            if -1 in own:
+                at = len(rows[slot].generated) + len(chain.tokens) + own.index(-1)
+                raise NotFiniteError("draft", rows[slot].request, at)
             agreed = common_prefix(guess, own)
             self._learn(slot, len(guess), agreed)
             new = until_eos(own[: agreed + 1], self._eos_ids)
@@ -123,12 +126,13 @@ class ModelDrafter:
         before = [*row.tokens, *chain.tokens]
         scores_NV = row.request.sampling.process(logits_NV, before, guess)
         if row.noise is None:
-            result: list[int] = scores_NV.argmax(dim=-1).tolist()
-            return result
-        q_NV = torch.softmax(scores_NV, dim=-1)
-        chain.q.extend(q_NV)
-        drawn: list[int] = draw(q_NV, row.noise.draft[len(chain.tokens) :][: len(q_NV)]).tolist()
-        return drawn
+            own_N = scores_NV.argmax(dim=-1)
+        else:
+            q_NV = torch.softmax(scores_NV, dim=-1)
+            chain.q.extend(q_NV)
+            own_N = draw(q_NV, row.noise.draft[len(chain.tokens) :][: len(q_NV)])
+        result: list[int] = marked(own_N, logits_NV).tolist()
+        return result
 
     def _guess(self, rows: list[Sequence], unseen: list[list[int]]) -> list[list[int]]:
         """Tokens that the draft model only has to verify; none in the plain drafter."""

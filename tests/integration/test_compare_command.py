@@ -15,12 +15,13 @@ import pytest
 import transformers
 import yaml
 from lm_eval._cli import HarnessCLI
+from lm_eval.utils import hash_string
 
 from fly.commands import compare as compare_command
 from fly.errors import FlyError
 from fly.evaluation import modes
 from fly.manifest import Manifest
-from tests import killing, tiny
+from tests import killing, runs_to_plot, tiny, written_runs
 from tests.integration.test_cli import config_file, run, task_dir  # noqa: F401  fixtures
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,12 +57,11 @@ def graded_tasks(task_dir, saved_pair):
 def forked(monkeypatch, tmp_path):
     """Modes run in forks of a process that has imported everything; the CI examples' do not."""
 
-    def start(command, check):
+    def start(command):
         assert command[1:4] == ["-m", "fly", "run"]
-        status, _ = killing.Run(command[3:], tmp_path).end()
-        return subprocess.CompletedProcess(command, status)
+        return killing.Run(command[3:], tmp_path).end()[0]
 
-    monkeypatch.setattr(modes, "subprocess", SimpleNamespace(run=start))
+    monkeypatch.setattr(modes, "run_child", start)
 
 
 def flags(saved_pair, config_file, tasks, out):
@@ -114,11 +114,11 @@ def test_a_mode_that_was_cut_short_goes_on(tmp_path, monkeypatch):
     go on with a run of another command."""
     calls = []
 
-    def cut_short(command, check):
+    def cut_short(command):
         calls.append(command[4:])
-        return subprocess.CompletedProcess(command, -9)
+        return -9
 
-    monkeypatch.setattr(modes.subprocess, "run", cut_short)
+    monkeypatch.setattr(modes, "run_child", cut_short)
     mode = modes.Mode("fly", "fly", {}, "identity")
     folder = tmp_path / "fly"
     with pytest.raises(FlyError, match=r"killed by signal 9.*goes on with fly$"):
@@ -148,15 +148,13 @@ def test_a_hub_models_commit_becomes_known_while_it_runs(tmp_path, monkeypatch):
     """On a fresh cache the first call knows no commit; the second must find what it began."""
     commit = [None]
 
-    def fetched(command, check):
+    def fetched(command):
         commit[0] = commit[0] or "abc"
-        return subprocess.CompletedProcess(command, status)
+        return status
 
     look = lambda: {"target": {"path": "org/model", "commit": commit[0]}}  # noqa: E731
     mode = modes.Mode("fly", "fly", {}, "identity", look)
-    monkeypatch.setattr(modes.subprocess, "run", fetched)
-    run = SimpleNamespace(rounds=[], requests=[1])
-    monkeypatch.setattr(modes.runs, "load", lambda folder: run)
+    monkeypatch.setattr(modes, "run_child", fetched)
     status = -9
     with pytest.raises(FlyError, match="killed by signal 9"):
         modes.run_missing({"fly": mode}, [], tmp_path)
@@ -167,9 +165,11 @@ def test_a_hub_models_commit_becomes_known_while_it_runs(tmp_path, monkeypatch):
     assert modes._cut_short(tmp_path / "fly", mark) == begun.path
     status = 0
     modes.run_missing({"fly": mode}, [], tmp_path)
-    assert modes._is_finished(tmp_path / "fly", mark)
+    run = SimpleNamespace(rounds=[], requests=[1], path=tmp_path / "fly" / "results.json")
+    monkeypatch.setattr(modes.runs, "load", lambda folder: run)
+    assert modes._finished(tmp_path / "fly", mark)
     commit[0] = "def"
-    assert not modes._is_finished(tmp_path / "fly", {**mark, "models": look()})
+    assert not modes._finished(tmp_path / "fly", {**mark, "models": look()})
 
 
 def test_a_failing_mode_ends_with_one_line_and_keeps_the_finished(
@@ -179,18 +179,14 @@ def test_a_failing_mode_ends_with_one_line_and_keeps_the_finished(
     graded_tasks,
     tmp_path,
     capfd,
+    monkeypatch,
 ):
     out = tmp_path / "out"
     common = flags(saved_pair, config_file, graded_tasks, out)
-    command = (
-        *common,
-        "--limit",
-        "1",
-        "--modes",
-        "target-only",
-        "--mode",
-        "bad=draft_dtype=float99",
-    )
+    command = (*common, "--limit", "1", "--modes", "target-only", "--mode", "bad=spd_k=3")
+    start = modes.run_child
+    fails = lambda command: 2 if str(out / "bad") in command else start(command)  # noqa: E731
+    monkeypatch.setattr(modes, "run_child", fails)
     for finished_before in (0, 1):
         assert run(*command) == 2
         captured = capfd.readouterr()
@@ -223,6 +219,40 @@ def test_bad_modes_are_refused_before_anything_runs(
     assert not (tmp_path / "out").exists()
 
 
+class Killed(BaseException):
+    """The parent's end, at a moment of the test's choice."""
+
+
+def test_a_mode_whose_end_nobody_saw_is_not_decoded_again(tmp_path, monkeypatch, capsys):
+    """The mark was written by the parent, after the child's end: a kill between the two, or a child
+    that outlived its parent, had hours decoded again. Another command's run is still another's."""
+    made = []
+
+    def ends_unseen(command):
+        made.append(runs_to_plot.write_run(tmp_path / "hf/m", {"t": [1, 0]}, backend="hf"))
+        raise Killed
+
+    def compare(limit):
+        try:
+            modes.run_missing({"hf": modes.Mode("hf", "hf", {}, "")}, ["--limit", limit], tmp_path)
+        except Killed:
+            return "decoded"
+        return capsys.readouterr().out.split(",")[0].split(": ")[1]
+
+    monkeypatch.setattr(modes, "run_child", ends_unseen)
+    assert [compare("1"), compare("1")] == ["decoded", "finished before"]
+    assert [compare("2"), compare("2")] == ["decoded", "finished before"]
+    # half of the samples, as a kill in the middle of their writing leaves them
+    results = json.loads(made[-1].read_text())
+    samples = next(made[-1].parent.glob(f"samples_t_{made[-1].stem.split('_')[1]}*"))
+    lines = [json.loads(line) for line in samples.read_text().splitlines()]
+    hashes = [line[f"{kind}_hash"] for line in lines for kind in ("doc", "prompt", "target")]
+    made[-1].write_text(json.dumps({**results, "task_hashes": {"t": hash_string("".join(hashes))}}))
+    assert compare("2") == "finished before"
+    written_runs.write_lines(samples, lines[:1])
+    assert compare("2") == "decoded"
+
+
 def test_a_run_of_another_configuration_is_not_taken_for_finished(
     saved_pair,
     config_file,
@@ -232,7 +262,7 @@ def test_a_run_of_another_configuration_is_not_taken_for_finished(
     """Another K, another limit, a killed run: each must run again."""
     calls = []
     monkeypatch.setattr(modes, "_run", lambda mode, given: calls.append(mode.name))
-    run = SimpleNamespace(rounds=[], requests=[1])
+    run = SimpleNamespace(rounds=[], requests=[1], path=tmp_path / "out/fly/results.json")
     monkeypatch.setattr(modes.runs, "load", lambda folder: run)
     values = {"pretrained": str(saved_pair / "draft"), "config_path": str(config_file)}
     out = tmp_path / "out"
@@ -255,7 +285,7 @@ def test_what_has_changed_under_the_same_command_runs_again(
     served as this command's; what only switches records on was run again."""
     calls = []
     monkeypatch.setattr(modes, "_run", lambda mode, given: calls.append(mode.name))
-    run = SimpleNamespace(rounds=[], requests=[1])
+    run = SimpleNamespace(rounds=[], requests=[1], path=tmp_path / "out/fly/results.json")
     monkeypatch.setattr(modes.runs, "load", lambda folder: run)
     values = {"pretrained": str(saved_pair / "draft"), "config_path": str(config_file)}
     facts = {"name": "a CPU"}

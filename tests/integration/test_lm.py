@@ -8,7 +8,7 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from fly import session
+from fly import loading, session
 from fly.decoding import kernels
 from fly.decoding.records import PHASES
 from fly.decoding.sampling import Sampling
@@ -166,7 +166,7 @@ def test_total_gen_tok_caps_the_budget(saved_pair):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"max_gen_toks": 0}, r"max_gen_toks=0 \(task a_task, doc 0\): must be at least 1"),
+        ({"max_gen_toks": 0}, r"max_gen_toks=0 \(gen_kwargs, task a_task, doc 0\): .* equal to 1"),
         ({"max_gen_toks": 512}, "leaves no room for a prompt"),
         ({"do_sample": True, "temperature": 0.0}, "temperature=0 with do_sample=True"),
         ({"temperature": 0.8, "top_p": 1.5}, r"top_p=1\.5: must be above 0 and at most 1"),
@@ -222,7 +222,7 @@ def test_a_repetition_penalty_is_applied_as_hf_applies_it(lm, hf, monkeypatch, o
 def test_none_in_gen_kwargs_switches_a_filter_off(saved_pair, monkeypatch):
     lm = fly_lm(saved_pair, top_k=7)
     assert resolved(lm, {"temperature": 1.0, "top_k": None}).top_k == 0
-    with pytest.raises(FlyError, match=r"gen_kwargs top_p='abc' .*must be a number"):
+    with pytest.raises(FlyError, match=r"top_p='abc' \(gen_kwargs.*valid number"):
         resolved(lm, {"temperature": 1.0, "top_p": "abc"})
 
 
@@ -433,7 +433,8 @@ def test_a_draft_that_is_loaded_again_has_the_checkpoints_dtype(saved_pair, monk
     monkeypatch.setattr(kernels, "instructions", lambda: "avx2")
     ready = fly_lm(saved_pair, dtype="bfloat16")
     assert ready.model.dtype == torch.float32
-    assert ready._load_draft(ready._draft_source(), {}).dtype == torch.bfloat16
+    _, draft = loading.sources(ready.fly_config)
+    assert ready._load_draft(draft, {}).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("batch_size", [2, "auto"])

@@ -20,61 +20,15 @@ import pytest
 from fly.errors import FlyError
 from fly.evaluation import replay, runs
 from tests import killing
+from tests.killing import REQUESTS, arguments, count, records
 
-TASK = """task: {name}
-custom_dataset: !function tiny_utils.load
-output_type: generate_until
-test_split: test
-doc_to_text: "{{{{question}}}}"
-doc_to_target: "{{{{answer}}}}"
-repeats: {repeats}
-generation_kwargs: {{until: ["zzz"], max_gen_toks: {tokens}, {sampling}}}
-metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
-"""
-UTILS = """import datasets
-def load(**kwargs):
-    rows = [{"question": f"q{i * 37} ", "answer": "a"} for i in range(12)]
-    return {"test": datasets.Dataset.from_list(rows)}
-"""
-CHOICE = """task: tiny_choice
-custom_dataset: !function tiny_utils.load
-output_type: multiple_choice
-test_split: test
-doc_to_text: "{{question}}"
-doc_to_choice: ["a", "b"]
-doc_to_target: 0
-"""
-REQUESTS = 12 + 2 * 12  # of the greedy task, and of the sampling one, twice each
 KILLS = 20
-# What follows from the clock and from what else the process decoded, not from the request.
-UNEQUAL = ("seconds", "decode_tok_s", "end_to_end_tok_s", "prompt_tokens_reused")
 
 
 @pytest.fixture(scope="module")
 def place(saved_pair, tmp_path_factory):
     """A folder with two generating tasks, a choosing one, and a pair's configuration."""
-    folder = tmp_path_factory.mktemp("resume")
-    (folder / "tasks").mkdir()
-    greedy = TASK.format(name="tiny_greedy", repeats=1, tokens=40, sampling="do_sample: false")
-    (folder / "tasks" / "greedy.yaml").write_text(greedy)
-    sampled = "do_sample: true, temperature: 0.8"
-    sampled = TASK.format(name="tiny_sampled", repeats=2, tokens=30, sampling=sampled)
-    (folder / "tasks" / "sampled.yaml").write_text(sampled)
-    (folder / "tasks" / "choice.yaml").write_text(CHOICE)
-    (folder / "tasks" / "tiny_utils.py").write_text(UTILS)
-    shutil.copytree(saved_pair, folder / "pair")
-    values = {"target_model_path": "pair/target", "spd_k": 4, "win_len": 1, "entropy_thre": 0.0}
-    values["draft_policy"] = "fixed"
-    (folder / "pair.json").write_text(json.dumps({**values, "trace": True}))
-    return folder
-
-
-def arguments(out, *more, tasks="tiny_greedy,tiny_sampled,tiny_choice"):
-    model_args = "pretrained=pair/draft,config_path=pair.json,dtype=float32"
-    return [
-        "--model", "hf", "--model_args", model_args, "--tasks", tasks, "--include_path", "tasks",
-        "--device", "cpu", "--batch_size", "3", "--output_path", out, "--log_samples", *more,
-    ]  # fmt: skip
+    return killing.make_place(tmp_path_factory.mktemp("resume"), saved_pair)
 
 
 @pytest.fixture(scope="module")
@@ -83,17 +37,6 @@ def unbroken(place):
     status, output = killing.Run(arguments("unbroken"), place).end()
     assert status == 0, output[-2000:]
     return place / "unbroken"
-
-
-def records(folder):
-    """By request: the record without what differs between two runs of the same."""
-    found = killing.lines(folder, "fly_requests_*.jsonl")
-    keys = [(r["task"], r["doc_id"], r["idx"], r["repeat"]) for r in found]
-    assert len(set(keys)) == len(keys), "a request was answered twice"
-    return {
-        key: {name: value for name, value in record.items() if name not in UNEQUAL}
-        for key, record in zip(keys, found)
-    }
 
 
 def traced(folder):
@@ -125,11 +68,6 @@ def check_equal(folder, unbroken):
     for phase in ("prefill", "draft", "verify", "other"):
         total = sum(record["seconds"][phase] for record in ours.requests)
         assert stats["seconds"][phase] == pytest.approx(total, abs=1e-3)
-
-
-def count(out):
-    """Whole records so far; reading may meet a line half written."""
-    return sum(file.read_bytes().count(b"\n") for file in out.rglob("fly_requests_*.jsonl"))
 
 
 def goings_on(out):

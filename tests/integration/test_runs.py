@@ -49,7 +49,12 @@ def test_the_newest_results_of_a_folder_are_read(folder):
 
 @pytest.mark.parametrize(
     ("text", "match"),
-    [("{", "cannot be read"), ("[]", "not a results file"), ('{"results": {}}', "not a results")],
+    [
+        ("{", "not valid JSON"),
+        ("[]", "must hold one JSON object"),
+        ('{"results": {}}', "not a results file"),
+        ('{"results": {}, "config": {"model": "hf"}}', "configs is missing .*lm-eval's results"),
+    ],
 )
 def test_what_is_no_run_is_refused(tmp_path, text, match):
     with pytest.raises(FlyError, match="no such run"):
@@ -85,12 +90,16 @@ def test_an_unfinished_newest_run_says_how_it_goes_on(tmp_path):
         runs.find_results(tmp_path)
     assert runs.find_results(old) == old
     own = tmp_path / "results_2999-01-01T00-00-00.000000.json"
-    for text in ('{"config"', json.dumps({"config": {"fly": {"started": run.started}}})):
+
+    def results(entry):
+        return json.dumps({"results": {}, "configs": {}, "config": entry})
+
+    for text in ('{"config"', results({"fly": {"started": run.started}})):
         own.write_text(text)
         with pytest.raises(FlyError, match="has not ended"):
             runs.find_results(tmp_path)
     for other in ({"fly": {"started": "2998"}}, {}):  # a later run, of fly or of another backend
-        own.write_text(json.dumps({"config": other}))
+        own.write_text(results(other))
         assert runs.find_results(tmp_path) == own
     own.unlink()
     run.finish(old)

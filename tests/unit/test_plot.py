@@ -11,6 +11,7 @@ import pytest
 from fly.errors import FlyError
 from fly.evaluation import plotting, runs, settings
 from fly.evaluation.plotting.data import collect, pareto
+from fly.manifest import Manifest
 from tests.integration.test_cli import run
 from tests.runs_to_plot import write_run
 from tests.written_runs import write_lines
@@ -35,6 +36,31 @@ def folder(tmp_path):
             spd_k=k, win_len=2, rounds=rounds, seconds=100 / (28 + k / 4),
         )  # fmt: skip
     return tmp_path
+
+
+def test_a_run_that_was_killed_after_its_results_were_saved_is_one_run(tmp_path, caplog):
+    """Its first results were counted beside those of the same run resumed, or of the same command
+    run again; half of a results file ended the command."""
+    lost = write_run(tmp_path / "m", {"a": SOLVED}, spd_k=8)
+    run = Manifest.create(tmp_path / "m", arguments={}, below=False, working_directory="")
+    run.release()
+    entry = json.loads(lost.read_text())
+    entry["config"]["fly"]["started"] = run.started
+    lost.write_text(json.dumps(entry))
+    other = write_run(tmp_path / "m", {"a": SOLVED}, use_sd=False)
+    assert [found.path for found in runs.load_all(tmp_path)] == [other]
+    assert f"{lost}: its run has not ended: left out" in caplog.text
+    ended = write_run(tmp_path / "m", {"a": SOLVED}, spd_k=8)
+    entry = json.loads(ended.read_text())
+    entry["config"]["fly"]["started"] = run.started
+    ended.write_text(json.dumps(entry))
+    run.finish(ended)
+    half = tmp_path / "m/results_2026-01-01T09-00-00.000000.json"
+    half.write_text(ended.read_text()[:100])
+    assert [found.path for found in runs.load_all(tmp_path)] == [other, ended]
+    assert f"{half}: not valid JSON" in caplog.text
+    with pytest.raises(FlyError, match="not valid JSON"):
+        runs.load_all(half)
 
 
 def test_points_are_the_runs_over_the_target_only_run(folder):

@@ -3,6 +3,8 @@
 import argparse
 import json
 import os
+import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +13,8 @@ from fly.decoding.records import Counts, RequestRecord
 from fly.errors import FlyError
 from fly.loading import ModelSource
 from fly.manifest import Manifest
+from fly.session import Session
+from tests import written_runs
 
 ASKED = {
     "task": "t", "doc_id": 3, "idx": 0, "repeat": 0, "doc_hash": "d", "prompt_hash": "p",
@@ -91,11 +95,28 @@ def test_a_record_of_another_question_is_no_answer(tmp_path, change, message):
 
 
 def test_records_that_nobody_asks_for_are_refused(tmp_path):
-    write(tmp_path, record(), record(task="other"))
+    """Also of a task that is asked for nothing any more: its counts were kept in the statistics."""
+    write(tmp_path, record())
     found = earlier.Earlier(tmp_path, "s")
-    found.check_all_asked([ASKED, {**ASKED, "doc_id": 5}])
-    with pytest.raises(FlyError, match="task t, doc 3 is no longer asked for"):
-        found.check_all_asked([{**ASKED, "doc_id": 5}])
+    found.note_asked([{**ASKED, "task": "other"}])  # lm-eval may ask again
+    found.note_asked([ASKED, {**ASKED, "doc_id": 5}])
+    found.check_all_asked()
+    refused = pytest.raises(FlyError, match="task t, doc 3 is no longer asked for")
+    with refused:
+        earlier.Earlier(tmp_path, "s").note_asked([{**ASKED, "doc_id": 5}])
+    found = earlier.Earlier(tmp_path, "s")
+    found.note_asked([{**ASKED, "task": "other"}])
+    with refused:
+        found.check_all_asked()
+
+
+@pytest.mark.parametrize("text", [None, 3, ["a"]])
+def test_what_is_no_text_is_no_answer(tmp_path, text):
+    """null became the answer "None"."""
+    write(tmp_path, record(text=text))
+    shown = re.escape(json.dumps(text))
+    with pytest.raises(FlyError, match=f"task t, doc 3: text is {shown}, which is no text: remove"):
+        earlier.Earlier(tmp_path, "s").text(ASKED)
 
 
 def test_only_finished_requests_stay_in_the_trace(tmp_path):
@@ -178,7 +199,7 @@ def test_a_kill_while_saving_leaves_the_old_manifest(tmp_path, monkeypatch):
     ("text", "message"),
     [
         (None, "holds no fly_run_"),
-        ("{", "cannot be read"),
+        ("{", "not valid JSON"),
         ('{"format": 99}', "not a run's manifest of this version"),
     ],
 )
@@ -289,3 +310,34 @@ def test_a_lock_is_let_go_before_its_file_goes(tmp_path, monkeypatch):
     run.release()
     assert held == [False]
     assert not list(tmp_path.glob(".*"))
+
+
+def test_a_run_has_ended_only_when_all_that_it_leaves_is_there(tmp_path):
+    """Results that could not be saved (lm-eval only warns) and records that somebody removed ended
+    with status 0, as a finished run."""
+    folder = written_runs.write(tmp_path / "run", "fly", [1, 0])
+    (results,) = folder.glob("results_*")
+    (samples,) = folder.glob("samples_*")
+    records = folder / f"fly_requests_{written_runs.STARTED}.jsonl"
+    noted = Manifest(folder / f"fly_run_{written_runs.STARTED}.json", {"finished": False})
+    lm = SimpleNamespace(stats=SimpleNamespace(requests=2))
+    run = Session(folder, started=written_runs.STARTED, lm=lm)
+
+    def refused(path, message):
+        whole = path.read_text()
+        path.unlink()
+        with pytest.raises(FlyError, match=message):
+            resume._finish(run, noted, {"log_samples": True})
+        assert not noted.finished
+        path.write_text(whole)
+
+    refused(results, "run: the results could not be saved")
+    refused(samples, "samples_.* is not beside it")
+    refused(records, r"run: holds 0 of 2 records: files were removed while the run went on")
+    run.earlier = earlier.Earlier(tmp_path, "s")
+    resume._finish(run, noted, {"log_samples": True})
+    assert noted.finished
+    write(tmp_path, record())
+    run.earlier = earlier.Earlier(tmp_path, "s")
+    with pytest.raises(FlyError, match="task t, doc 3 is no longer asked for"):
+        resume._finish(run, noted, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import matplotlib as mpl
@@ -11,6 +12,7 @@ from fly.evaluation.plotting.curves import acceptance, by_k
 from fly.evaluation.plotting.data import PlotData
 from fly.evaluation.plotting.frontier import frontier
 from fly.evaluation.plotting.style import STYLE
+from fly.paths import write_output
 
 _FIGURES = {"frontier": frontier, "by_k": by_k, "acceptance": acceptance}
 
@@ -29,6 +31,9 @@ def save(figures: dict[str, Figure], folder: Path) -> list[Path]:
         for name, figure in figures.items():
             for suffix in ("png", "svg"):
                 path = folder / f"{name}.{suffix}"
-                figure.savefig(path, metadata={"Date": None} if suffix == "svg" else None)
+                drawn = io.BytesIO()
+                undated = {"Date": None} if suffix == "svg" else None
+                figure.savefig(drawn, format=suffix, metadata=undated)
+                write_output(path, drawn.getvalue(), "--output")
                 written.append(path)
     return written

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import csv
+import io
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from fly import reading
 from fly.decoding.records import TIMED
 from fly.errors import FlyError
-from fly.evaluation import replay, settings
+from fly.evaluation import replay, settings, shapes
 from fly.evaluation.acceptance import Position, measure
 from fly.evaluation.measured import Work, work
 from fly.evaluation.runs import Run, TaskRun
 from fly.evaluation.statistics import Interval, compare_scores, compare_sums
+from fly.paths import write_output
 
 TARGET_ONLY = "target-only"
 
@@ -92,6 +95,8 @@ def collect(runs: list[Run], metric: str | None = None) -> PlotData:
     data = PlotData()
     timed = []
     for run in runs:
+        if run.entry is not None:
+            reading.check_shape(run.entry, shapes.DRAWN, f"{run.path}, config.fly")
         if run.entry is None or not run.entry["stats"]["requests"]:
             data.notes.append(f"{run.path}: {run.mode} recorded no speed: left out")
         else:
@@ -316,13 +321,14 @@ _COLUMNS = (
 def write_csv(data: PlotData, path: Path) -> None:
     """The figures' numbers, one line per run and task. seconds: per document, end to end.
     speedup: time x."""
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, _COLUMNS)
-        writer.writeheader()
-        for point in data.points:
-            row = {name: getattr(point, name, None) for name in _COLUMNS}
-            for name in ("speedup", "recovery"):
-                interval: Interval | None = getattr(point, f"{name}_interval")
-                if interval is not None:
-                    row |= {f"{name}_low": interval.low, f"{name}_high": interval.high}
-            writer.writerow({**row, "path": point.run.path})
+    table = io.StringIO(newline="")
+    writer = csv.DictWriter(table, _COLUMNS)
+    writer.writeheader()
+    for point in data.points:
+        row = {name: getattr(point, name, None) for name in _COLUMNS}
+        for name in ("speedup", "recovery"):
+            interval: Interval | None = getattr(point, f"{name}_interval")
+            if interval is not None:
+                row |= {f"{name}_low": interval.low, f"{name}_high": interval.high}
+        writer.writerow({**row, "path": point.run.path})
+    write_output(path, table.getvalue(), "--output")

@@ -1,0 +1,80 @@
+"""How fly's processes end: in order when they are told to, and with the one that started them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+_SIGNALS = [
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+]
+_LIFELINE = "FLY_LIFELINE"  # a pipe's reading end: it ends when the parent closes it or dies
+
+
+@contextmanager
+def ending_in_order() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind the process as Ctrl-C does, so that what is finished is kept.
+
+    The next ones are ignored meanwhile; a second Ctrl-C ends it at once. A signal that is ignored
+    (nohup) or handled already is left alone.
+    """
+    own = os.getpid()
+
+    def end(number: int, frame: Any) -> None:
+        if os.getpid() != own:  # a fork: nothing is its own to keep
+            os._exit(128 + number)
+        for each in _SIGNALS:
+            signal.signal(each, signal.SIG_DFL if each == signal.SIGINT else signal.SIG_IGN)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        sys.exit(128 + number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    as_started = (signal.SIG_DFL, signal.default_int_handler)
+    ours = [each for each in _SIGNALS if is_main and signal.getsignal(each) in as_started]
+    before = {each: signal.signal(each, end) for each in ours}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def run_child(command: Sequence[str]) -> int:
+    """The exit status of a command of fly's, which ends in order when this process ends in any way
+    (on Windows: by Ctrl-C only)."""
+    if os.name == "nt":
+        return subprocess.run(command, check=False).returncode
+    reading, writing = os.pipe()
+    try:
+        environment = {**os.environ, _LIFELINE: str(reading)}
+        process = subprocess.Popen(command, pass_fds=[reading], env=environment)
+    except BaseException:
+        os.close(writing)
+        raise
+    finally:
+        os.close(reading)
+    try:
+        return process.wait()
+    finally:
+        os.close(writing)
+        process.wait()
+
+
+def end_with_parent() -> None:
+    """In a child of `run_child`: from here on, its parent's end is its own SIGTERM."""
+    reading = os.environ.pop(_LIFELINE, None)
+    if reading is None:
+        return
+
+    def watch() -> None:
+        os.read(int(reading), 1)  # nobody ever writes
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,0 +1,87 @@
+"""What users give, read strictly: JSON, and the shape of what it holds. Refused in one line."""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from fly.errors import FlyError
+
+_shortened = reprlib.Repr()
+_shortened.maxstring = _shortened.maxother = _shortened.maxlong = 200
+
+
+def shown(value: Any) -> str:
+    """`repr`, cut where it would be long or deep."""
+    return _shortened.repr(value)
+
+
+def parse(text: str, where: str) -> Any:
+    """The value of a JSON text; `where` names its source in errors.
+
+    Raises FlyError also for a key that is there twice, for numbers of more digits than Python
+    reads, and for nesting that is too deep for it.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_unrepeated)
+    except json.JSONDecodeError as error:
+        place = f"column {error.colno}"
+        if "\n" in text:
+            place = f"line {error.lineno}, {place}"
+        raise FlyError(f"{where}: not valid JSON at {place}: {error.msg}") from None
+    except FlyError as error:
+        raise FlyError(f"{where}: {error}") from None
+    except RecursionError:
+        raise FlyError(f"{where}: not valid JSON: nested too deeply") from None
+    except ValueError:
+        raise FlyError(f"{where}: a number has too many digits: shorten it") from None
+
+
+def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise FlyError(f"key {shown(twice)} is there twice: remove one")
+    return found
+
+
+def text_of(path: Path, where: str) -> str:
+    """A file's text, which must be UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise FlyError(f"{where}: cannot be read: not UTF-8 at byte {error.start}") from None
+    except OSError as error:
+        raise FlyError(f"{where}: cannot be read: {error.strerror}") from None
+
+
+def read_object(path: Path, where: str | None = None) -> dict[str, Any]:
+    """The one JSON object in a file."""
+    where = where or str(path)
+    value = parse(text_of(path, where), where)
+    if not isinstance(value, dict):
+        raise FlyError(f"{where}: must hold one JSON object, got {type(value).__name__}")
+    return value
+
+
+def check_shape(value: Any, shape: TypeAdapter[Any], where: str) -> None:
+    """Raise FlyError if what was read is of another shape; it is not changed."""
+    try:
+        shape.validate_python(value)
+    except ValidationError as error:
+        raise FlyError(problem(error, where)) from None
+
+
+def problem(error: ValidationError, where: str) -> str:
+    """The first thing that is wrong: the field, its value, what it should be."""
+    first = error.errors(include_url=False)[0]
+    field = ".".join(map(str, first["loc"]))
+    if first["type"] == "missing":
+        return f"{field} is missing ({where})"
+    message = first["msg"][0].lower() + first["msg"][1:]
+    return f"{field}={shown(first['input'])} ({where}): {message}"

@@ -1,0 +1,67 @@
+"""Records of a run reach the disk, whatever happens to it, to its folder or to the process."""
+
+import json
+import shutil
+
+import pytest
+
+from fly import session
+from fly.errors import FlyError
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLY_HOME", str(tmp_path / "home"))
+    (tmp_path / "out").mkdir()
+    return session.Session(tmp_path / "out")
+
+
+def numbers(path):
+    return [json.loads(line)["n"] for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("how", ["removed", "moved", "replaced"])
+def test_a_folder_taken_away_in_the_middle_ends_the_run_and_loses_nothing(run, tmp_path, how):
+    """The records went to a file that had no name any more, and the run ended with status 0."""
+    lines = session.JsonLines(run, "fly_requests", 0)
+    lines.write({"n": 1})
+    if how == "moved":
+        (tmp_path / "out").rename(tmp_path / "moved")
+    else:
+        shutil.rmtree(tmp_path / "out")
+    if how == "replaced":
+        (tmp_path / "out").mkdir()
+        lines.path.write_text("")
+    with pytest.raises(FlyError, match="out: was removed or moved while the run wrote to it"):
+        lines.write({"n": 2})
+    lines.close()
+    assert lines.path.parent == tmp_path / "out"
+    assert numbers(lines.path) == [1, 2]
+
+
+def test_what_cannot_be_put_back_is_kept_in_fly_home(run, tmp_path):
+    lines = session.JsonLines(run, "fly_requests", 0)
+    lines.write({"n": 1})
+    shutil.rmtree(tmp_path / "out")
+    (tmp_path / "out").write_text("a file in its place")
+    lines.close()
+    assert lines.path.parent == tmp_path / "home" / "interrupted"
+    assert numbers(lines.path) == [1]
+
+
+def test_a_signal_in_the_middle_of_a_write_does_not_write_it_twice(run, monkeypatch):
+    """Unwinding flushes: a record that was there twice made the run refuse to be resumed."""
+    lines = session.JsonLines(run, "fly_requests", 0)
+    lines.write({"n": 1})
+    in_place = lines._is_in_place
+
+    def interrupted(file):
+        monkeypatch.setattr(lines, "_is_in_place", in_place)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lines, "_is_in_place", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lines.write({"n": 2})
+    lines.flush()
+    lines.close()
+    assert numbers(lines.path) == [1, 2]
