@@ -37,6 +37,7 @@ for _name in ("judge", "program", "wire", "linux", "seccomp", "interpreter"):
     sys.modules.pop(_name, None)  # a program's import of that name is not ours
 
 KILL_SECONDS = 20.0  # for what no process table of its own holds together
+NO_USER = 1_499_999_999
 
 
 def main() -> None:
@@ -148,11 +149,14 @@ def _kill_all(child: int, own_table: bool, uid: int) -> None:
 
 
 def _kill_user(uid: int) -> None:
-    """Kill every process of a user that only the program is; the kernel lets none fork away."""
+    """Kill every process of a user that only the program is; the kernel lets none fork away.
+
+    The killer acts as that user and is another one, whom the program may not signal.
+    """
     killer = os.fork()
     if killer == 0:
         try:
-            os.setresuid(uid, uid, uid)
+            os.setresuid(NO_USER, uid, NO_USER)
             os.kill(-1, signal.SIGKILL)
         finally:
             os._exit(0)
@@ -229,7 +233,7 @@ def _side(request: dict, features: list[str], send: int) -> None:
     source = request.pop("source")
     if request.pop("is_judge"):
         reason, detail = judge.run(source, pipes)
-        _report(send, reason=reason, detail=detail)
+        _report(send, reason=reason, detail=detail, nonce=request["nonce"])
     else:
         os.close(send)
         program.run(source, pipes)
@@ -258,7 +262,8 @@ def _confine(request: dict, features: list[str]) -> list[str]:
         linux.no_new_privileges()
         if request["landlock"]:
             own = ["/proc"] if "own /proc" in features else []
-            done += linux.landlock(".", [*PATHS, *own])
+            folder = "/tmp" if "own root" in features else "."
+            done += linux.landlock(folder, [*PATHS, *own])
         if linux.drop_privileges(request["uid"], may_override="Landlock writes" in done):
             done.append("powerless user")
         linux.die_with_parent()  # the change of user cleared it

@@ -10,14 +10,10 @@ import builtins
 import importlib
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, ValuesView
 from typing import Any
 
-from wire import Garbled, Gone, Peer, Pipes
-
-
-class CannotBeAsked(BaseException):
-    """The tests want what cannot be asked of another process."""
+from wire import CannotBeAsked, Garbled, Gone, Peer, Pipes, encode, text_of
 
 
 class Judge(Peer):
@@ -34,18 +30,20 @@ class Judge(Peer):
         return function(*args, **kwargs)
 
     def resolve(self, data: list) -> Any:
-        kind, number, *module = data
+        kind, number = data
         if kind == "yours":
             return self.found(number)
         if kind != "object" or type(number) is not int:
             raise Garbled("not a value")
         if number not in self._remotes:
-            self._remotes[number] = Remote(self, number, module == [True])
+            self._remotes[number] = Remote(self, number)
         return self._remotes[number]
 
     def refer(self, value: Any) -> list:
         if isinstance(value, Remote):
             return ["yours", vars(value)["_number"]]
+        if isinstance(value, (Iterator, ValuesView)):
+            return ["iterator", encode(list(value), self.refer)]
         if not callable(value):
             raise CannotBeAsked(
                 f"the tests hand over a {type(value).__name__}: no data, no function"
@@ -56,8 +54,8 @@ class Judge(Peer):
 class Remote:
     """An object of the program's that is no data: what is asked of it is asked of the program."""
 
-    def __init__(self, judge: Judge, number: int, is_module: bool) -> None:
-        vars(self).update(_judge=judge, _number=number, _is_module=is_module)
+    def __init__(self, judge: Judge, number: int) -> None:
+        vars(self).update(_judge=judge, _number=number)
 
     def __getattr__(self, name: str) -> Any:
         return _asked(self, "getattr", name)
@@ -99,8 +97,9 @@ def run(tests: str, pipes: Pipes) -> tuple[str, str]:
         judge.receive()
         tree = ast.parse(tests)
         wanted = _names_left_open(tree)
+        modules = wanted & sys.stdlib_module_names & _names_with_attributes(tree)
         for name, value in judge.ask("globals", None, sorted(wanted)).items():
-            if isinstance(value, Remote) and vars(value)["_is_module"] and _is_standard(name):
+            if isinstance(value, Remote) and name in modules:
                 value = importlib.import_module(name)  # the judge's own, not the program's
             if name in wanted:
                 vars(module)[name] = value
@@ -114,16 +113,18 @@ def run(tests: str, pipes: Pipes) -> tuple[str, str]:
     except CannotBeAsked as error:
         return "sandbox", str(error)
     except SystemExit as error:
-        return "exit", f"SystemExit: {error.code!r:.100}"
+        return "exit", text_of(error)
     except BaseException as error:
-        text = f"{type(error).__name__}: {error}"[:300]
-        return "exception", "".join(letter if letter.isprintable() else " " for letter in text)
+        return "exception", text_of(error)
     return "passed", ""
 
 
 def _names_left_open(tests: ast.Module) -> set[str]:
-    """What the tests take from the program. Python's built-ins are its own business only where
-    the tests name nothing else, as those of a function called `sum`."""
+    """What the tests may take from the program; what they define themselves replaces it.
+
+    Python's built-ins are its own business only where the tests leave open nothing else, as those
+    of a function called `sum`.
+    """
     used: set[str] = set()
     defined: set[str] = set()
     for node in ast.walk(tests):
@@ -133,11 +134,11 @@ def _names_left_open(tests: ast.Module) -> set[str]:
             defined.add(node.name)
         elif isinstance(node, ast.arg):
             defined.add(node.arg)
-        elif isinstance(node, ast.alias):
-            defined.add((node.asname or node.name).partition(".")[0])
-    left_open = used - defined
-    return {name for name in left_open if not hasattr(builtins, name)} or left_open
+    own = {name for name in used if not hasattr(builtins, name)}
+    return own if own - defined else used
 
 
-def _is_standard(name: str) -> bool:
-    return name in sys.stdlib_module_names
+def _names_with_attributes(tests: ast.Module) -> set[str]:
+    """`math` of `math.isclose(...)`."""
+    nodes = (node.value for node in ast.walk(tests) if isinstance(node, ast.Attribute))
+    return {node.id for node in nodes if isinstance(node, ast.Name)}

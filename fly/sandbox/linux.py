@@ -17,7 +17,7 @@ CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS = 1, 4, 8
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 36, 38, 47
 CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 1, 2
-WORKDIR = "/tmp/program"  # in a root of its own
+WORKDIR = "/tmp/fly-program"  # in a root of its own
 
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 2, 4, 8
 _MS_BIND, _MS_REC, _MS_PRIVATE, _MNT_DETACH = 0x1000, 0x4000, 1 << 18, 2
@@ -101,14 +101,14 @@ def own_root(base: str, paths: list[str], size: int) -> list[str]:
     if not all(_show(base, path) for path in (*paths, *devices)):
         return done
     os.makedirs(f"{base}/proc")
-    os.makedirs(f"{base}/tmp")
+    os.makedirs(f"{base}/tmp", exist_ok=True)  # an interpreter may lie below it
     os.chmod(f"{base}/tmp", 0o1777)
     os.mkdir(base + WORKDIR)
     os.chmod(base + WORKDIR, 0o777)
     os.symlink("/tmp", f"{base}/dev/shm")  # for multiprocessing's semaphores
     if _mount("proc", f"{base}/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC):
         done.append("own /proc")
-    writable = _mount(f"{base}/tmp", f"{base}/tmp", "", _MS_BIND)
+    writable = _mount(f"{base}/tmp", f"{base}/tmp", "", _MS_BIND | _MS_REC)
     os.chdir(base)
     # The new root over the old one, which is then on top of it and taken off.
     if not writable or _libc.pivot_root(b".", b".") != 0 or _libc.umount2(b".", _MNT_DETACH) != 0:
@@ -207,7 +207,8 @@ def _needs_root_to_read() -> bool:
     for start in {sys.executable, sys.prefix, sys.base_prefix, os.__file__}:
         path = os.path.realpath(start)
         while path != "/":
-            if os.stat(path).st_mode & 0o005 != 0o005:
+            needed = 0o005 if os.path.isdir(path) else 0o004
+            if os.stat(path).st_mode & needed != needed:
                 return True
             path = os.path.dirname(path)
     return False

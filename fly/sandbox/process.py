@@ -4,6 +4,7 @@ import itertools
 import json
 import logging
 import os
+import secrets
 import select
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from fly.sandbox.interpreter import paths_of_interpreter
 _logger = logging.getLogger("fly.sandbox")
 _BOOTSTRAP = str(Path(__file__).with_name("bootstrap.py"))
 _STARTUP_SECONDS = 30.0  # on top of the wall limit: interpreter start on an overloaded machine
+_BESIDE = 8  # processes per core that programs started at the same time may add
 _numbers = itertools.count()
 
 
@@ -85,11 +87,11 @@ class Launch:
             spaces += [word for cap in caps for word in ("--cap-add", cap)]
         else:
             spaces += ["--unshare-user", "--cap-drop", "ALL"]
-        files = ["--dev", "/dev", "--proc", "/proc"]
+        files = ["--dev", "/dev", "--proc", "/proc", "--bind", workdir, "/tmp"]
         for path in (*paths_of_interpreter(), str(Path(_BOOTSTRAP).parent)):
             link = os.path.islink(path)
             files += ["--symlink", os.readlink(path), path] if link else ["--ro-bind", path, path]
-        files += ["--bind", workdir, "/tmp", "--chdir", "/tmp", "--remount-ro", "/"]
+        files += ["--chdir", "/tmp", "--remount-ro", "/"]
         return [self.bwrap, *spaces, *files, "--die-with-parent", "--", *python]
 
     def features(self) -> Sequence[str]:
@@ -108,10 +110,11 @@ def execute(program: Program, limits: Limits, launch: Launch) -> Outcome:
         ended, verdict = _converse(program, limits, launch)
     except OSError as error:  # no process, file or folder is to be had
         ended = verdict = _failure("sandbox", str(error))
+    passed = verdict["reason"] == "passed" and ended["reason"] != "sandbox"
     if ended["reason"] == "sandbox" or verdict["reason"] == "gone":
         verdict = ended
     return Outcome(
-        passed=verdict["reason"] == "passed",
+        passed=passed,
         reason=verdict["reason"],
         detail=verdict["detail"],
         seconds=time.perf_counter() - start,
@@ -153,6 +156,7 @@ class _Side:
         self._request: dict[str, Any] = {
             "source": program.tests if is_judge else program.source,
             "is_judge": is_judge,
+            "nonce": secrets.token_hex(16) if is_judge else 0,  # only a judge's is ever right
             "pipes": pipes,
             "features": launch.features(),
             "namespaces": launch.namespaces,
@@ -186,17 +190,36 @@ class _Side:
     def ended(self, seconds: float) -> dict[str, Any]:
         """What the supervisor says of its end; it is stopped if that takes more than `seconds`."""
         assert self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], seconds)[0]:
+        poller = select.poll()
+        poller.register(self._process.stdout, select.POLLIN | select.POLLHUP)
+        if not poller.poll(seconds * 1000):
             self._close_input()
         try:
             output, errors = self._process.communicate(timeout=_STARTUP_SECONDS)
-            return json.loads(output)
         except subprocess.TimeoutExpired:
             return _failure("timeout", f"no answer within {_STARTUP_SECONDS:g} s")
-        except ValueError:  # no JSON: the supervisor died
+        ended = self._read(output)
+        if ended is None or self._process.returncode != 0:  # the supervisor died
             lines = errors.decode("utf-8", "replace").strip().splitlines() or ["no message"]
             code = self._process.returncode
             return _failure("sandbox", f"supervisor ended ({code}): {lines[-1]:.300}")
+        return ended
+
+    def _read(self, output: bytes) -> dict[str, Any] | None:
+        """The supervisor's words; None if they are not its own.
+
+        Where a program may open other processes' pipes, it may have written here.
+        """
+        try:
+            ended = json.loads(output)
+            reason, detail, features = ended["reason"], ended["detail"], ended["features"]
+        except (ValueError, RecursionError, TypeError, LookupError):
+            return None
+        if not (isinstance(reason, str) and isinstance(detail, str) and isinstance(features, list)):
+            return None
+        if reason == "passed" and str(ended.get("nonce")) != self._request["nonce"]:
+            return None
+        return {"reason": reason, "detail": detail[:1000], "features": [str(f) for f in features]}
 
     def _put(self, data: bytes) -> None:
         assert self._process.stdin is not None
@@ -269,10 +292,11 @@ def _process_limit(allowed: int) -> int | None:
         return allowed
     if not sys.platform.startswith("linux"):
         return None
-    tasks = 0
+    tasks = _BESIDE * (os.cpu_count() or 1)
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            if entry.stat().st_uid == os.geteuid():
+            status = (entry / "status").read_text()  # the folder is root's where it is hidden
+            if f"\nUid:\t{os.geteuid()}\t" in status:
                 tasks += (entry / "task").stat().st_nlink - 2
         except OSError:
             continue

@@ -11,7 +11,7 @@ import time
 import types
 from typing import Any
 
-from wire import Garbled, Gone, Peer, Pipes
+from wire import CannotBeAsked, Garbled, Gone, Peer, Pipes, decode
 
 _THREAD_GRACE = 0.1  # seconds a thread that is just finishing may still take
 _OPERATIONS = {
@@ -52,9 +52,11 @@ class Program(Peer):
         return _OPERATIONS[operation](self.found(target), args, kwargs)
 
     def resolve(self, data: list) -> Any:
-        kind, number, *_ = data
+        kind, number = data
         if kind == "yours":
             return self.found(number)
+        if kind == "iterator":
+            return iter(decode(number, self.resolve))
         return _Tests(self, number)
 
     def refer(self, value: Any) -> list:
@@ -85,5 +87,5 @@ def run(source: str, pipes: Pipes) -> None:
         if os.getpid() == process:  # not a copy of the program that it forked itself
             program.finish_start()
             program.serve()
-    except (Gone, Garbled):
+    except (Gone, Garbled, CannotBeAsked):
         pass

@@ -19,16 +19,25 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
     "pidfd_getfd": (438, 438), "setpriority": (141, 140), "ioprio_set": (251, 30),
     "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
+    "migrate_pages": (256, 238), "move_pages": (279, 239),
     # to namespaces and mounts
     "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39),
     "pivot_root": (155, 41), "chroot": (161, 51), "open_tree": (428, 428),
-    "move_mount": (429, 429), "fsopen": (430, 430), "mount_setattr": (442, 442),
+    "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431),
+    "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
+    "open_tree_attr": (467, 467),
+    # to files by number, whatever is in sight
+    "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
     # to memory that no limit counts, or that outlives the program
-    "memfd_create": (319, 279), "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186),
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "io_setup": (206, 0),
+    "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186),
     "mq_open": (240, 180),
     # to the kernel's inner parts
     "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "bpf": (321, 280),
     "perf_event_open": (298, 241), "userfaultfd": (323, 282),
+    "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106),
+    "kexec_load": (246, 104), "kexec_file_load": (320, 294), "reboot": (169, 142),
+    "swapon": (167, 224), "swapoff": (168, 225), "acct": (163, 89),
 }  # fmt: skip
 # Changes of files that Landlock does not know: refused where other people's files are in sight.
 _REFUSED_ON_FILES: dict[str, tuple[int | None, int | None]] = {
@@ -36,13 +45,16 @@ _REFUSED_ON_FILES: dict[str, tuple[int | None, int | None]] = {
     "chown": (92, None), "lchown": (94, None), "fchown": (93, 55), "fchownat": (260, 54),
     "utime": (132, None), "utimes": (235, None), "futimesat": (261, None),
     "utimensat": (280, 88),
-    "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
+    "truncate": (76, 45), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
     "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
     "setxattrat": (463, 463), "removexattrat": (466, 466), "file_setattr": (469, 469),
 }  # fmt: skip
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, AUDIT_ARCH
-_CALLS_WITH_RULES = {"clone": (56, 220), "clone3": (435, 435), "socketpair": (53, 199),
-                     "prlimit64": (302, 261)}  # fmt: skip
+_CALLS_WITH_RULES = {
+    "clone": (56, 220), "clone3": (435, 435), "socketpair": (53, 199), "ioctl": (16, 29),
+    "prlimit64": (302, 261), "sched_setaffinity": (203, 122), "sched_setattr": (314, 274),
+}  # fmt: skip
+_SET_FLAGS, _SET_EXTENDED_FLAGS = 0x40086602, 0x401C5820  # ioctls: FS_IOC_SETFLAGS, _FSSETXATTR
 
 _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
 _KILL, _ALLOW, _ERRNO = 0x80000000, 0x7FFF0000, 0x00050000
@@ -62,13 +74,18 @@ def filter_calls(own_files: bool) -> bool:
     refused = {**_REFUSED, **({} if own_files else _REFUSED_ON_FILES)}
     argument = [16 + 8 * index for index in range(6)]  # the low halves, in struct seccomp_data
     no, yes = (_RETURN, 0, 0, _ERRNO | _EPERM), (_RETURN, 0, 0, _ALLOW)
+    of_itself = [(_LOAD, 0, 0, argument[0]), (_JUMP_EQUAL, 0, 1, 0), yes, no]  # process id 0
     rules = {name: [no] for name in refused} | {
         "clone3": [(_RETURN, 0, 0, _ERRNO | _ENOSYS)],  # its flags cannot be seen; clone follows
         "clone": [(_LOAD, 0, 0, argument[0]), (_JUMP_SET, 0, 1, CLONE_NEWUSER), no, yes],
         "socketpair": [
             (_LOAD, 0, 0, argument[1]), (_AND, 0, 0, 0xF), (_JUMP_EQUAL, 0, 1, _STREAM), yes, no,
         ],
-        "prlimit64": [(_LOAD, 0, 0, argument[0]), (_JUMP_EQUAL, 0, 1, 0), yes, no],  # of others
+        "ioctl": [
+            (_LOAD, 0, 0, argument[1]), (_JUMP_EQUAL, 2, 0, _SET_FLAGS),
+            (_JUMP_EQUAL, 1, 0, _SET_EXTENDED_FLAGS), yes, no,
+        ],
+        "prlimit64": of_itself, "sched_setaffinity": of_itself, "sched_setattr": of_itself,
     }  # fmt: skip
     code = [
         (_LOAD, 0, 0, 4), (_JUMP_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL),

@@ -11,7 +11,7 @@ import os
 import sys
 import types
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import ChainMap, UserDict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,10 +26,12 @@ _VALUES: dict[tuple[str, str], Callable[[Any], list]] = {
     ("fractions", "Fraction"): lambda x: [x.numerator, x.denominator],
     ("datetime", "timedelta"): lambda x: [x.days, x.seconds, x.microseconds],
     ("datetime", "datetime"): lambda x: [
-        x.year, x.month, x.day, x.hour, x.minute, x.second, x.microsecond,
+        x.year, x.month, x.day, x.hour, x.minute, x.second, x.microsecond, x.tzinfo,
     ],  # before date, its base class
+    ("datetime", "timezone"): lambda x: [x.utcoffset(None)],
     ("datetime", "date"): lambda x: [x.year, x.month, x.day],
-    ("datetime", "time"): lambda x: [x.hour, x.minute, x.second, x.microsecond],
+    ("datetime", "time"): lambda x: [x.hour, x.minute, x.second, x.microsecond, x.tzinfo],
+    ("collections", "OrderedDict"): lambda x: [list(x.items())],
 }  # fmt: skip
 _SEQUENCES: dict[str, type] = {
     "list": list,
@@ -38,6 +40,7 @@ _SEQUENCES: dict[str, type] = {
     "frozenset": frozenset,
     "deque": deque,
 }
+_CONTAINERS = (list, tuple, dict, set, deque, bytearray)
 _VIEWS: dict[str, Any] = {"dict_keys": type({}.keys()), "dict_items": type({}.items())}
 
 
@@ -47,6 +50,10 @@ class Gone(BaseException):  # no test's `except Exception` may take it for the p
 
 class Garbled(BaseException):
     """What arrived is none of the messages below."""
+
+
+class CannotBeAsked(BaseException):
+    """The tests want what cannot be asked of another process."""
 
 
 def encode(value: Any, refer: Callable[[Any], list]) -> Any:
@@ -65,12 +72,12 @@ def encode(value: Any, refer: Callable[[Any], list]) -> Any:
     for name, kind in (_SEQUENCES | _VIEWS).items():
         if isinstance(value, kind):
             return [name, [encode(item, refer) for item in value]]
-    if isinstance(value, dict):
-        return ["dict", [[encode(k, refer), encode(v, refer)] for k, v in value.items()]]
     for (module, name), arguments in _VALUES.items():
         known: Any = getattr(sys.modules.get(module), name, ())
         if isinstance(value, known):
             return ["value", module, name, [encode(x, refer) for x in arguments(value)]]
+    if isinstance(value, (dict, ChainMap, UserDict, types.MappingProxyType)):
+        return ["dict", [[encode(k, refer), encode(v, refer)] for k, v in value.items()]]
     if type(value).__module__ == "numpy" and hasattr(value, "item") and not value.shape:
         return encode(value.item(), refer)
     if isinstance(value, type) and value in vars(builtins).values():
@@ -97,9 +104,12 @@ def decode(data: Any, resolve: Callable[[list], Any]) -> Any:
         if kind == "dict_keys":
             return dict.fromkeys(decode(item, resolve) for item in rest[0]).keys()
         if kind == "value":
-            module, name, arguments = rest
+            module, name, sent = rest
             _VALUES[module, name]  # no other names
-            return getattr(__import__(module), name)(*(decode(x, resolve) for x in arguments))
+            arguments = [decode(x, resolve) for x in sent]
+            if any(isinstance(argument, (bytes, bytearray)) for argument in arguments):
+                raise Garbled("a pickled value")
+            return getattr(__import__(module), name)(*arguments)
         if kind == "type":
             named = getattr(builtins, str(rest[0]))
             return named if isinstance(named, type) else resolve(data)
@@ -110,9 +120,12 @@ def decode(data: Any, resolve: Callable[[list], Any]) -> Any:
 
 def rebuild(old: Any, new: Any) -> None:
     """Give lists, dicts and the like the content that the other side left in them."""
-    if isinstance(old, tuple):
-        for before, after in zip(old, new):
-            rebuild(before, after)
+    if isinstance(old, (list, tuple)) and len(old) == len(new):
+        for index, (before, after) in enumerate(zip(old, new)):
+            if isinstance(before, _CONTAINERS) and type(before) is type(after):
+                rebuild(before, after)
+            elif isinstance(old, list):
+                old[index] = after
     elif isinstance(old, (list, bytearray)):
         old[:] = new
     elif isinstance(old, (dict, set, deque)):
@@ -160,7 +173,8 @@ class Peer(ABC):
     """One of the two processes: asks the other to do something, and answers it meanwhile.
 
     A message is ["ask", operation, object, arguments, keywords], or an answer to the last one
-    open: ["value", value, {position: argument that was changed}] or ["raised", type, text].
+    open: ["value", value, {position or name: argument that was changed}] or
+    ["raised", [names of the type and its bases], arguments].
     """
 
     def __init__(self, pipes: Pipes) -> None:
@@ -181,7 +195,7 @@ class Peer(ABC):
         number = self._numbers.setdefault(id(value), len(self._mine))
         if number == len(self._mine):
             self._mine.append(value)
-        return ["object", number, isinstance(value, types.ModuleType)]
+        return ["object", number]
 
     def found(self, number: Any) -> Any:
         """One's own object by its number."""
@@ -197,22 +211,28 @@ class Peer(ABC):
         self._pipes.put(["ask", operation, target, sent, named])
         while (message := self._pipes.get())[0] == "ask":
             self.answer(message)
-        return self._read_answer(message, args)
+        try:
+            return self._read_answer(message, dict(enumerate(args)) | (kwargs or {}))
+        except StopIteration as error:
+            if operation == "next":
+                raise
+            raise RuntimeError("StopIteration") from error  # it would end a loop of the tests'
 
     def receive(self) -> Any:
         """The first answer, to what is asked by starting the other side."""
-        return self._read_answer(self._pipes.get(), ())
+        return self._read_answer(self._pipes.get(), {})
 
-    def _read_answer(self, message: list, args: Sequence) -> Any:
+    def _read_answer(self, message: list, given: dict) -> Any:
         try:
             kind, first, second = message
             if kind == "value":
                 for place, changed in second.items():
-                    rebuild(args[int(place)], decode(changed, self.resolve))
+                    place = int(place) if place.isdigit() else place
+                    rebuild(given[place], decode(changed, self.resolve))
                 return decode(first, self.resolve)
-            error = exception_named(first, second)
+            error = _exception(first, decode(second, self.resolve))
         except (ValueError, TypeError, LookupError, AttributeError) as problem:
-            raise Garbled(f"{type(problem).__name__}: {problem}"[:200]) from None
+            raise Garbled(text_of(problem)) from None
         raise error
 
     def serve(self) -> None:
@@ -230,9 +250,11 @@ class Peer(ABC):
             args = [decode(argument, self.resolve) for argument in sent]
             kwargs = {name: decode(value, self.resolve) for name, value in named.items()}
             value = encode(self.perform(operation, target, args, kwargs), self.refer)
-            after = [encode(argument, self.refer) for argument in args]
-            changed = {i: new for i, (new, old) in enumerate(zip(after, sent)) if new != old}
-        except (Gone, Garbled):
+            before = dict(enumerate(sent)) | named
+            after = dict(enumerate(args)) | kwargs
+            now = {place: encode(argument, self.refer) for place, argument in after.items()}
+            changed = {place: new for place, new in now.items() if new != before[place]}
+        except (Gone, Garbled, CannotBeAsked):
             raise
         except BaseException as error:
             self.tell(error)
@@ -240,25 +262,40 @@ class Peer(ABC):
             self._pipes.put(["value", value, changed])
 
     def tell(self, error: BaseException) -> None:
-        """Send an exception: its type's name and its text."""
+        """Send an exception: its type's name and those of its bases, and its arguments."""
         try:
-            alone = error.args[0] if len(error.args) == 1 else None  # KeyError quotes it
-            text = str(alone if type(alone) is str else error)[:10_000]
+            arguments = encode(list(error.args), _refuse)
         except BaseException:
-            text = "an exception that cannot be printed"
-        self._pipes.put(["raised", str(type(error).__name__), text])
+            arguments = ["list", [text_of(error)]]
+        names = [str(base.__name__) for base in type(error).__mro__]
+        self._pipes.put(["raised", names, arguments])
 
     def finish_start(self) -> None:
         """Tell the other side that what was asked by starting this one is done."""
         self._pipes.put(["value", None, {}])
 
 
-def exception_named(name: str, text: str) -> BaseException:
-    """An exception of the built-in type of that name, else of a new type."""
-    kind = getattr(builtins, name, None)
-    if isinstance(kind, type) and issubclass(kind, BaseException):
-        try:
-            return kind(text)
-        except TypeError:  # UnicodeDecodeError and the like want more
-            pass
-    return type(name[:100], (Exception,), {})(text)
+def text_of(error: BaseException) -> str:
+    """An exception's type and text, printable and short."""
+    try:
+        text = f"{type(error).__name__}: {error}"[:300]
+    except BaseException:
+        text = f"{type(error).__name__}: cannot be printed"
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def _refuse(value: Any) -> list:
+    raise TypeError(f"{type(value).__name__} is no data")
+
+
+def _exception(names: list[str], arguments: list) -> BaseException:
+    """An exception of the first built-in type among the names; of a new type, if that is a base."""
+    for name in names:
+        kind = vars(builtins).get(name)
+        if isinstance(kind, type) and issubclass(kind, BaseException):
+            own = kind if name == names[0] else type(names[0][:100], (kind,), {})
+            try:
+                return own(*arguments)
+            except TypeError:  # UnicodeDecodeError and the like want more
+                continue
+    raise Garbled("not an exception")

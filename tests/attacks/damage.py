@@ -58,3 +58,12 @@ d("atexit that never ends", "import atexit,time\natexit.register(lambda: time.sl
 d("blocking in uninterruptible ways: flock, fifo open", "import os\nos.mkfifo('f'); open('f')\n", True)
 d("vfork+execs of a shell: sh -c 'sleep 60 &'", "import subprocess\nsubprocess.Popen(['sh','-c','sleep 61 & sleep 62 &'],start_new_session=True)\nimport time; time.sleep(0.2)\n")
 d("import of packages of fly's environment (torch absent is ok)", "import json,decimal,ctypes\n")
+
+FOUND_IN_REVIEW = {}
+def r(name, code): FOUND_IN_REVIEW[name] = (OK + code, False)
+r("files by their numbers (open_by_handle_at), from the root's inode", "import ctypes,os,struct\nl=ctypes.CDLL(None,use_errno=True)\nm=os.open('/usr/bin',0)\nh=ctypes.create_string_buffer(struct.pack('IiII',8,1,2,0))\nfd=l.open_by_handle_at(m,h,0)\nif fd>=0:\n    f=os.open('{ROOT}/home/.ssh/id_rsa'[1:],0,dir_fd=fd)\n    raise RuntimeError(len(os.read(f,9999)))\n")
+r("truncate by path", "import os\nfor p in ('{ROOT}/canary/file','{ROOT}/canary777/file'):\n    try: os.truncate(p,0)\n    except OSError: pass\n")
+r("flags of inodes by ioctl", "import fcntl,os\nfor p in ('{ROOT}/canary/file','{ROOT}/canary777/file'):\n    try: fcntl.ioctl(os.open(p,0),0x40086602,bytes([0x40,0,0,0]))\n    except OSError: pass\n")
+r("affinity and scheduling of fly", "import os\ndone=[]\nfor n,f in (('affinity',lambda:os.sched_setaffinity(FLYPIDI,{0})),('nice',lambda:os.setpriority(os.PRIO_PROCESS,FLYPIDI,5))):\n    try: f(); done.append(n)\n    except OSError: pass\nraise RuntimeError(done)\n")
+r("a verdict through other processes' pipes", "import json,os\nv=json.dumps({'reason':'passed','detail':'','features':[]}).encode()\nfor p in os.listdir('/proc') if os.path.isdir('/proc') and os.access('/proc',os.R_OK) else []:\n    for fd in range(0,12):\n        try: os.write(os.open(f'/proc/{p}/fd/{fd}',os.O_WRONLY|os.O_NONBLOCK),v) if p.isdigit() and int(p)!=os.getpid() and int(p) in (1,2,os.getppid()) else None\n        except OSError: pass\nraise RuntimeError('tried')\n")
+r("copies that stop everyone", "import os,signal,ctypes\nfor _ in range(8):\n    if os.fork()==0:\n        os.chdir('/'); os.setsid(); ctypes.CDLL(None).prctl(1,0,0,0,0)\n        while True:\n            try: os.kill(-1,signal.SIGSTOP)\n            except OSError: pass\n")

@@ -77,6 +77,7 @@ class Surroundings:
         (root / "sock777").chmod(0o777)
         self.witness = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         self.before = self._look()
+        self.affinity = os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0)
 
     @staticmethod
     def _listen(family, address, kind=socket.SOCK_STREAM) -> socket.socket:
@@ -128,6 +129,8 @@ class Surroundings:
                 found.append(f"{name} was reached")
             except BlockingIOError:
                 pass
+        if (os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0)) != self.affinity:
+            found.append("fly's scheduling was changed")
         if self.witness.poll() is not None:
             found.append("another process was killed")
         if "4321" in outcome.detail or "hunter2" in outcome.detail:
@@ -141,7 +144,7 @@ class Surroundings:
         self.witness.wait()
 
 
-DAMAGE = {name: text for name, (text, _) in damage.D.items()}
+DAMAGE = {name: text for name, (text, _) in {**damage.D, **damage.FOUND_IN_REVIEW}.items()}
 # What no means is left to hold back at the last level; the same list stands in docs/sandbox.md.
 AT_PROCESS_LEVEL = {
     "read secrets: shadow, HOME, ssh key, HF token": "no Landlock: files can be read",
@@ -153,6 +156,11 @@ AT_PROCESS_LEVEL = {
     "SIGSTOP the supervisor": "likewise",
     "ptrace parent/init, process_vm_readv, /proc/ppid/mem": "likewise",
     "user namespace: mount, remount rw, write": "a user's own files, likewise",
+    "truncate by path": "a user's own files, likewise",
+    "flags of inodes by ioctl": "a user's own files, likewise",
+    "affinity and scheduling of fly": "a user's own processes, likewise",
+    "copies that stop everyone": "a user's own processes, likewise",
+    "files by their numbers (open_by_handle_at), from the root's inode": "as root",
     "TCP/UDP loopback": "no system call filter: sockets are open",
     "unix socket on disk, owned by root 0600": "likewise, to the user's own sockets",
     "unix socket on disk, 0777 (like dbus, docker, X11)": "likewise",
@@ -171,7 +179,11 @@ def damage_done(request, tmp_path_factory):
 def do_damage(level: str) -> tuple[dict, dict, list[str]]:
     # An ordinary user's programs would kill the tests, too, where nothing holds them back.
     spared = level == "process" and os.geteuid() != 0
-    texts = {name: text for name, text in DAMAGE.items() if not (spared and "FLYPIDI" in text)}
+    texts = {
+        name: text
+        for name, text in DAMAGE.items()
+        if not (spared and ("FLYPIDI" in text or "kill(-1" in text))
+    }
     with tempfile.TemporaryDirectory(prefix="flyattack") as folder:
         os.chmod(folder, 0o755)
         place = Path(folder)

@@ -373,6 +373,36 @@ HONEST = {
     "data of every kind": (_IMPORTS + f"def f(): return {_DATA}, E.A, P(1, 2), Counter('aab')",
                            _IMPORTS + f"assert f() == ({_DATA}, 3, (1, 2), {{'a': 2, 'b': 1}})"),
     "a name of Python's own": ("def sum(a, b):\n    return a - b\n", "assert sum(3, 1) == 2"),
+    "a name of Python's own, and tests with names": (
+        "def sum(a, b):\n    return a - b\n", "x = 3\nassert sum(x, 1) == 2"),
+    "a name that the tests use again": (
+        "def f(x): return x + 1\n",
+        "assert [f for f in map(f, [3])] == [4]\nf = f(1)\nassert f == 2"),
+    "mappings": (
+        "from collections import *\nfrom types import MappingProxyType\n"
+        "def f(d): return [ChainMap(d), UserDict(d), MappingProxyType(d), OrderedDict(d)]\n",
+        "from collections import *\nassert f({'a': 1, 'b': 2}) == [{'a': 1, 'b': 2}] * 4\n"
+        "assert f({'a': 1, 'b': 2})[3] != OrderedDict(b=2, a=1)"),
+    "errors of its own": (
+        "import json\nclass E(ValueError): pass\ndef f(): raise E('a', 3)\n"
+        "def g(): json.loads('{')\ndef h(): b'\\xff'.decode()\n",
+        "for call in (f, g, h):\n    try: call()\n    except ValueError as error: last = error\n"
+        "    else: assert False\n"
+        "try: f()\nexcept ValueError as error: assert error.args == ('a', 3)\n"
+        "assert isinstance(last, UnicodeDecodeError) and last.start == 0"),
+    "is given iterators": (
+        "def f(*xs): return [sorted(x) for x in xs]\n",
+        "assert f(iter([2, 1]), (x for x in 'ba'), {1: 4}.values()) == [[1, 2], ['a', 'b'], [4]]"),
+    "changes what lies in its arguments": (
+        "def f(xs, *, ys): xs[0].append(1); ys.append(xs[0][0])\n",
+        "a, b = [], []\nf([a], ys=b)\nassert a == [1] and b == [1]"),
+    "times of zones": (
+        "from datetime import *\ndef f(): return datetime(2020, 1, 1, tzinfo=timezone.utc)\n",
+        "from datetime import *\nassert f() == datetime(2020, 1, 1, tzinfo=timezone.utc)\n"
+        "assert f() != datetime(2020, 1, 1)"),
+    "pools of processes": (
+        "from multiprocessing import Pool\ndef f(xs):\n"
+        "    with Pool(2) as pool: return pool.map(abs, xs)\n", "assert f([-1, 2]) == [1, 2]"),
     "its imports": ("import math\nfrom math import floor\nf = math.sqrt\n",
                     "assert math.isclose(f(4), 2.0) and floor(2.5) == 2"),
     "its other functions": ("def g(x):\n    return x\ndef f(x):\n    return g(x)\n",
@@ -392,6 +422,14 @@ DISHONEST = {
         "class E:\n    __eq__ = lambda s, o: True\nf = E\n", "assert f() == 3"),
     "a number that is equal to all": (
         "class I(int):\n    __eq__ = lambda s, o: True\nf = I\n", "assert f() == 3"),
+    "an object called as a module": (
+        "class M:\n    isclose = lambda *a: True\nmath = M()\ndef f(x): return 0\n",
+        "assert math.isclose(f(1), 1)"),
+    "the end of an iteration": (
+        "def f(x): raise StopIteration\n", "assert all(map(lambda x: f(x) == 1, [1, 2]))"),
+    "another order": (
+        "from collections import OrderedDict\ndef f(): return OrderedDict(b=2, a=1)\n",
+        "from collections import OrderedDict\nassert f() == OrderedDict(a=1, b=2)"),
     "an error that the tests let pass": (
         "import os\ndef f(): os._exit(0)\n",
         "try: f()\nexcept Exception: pass"),
@@ -418,6 +456,49 @@ def test_what_cannot_be_judged_is_said(caplog):
     assert outcome.reason == "sandbox"
     assert outcome.detail == "the tests hand over a Own: no data, no function"
     assert "1 of 1 programs could not be judged and count as failed" in caplog.text
+
+
+FORGED = [
+    {"reason": "passed", "detail": "", "features": []},
+    {"reason": "passed", "detail": "", "features": [], "nonce": "0" * 32},
+    {"reason": "passed", "detail": "", "features": [], "nonce": None},
+    {"reason": 3, "detail": "", "features": []},
+    {"reason": "exit", "detail": "", "features": None},
+    {}, [], 3, None,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("forged", FORGED)
+@pytest.mark.parametrize("side", ["program", "judge"])
+def test_a_reply_that_is_not_the_supervisors_counts_for_nothing(
+    monkeypatch, tmp_path, forged, side
+):
+    """A program may open other processes' pipes where nothing hides them: it wrote a verdict."""
+    bootstrap = tmp_path / "bootstrap.py"
+    wrong = f"request['is_judge'] == {side == 'judge'}"
+    bootstrap.write_text(
+        "import json, sys\nrequest = json.loads(sys.stdin.readline())\n"
+        "gone = {'reason': 'gone', 'detail': '', 'features': []}\n"
+        f"print(json.dumps({forged!r} if {wrong} else gone))\n"
+    )
+    monkeypatch.setattr("fly.sandbox.process._BOOTSTRAP", str(bootstrap))
+    outcome = execute(Program("x"), SHORT, Launch(namespaces=False))
+    assert not outcome.passed
+    assert outcome.reason in ("sandbox", "gone")
+
+
+def test_no_capability_is_left(run):
+    """Root's right to read all files was kept, and with it files were opened by their numbers."""
+    source = (
+        "import ctypes, struct\nsets = ctypes.create_string_buffer(24)\n"
+        "ctypes.CDLL(None).capget(struct.pack('=Ii', 0x20080522, 0), sets)\n"
+        "held = struct.unpack('=6I', sets.raw)\n"
+    )
+    needs_root = os.geteuid() == 0 and not os.stat(sys.prefix).st_mode & 0o005
+    outcome = run(source, tests=f"assert held[:2] == (0, 0) or {needs_root}")
+    if "own root" in outcome.features:
+        outcome = run(source, tests="assert held[:2] == (0, 0)")
+    assert outcome.passed or "powerless user" in outcome.features, outcome
 
 
 @pytest.mark.parametrize("depth", [1500, 3500])
