@@ -7,6 +7,6 @@ source .ci/setup.sh
 fly_setup dev
 if [ $# -eq 0 ]; then
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the tests' models are tiny: one process per core
-    set -- -m "not real" -n auto --dist worksteal
+    set -- -m "not real and not slow" -n auto --dist worksteal
 fi
 exec python -m pytest "$@"

@@ -347,6 +347,7 @@ def test_hf_mode_is_lm_evals_backend_on_the_target(saved_pair, config_file):
     assert mode.model_args == {"pretrained": str(saved_pair / "target"), "dtype": "float32"}
 
 
+@pytest.mark.slow
 def test_the_ci_examples_parse_and_their_commands_run(
     saved_pair,
     config_file,

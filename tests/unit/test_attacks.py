@@ -32,7 +32,11 @@ FAKES = {
 }
 
 
-@pytest.fixture(scope="module", params=LEVELS)
+def levels(*daily: str) -> list:
+    return [pytest.param(x, marks=() if x in daily else pytest.mark.slow) for x in LEVELS]
+
+
+@pytest.fixture(scope="module", params=levels("namespaces", "process"))
 def fake_outcomes(request, tmp_path_factory):
     """(level, every wrong solution's outcome)."""
     launch = launch_of(request.param)
@@ -168,7 +172,7 @@ AT_PROCESS_LEVEL = {
 }
 
 
-@pytest.fixture(scope="module", params=LEVELS)
+@pytest.fixture(scope="module", params=levels("namespaces", "landlock"))
 def damage_done(request, tmp_path_factory):
     """(level, {name: outcome}, {name: findings}, processes that are left)."""
     launch_of(request.param)
