@@ -315,6 +315,7 @@ def place(tmp_path_factory):
     return make_place(tmp_path_factory.mktemp("kill") / "root")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_killed_at_any_moment_nothing_is_lost(name, place):
     kill(COMMANDS[name](place), QUICK, random.Random(14))
