@@ -20,6 +20,7 @@ _COLOURS = {
 }  # fmt: skip
 _SCORES = ("run", "score", "recovery [95 %]", "lost/won", "p", "verdict")
 _SPEED = ("task", "run", "decoding x", "end to end x", "tokens x", "tok/s", "tau", "saved")
+_INTERVALS = ("decoding x", "end to end x")
 _WIDTHS = {"run": 14, "score": 7, "recovery [95 %]": 20, "lost/won": 8, "p": 6, "verdict": 33}
 _NUMBERS = ("score", "lost/won", "p", "tokens x", "tok/s", "tau", "saved")
 
@@ -68,7 +69,8 @@ def _table(title: str, header: tuple[str, ...], rows: list[list[str]]) -> Table:
     for name in header:
         justify: JustifyMethod = "right" if name in _NUMBERS else "left"
         width = _WIDTHS.get(name) if header is _SCORES else None
-        table.add_column(name, justify=justify, overflow="fold", width=width)
+        whole = name in _INTERVALS  # rather a folded task name than a folded interval
+        table.add_column(name, justify=justify, overflow="fold", width=width, no_wrap=whole)
     for row in rows:
         table.add_row(*(_coloured(cell) for cell in row))
     return table

@@ -68,6 +68,15 @@ def test_the_table_fits_100_columns_and_says_all(folders, capsys):
     assert "fly-2" in printed  # two runs of one mode have names of their own
 
 
+def test_a_long_task_name_folds_and_no_interval(tmp_path, capsys):
+    tasks = {"humaneval_64_instruct_with_suffix": SOLVED}
+    base = write(tmp_path / "base", "target-only", tasks=tasks, seconds=2.0)
+    assert fly("compare", base, write(tmp_path / "other", "fly", tasks=tasks)) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("2.00 [2.00, 2.00]") == 2
+    assert max(map(len, printed.splitlines())) <= 100
+
+
 def test_few_documents_that_score_the_same_are_unchanged(tmp_path, capsys):
     """They were called held, and allow a loss of 31 %; a job still passes."""
     base = write(tmp_path / "base", "target-only", SOLVED[:8])
