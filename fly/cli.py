@@ -123,8 +123,8 @@ def _summarise(run: session.Session) -> None:
     """fly's speed table, below lm-eval's own."""
     from fly.evaluation import report
 
-    if run.lm is not None and run.lm.rank == 0 and run.lm.fly_config.enable_statistics:
-        report.print_summary(report.results_entry(run.lm))
+    if run.entry is not None and (entry := run.entry())["config"]["enable_statistics"]:
+        report.print_summary(entry)
 
 
 def _call_fly(parser: argparse.ArgumentParser, name: str) -> None:

@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
 from fly import config as fly_config
-from fly import loading, preparation, resume, rules, session
+from fly import loading, preparation, resume, rules, sandbox, session
 from fly.arguments import check_model_args
 from fly.decoding import costs, memory
 from fly.decoding.choice import NotFiniteError
@@ -111,7 +112,8 @@ class FlyLM(HFLM):
 
     def _join(self, run: session.Session, hf_args: dict[str, Any]) -> None:
         """Take part in the run: what decides its texts is noted, or is as it was."""
-        run.lm = self
+        if self.rank == 0:
+            run.entry = self.results_entry
         if run.manifest is not None:
             resume.check_models(run.manifest, self.fly_config, hf_args, loaded=True)
             run.manifest.agree("device", report.timing_facts(self.device))
@@ -448,9 +450,33 @@ class FlyLM(HFLM):
 
     # ---------------------------------------------------------------- reporting
 
+    def results_entry(self) -> dict[str, Any]:
+        """`config.fly` of the results file. Plain Python values: lm-eval drops what json cannot."""
+        draft, run = self.draft_model, session.current()
+        return {
+            "started": run.started,
+            "resumed": run.resumed,
+            "mode": self.fly_config.mode,
+            "drafter": self.fly_config.drafter_name,
+            "config": self.fly_config.model_dump(),
+            "config_hash": self.fly_config.hash(),
+            "versions": report.versions(),
+            "device": report.device_facts(self.device),
+            "processes": self.world_size,
+            "dtype": str(self.model.dtype),
+            "draft_dtype": None if draft is None else str(draft.dtype),
+            "draft_num_parameters": None if draft is None else self.preparation.draft_parameters,
+            "preparation": self.preparation.as_dict(),
+            "draft_length": self.draft_length,
+            "eos_token_ids": sorted(self.eos_ids),
+            "sampling": [asdict(sampling) for sampling in sorted(self.samplings, key=repr)],
+            "sandbox": sandbox.used_isolation(),
+            "stats": self.stats.as_dict(),
+        }
+
     def get_model_info(self) -> dict[str, Any]:
         """HFLM's facts, of the target, plus `fly`: configuration, versions, device, statistics."""
-        own = {"model_num_parameters": self._num_parameters, "fly": report.results_entry(self)}
+        own = {"model_num_parameters": self._num_parameters, "fly": self.results_entry()}
         return {**super().get_model_info(), **own}
 
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from lm_eval.models.utils import (
@@ -28,8 +28,9 @@ from fly.errors import FlyError
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
+    from transformers import PreTrainedModel
 
-    from fly.lm import FlyLM
+    from fly.config import FlyConfig
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,35 @@ _KNOWN = (
 _SAMPLING_ONLY = ("typical_p",)  # greedy decoding does not look at them
 
 
-def build_request(instance: Instance, lm: FlyLM, nth: int = 0) -> Request:
+class Asked(Protocol):
+    """What a request takes from the model that it is put to (fly.lm.FlyLM)."""
+
+    fly_config: FlyConfig
+    cache_hook: Any
+    truncation: bool
+    think_end_token: str | int | None
+
+    @property
+    def model(self) -> PreTrainedModel: ...
+
+    @property
+    def max_gen_toks(self) -> int: ...
+
+    @property
+    def max_length(self) -> int: ...
+
+    @property
+    def prefix_token_id(self) -> int: ...
+
+    @property
+    def eot_token_id(self) -> int | None: ...
+
+    def tok_batch_encode(self, strings: Any, *args: Any, **kwargs: Any) -> Any: ...
+
+    def tok_decode(self, tokens: Any, skip_special_tokens: bool = True) -> str: ...
+
+
+def build_request(instance: Instance, lm: Asked, nth: int = 0) -> Request:
     """Tokenize and check one lm-eval request. Raises FlyError naming the argument and its fix.
 
     nth: how many requests came before it with the same document and prompt (repeats).
@@ -141,7 +170,7 @@ def identity(request: Request) -> dict[str, Any]:
     }
 
 
-def sampling(kwargs: dict[str, Any], given: dict[str, Any], lm: FlyLM, where: str) -> Sampling:
+def sampling(kwargs: dict[str, Any], given: dict[str, Any], lm: Asked, where: str) -> Sampling:
     """The task's gen_kwargs, else the configuration's keys, else the target's generation_config.
 
     The last is what lm-eval's hf does through transformers' generate, whose top_k is 50 when
@@ -179,14 +208,14 @@ def sampling(kwargs: dict[str, Any], given: dict[str, Any], lm: FlyLM, where: st
         raise FlyError(f"{error} ({where})") from None
 
 
-def _seed(instance: Instance, lm: FlyLM, nth: int) -> int:
+def _seed(instance: Instance, lm: Asked, nth: int) -> int:
     """Where the request's random numbers start: the run's seed and what the request is."""
     seed = torch.initial_seed() if lm.fly_config.seed is None else lm.fly_config.seed
     name = f"{seed}|{instance.task_name}|{instance.doc_id}|{instance.idx}|{nth}|{instance.args[0]}"
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
 
 
-def encode_prompt(context: str, lm: FlyLM, room: int) -> list[int]:
+def encode_prompt(context: str, lm: Asked, room: int) -> list[int]:
     """Token ids, truncated on the left to `room` as lm-eval does (it warns).
 
     An empty prompt becomes the prefix token (BOS, else EOS), as in lm-eval's loglikelihood.
@@ -197,7 +226,7 @@ def encode_prompt(context: str, lm: FlyLM, room: int) -> list[int]:
     return ids[0].tolist() or [lm.prefix_token_id]
 
 
-def check_decoding(requests: list[Request], lm: FlyLM) -> None:
+def check_decoding(requests: list[Request], lm: Asked) -> None:
     """Say what is easily overlooked; raise FlyError where lm-eval would score the wrong texts."""
     sampled = [request for request in requests if not request.sampling.is_greedy]
     if missing := _unapplied(lm.model.generation_config, bool(sampled)):
@@ -247,7 +276,7 @@ def _refuse_unsupported(kwargs: dict[str, Any], settings: Sampling, where: str) 
             )
 
 
-def response_text(tokens: list[int], request: Request, lm: FlyLM) -> str:
+def response_text(tokens: list[int], request: Request, lm: Asked) -> str:
     """The text lm-eval scores: special tokens skipped, thinking and stop strings cut off."""
     think_end = lm.think_end_token
     if isinstance(think_end, int) and think_end in tokens:

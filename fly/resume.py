@@ -192,7 +192,8 @@ def deciding_versions() -> dict[str, str]:
 
 def _finish(run: Session, manifest: Manifest, arguments: dict[str, Any]) -> None:
     """Note that the run has ended, if all that it is to leave is there."""
-    assert run.lm is not None
+    assert run.entry is not None
+    requests = run.entry()["stats"]["requests"]
     if run.earlier and not arguments.get("use_cache"):  # which answers some before fly is asked
         run.earlier.check_all_asked()
     results = _results(run)
@@ -205,9 +206,9 @@ def _finish(run: Session, manifest: Manifest, arguments: dict[str, Any]) -> None
         runs.check_samples(results)
     records = manifest.folder / f"fly_requests_{run.started}.jsonl"
     kept = records.read_bytes().count(b"\n") if records.is_file() else 0
-    if kept != run.lm.stats.requests:
+    if kept != requests:
         raise FlyError(
-            f"output_path={run.output_dir}: holds {kept} of {run.lm.stats.requests} records: files "
+            f"output_path={run.output_dir}: holds {kept} of {requests} records: files "
             f"were removed while the run went on; {run.way_on}"
         )
     manifest.finish(results)

@@ -10,6 +10,7 @@ import logging
 import os
 import shlex
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -19,7 +20,6 @@ from fly.paths import fly_home, write_whole
 
 if TYPE_CHECKING:
     from fly.earlier import Earlier
-    from fly.lm import FlyLM
     from fly.manifest import Manifest
 
 logger = logging.getLogger(__name__)
@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 class Session:
     """`output_dir`: where lm-eval will write samples; None without --output_path.
 
-    traced_requests, traced_tokens: how many requests are in the trace file, and which token ids in
-    the vocabulary beside it; all of a run's calls share both files.
-    manifest: of a run that can be resumed. earlier: what was finished before it was (None if it
-    was not).
+    entry: makes `config.fly` of the results (None before a model is made, and in all processes
+    but the first). traced_requests, traced_tokens: how many requests are in the trace file, and
+    which token ids in the vocabulary beside it; all of a run's calls share both files. manifest: of
+    a run that can be resumed. earlier: what was finished before it was (None if it was not).
     """
 
     output_dir: Path | None = None
-    lm: FlyLM | None = None
+    entry: Callable[[], dict[str, Any]] | None = None
     traced_requests: int = 0
     traced_tokens: set[int] = field(default_factory=set)
     started: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H-%M-%S"))

@@ -15,15 +15,13 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from fly.decoding.cache import SlotCache
 from fly.decoding.memory import is_out_of_memory
-
-if TYPE_CHECKING:
-    from fly.decoding.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +39,21 @@ class _Captured:
     replay: Callable[[], None]
 
 
+class Runner(Protocol):
+    """Whose passes these are: fly.decoding.runner.ModelRunner."""
+
+    cache: SlotCache
+    lengths: list[int]
+    device: torch.device
+
+    @property
+    def slots(self) -> int: ...
+
+    def reserve(self, tokens: int) -> None: ...
+
+    def static_pass(self, ids_BQ: Tensor, lengths_B: Tensor, read_length: int) -> Tensor: ...
+
+
 class StaticPasses:
     """Fixed-shape passes of one runner.
 
@@ -50,7 +63,7 @@ class StaticPasses:
 
     all_seconds = 0.0
 
-    def __init__(self, runner: ModelRunner, *, capture: bool) -> None:
+    def __init__(self, runner: Runner, *, capture: bool) -> None:
         self._runner_of = weakref.ref(runner)  # no cycle: the K/V are freed with the runner
         self._capture = capture
         self._captured: dict[tuple[Any, ...], _Captured] = {}
@@ -58,7 +71,7 @@ class StaticPasses:
         self.failure: str | None = None
 
     @property
-    def _runner(self) -> ModelRunner:
+    def _runner(self) -> Runner:
         runner = self._runner_of()
         assert runner is not None
         return runner

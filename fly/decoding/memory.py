@@ -9,13 +9,14 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import psutil
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
-if TYPE_CHECKING:
-    from fly.decoding.runner import ModelRunner
+from fly.decoding.cache import SlotCache
 
 _USABLE = 0.85  # the rest is for fragmentation, other processes, and the scores' own work
 
@@ -29,6 +30,23 @@ def is_out_of_memory(error: BaseException) -> bool:
     return said or (error.__context__ is not None and is_out_of_memory(error.__context__))
 
 
+class Runner(Protocol):
+    """What is measured of a model's runner (fly.decoding.runner.ModelRunner)."""
+
+    model: PreTrainedModel
+    cache: SlotCache
+    device: torch.device
+
+    @property
+    def slots(self) -> int: ...
+
+    def prefill(self, slot: int, tokens: list[int]) -> Any: ...
+
+    def extend(self, tokens: list[list[int]]) -> Tensor: ...
+
+    def resize(self, slots: int) -> None: ...
+
+
 @dataclass(frozen=True)
 class RowWork:
     """What one row asks of a model.
@@ -37,7 +55,7 @@ class RowWork:
     tokens. kept: draft tokens whose distribution a sampling row keeps until they are verified.
     """
 
-    runner: ModelRunner
+    runner: Runner
     width: int
     kept: int = 0
 

@@ -1,25 +1,20 @@
-"""What a run reports: the entry in lm-eval's results file, and the table printed after its own."""
+"""What a run reports: versions and devices for the results file, and the table after lm-eval's."""
 
 from __future__ import annotations
 
 import platform
 import sys
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 import fly
-from fly import sandbox, session
 from fly.decoding import memory
 from fly.decoding.costs import cpu_name
 from fly.decoding.records import TIMED
-
-if TYPE_CHECKING:
-    from fly.lm import FlyLM
 
 _PACKAGES = ("torch", "transformers", "lm-eval", "accelerate", "tokenizers", "numpy")
 
@@ -66,31 +61,6 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return memory.peak_bytes()
-
-
-def results_entry(lm: FlyLM) -> dict[str, Any]:
-    """`config.fly` of the results file. Plain Python values: lm-eval drops what json cannot."""
-    draft = lm.draft_model
-    return {
-        "started": session.current().started,
-        "resumed": session.current().resumed,
-        "mode": lm.fly_config.mode,
-        "drafter": lm.fly_config.drafter_name,
-        "config": lm.fly_config.model_dump(),
-        "config_hash": lm.fly_config.hash(),
-        "versions": versions(),
-        "device": device_facts(lm.device),
-        "processes": lm.world_size,
-        "dtype": str(lm.model.dtype),
-        "draft_dtype": None if draft is None else str(draft.dtype),
-        "draft_num_parameters": None if draft is None else lm.preparation.draft_parameters,
-        "preparation": lm.preparation.as_dict(),
-        "draft_length": lm.draft_length,
-        "eos_token_ids": sorted(lm.eos_ids),
-        "sampling": [asdict(sampling) for sampling in sorted(lm.samplings, key=repr)],
-        "sandbox": sandbox.used_isolation(),
-        "stats": lm.stats.as_dict(),
-    }
 
 
 def print_summary(entry: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from fly.decoding.engine import RoundRecord
 from fly.decoding.sequence import Sequence, Source
 from fly.errors import FlyError
-from fly.evaluation.vocabulary import Vocabulary
+from fly.evaluation import vocabulary
 from fly.session import JsonLines, Session
 
 
@@ -45,6 +45,24 @@ class Trace:
     def close(self) -> None:
         self._lines.close()
         self._vocabulary.close()
+
+
+class Vocabulary:
+    """Writes `fly_vocabulary_*.jsonl`: every token id that a trace names, once per run."""
+
+    def __init__(self, session: Session, rank: int, tokenizer: Any) -> None:
+        self._lines = JsonLines(session, "fly_vocabulary", rank)
+        self._known = session.traced_tokens
+        self._bytes_of = vocabulary.reader(tokenizer)
+
+    def add(self, ids: list[int]) -> None:
+        for token in ids:
+            if token not in self._known:
+                self._known.add(token)
+                self._lines.write({"id": token, **vocabulary.entry_of(self._bytes_of(token))})
+
+    def close(self) -> None:
+        self._lines.close()
 
 
 def check_has_folder(session: Session) -> None:

@@ -9,27 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from fly.session import JsonLines, Session
-
 _FALLBACK_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-
-
-class Vocabulary:
-    """Writes `fly_vocabulary_*.jsonl`: every token id that a trace names, once per run."""
-
-    def __init__(self, session: Session, rank: int, tokenizer: Any) -> None:
-        self._lines = JsonLines(session, "fly_vocabulary", rank)
-        self._known = session.traced_tokens
-        self._bytes_of = reader(tokenizer)
-
-    def add(self, ids: list[int]) -> None:
-        for token in ids:
-            if token not in self._known:
-                self._known.add(token)
-                self._lines.write({"id": token, **_as_json(self._bytes_of(token))})
-
-    def close(self) -> None:
-        self._lines.close()
 
 
 def reader(tokenizer: Any) -> Callable[[int], bytes]:
@@ -61,7 +41,7 @@ def read_entry(line: dict[str, Any]) -> bytes:
     return bytes.fromhex(line["bytes"]) if "bytes" in line else line.get("text", "").encode()
 
 
-def _as_json(piece: bytes) -> dict[str, str]:
+def entry_of(piece: bytes) -> dict[str, str]:
     try:
         return {"text": piece.decode()}
     except UnicodeDecodeError:

@@ -3,7 +3,7 @@
 import pytest
 
 from fly import session
-from fly.evaluation import vocabulary
+from fly.evaluation import trace, vocabulary
 from tests import tiny
 
 
@@ -31,7 +31,7 @@ def test_byte_level_tokens_add_up_to_the_text(tmp_path):
     ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
     current = session.start(tmp_path)
     for _ in range(2):  # a second call of the run
-        words = vocabulary.Vocabulary(current, 0, tokenizer)
+        words = trace.Vocabulary(current, 0, tokenizer)
         words.add(ids)
         words.close()
     session.start(None)
