@@ -65,6 +65,7 @@ def _fly(arguments, log, folder, prepare):
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    _default_signals()  # whatever started the tests (nohup, a shell's &) may ignore them
     faulthandler.register(signal.SIGUSR1)  # for one that does not end
     os.chdir(folder)
     torch.set_num_threads(1)
@@ -72,6 +73,13 @@ def _fly(arguments, log, folder, prepare):
     if prepare is not None:
         prepare()
     main([str(argument) for argument in arguments])
+
+
+def _default_signals():
+    """As a program finds them that a terminal starts."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class _Fork:
@@ -83,9 +91,7 @@ class _Fork:
         self._pid = os.fork()
         if self._pid:
             return
-        for number in (signal.SIGTERM, signal.SIGHUP):  # as exec leaves them
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _default_signals()
         kept = {0, 1, 2, *pass_fds}
         for descriptor in map(int, os.listdir("/proc/self/fd")):
             if descriptor not in kept:
