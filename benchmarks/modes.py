@@ -22,7 +22,7 @@ from lm_eval.models.huggingface import HFLM
 from provenance import commit
 
 from fly import config as fly_config
-from fly import loading
+from fly import model_files
 from fly.decoding.records import TIMED, RunStats
 from fly.evaluation import report
 from fly.evaluation.harness import evaluate
@@ -58,7 +58,7 @@ class Bench:
         self.fly = FlyLM(config_path=args.config, device=args.device, batch_size=1, **extra)
         self.hf: CountingHF | None = None
         if "hf" in args.modes:
-            path = loading.resolve_source(self.base.target_model_path, "target_model_path").path
+            path = model_files.resolve_source(self.base.target_model_path, "target_model_path").path
             self.hf = CountingHF(
                 pretrained=path, device=str(self.fly.device), batch_size=1, **extra
             )

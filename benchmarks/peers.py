@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteri
 from fly.decoding.records import RequestRecord, RunStats
 from fly.evaluation import report
 from fly.lm import FlyLM
-from fly.loading import ModelSource
+from fly.model_files import ModelSource
 
 
 @dataclass(frozen=True)

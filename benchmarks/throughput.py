@@ -42,7 +42,8 @@ from fly import config as fly_config
 from fly.decoding.records import DECODING
 from fly.errors import FlyError
 from fly.evaluation import report
-from fly.loading import ModelSource, eos_token_ids, resolve_source
+from fly.loading import eos_token_ids
+from fly.model_files import ModelSource, resolve_source
 from fly.paths import data_dir
 
 Run = tuple[str, int]  # peer, batch size

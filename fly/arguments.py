@@ -14,7 +14,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import yaml
 from lm_eval._cli.utils import key_val_to_dict, split_top_level
 from lm_eval.config.evaluate_config import EvaluatorConfig
@@ -184,6 +183,8 @@ def check_model_args(config: FlyConfig, hf_args: Mapping[str, Any]) -> None:
 
 
 def _check_dtype(field: str, dtype: object) -> None:
+    import torch
+
     if dtype is None or isinstance(dtype, torch.dtype) or dtype == "auto":
         return
     if not isinstance(getattr(torch, str(dtype), None), torch.dtype):
@@ -192,6 +193,8 @@ def _check_dtype(field: str, dtype: object) -> None:
 
 def check_device(field: str, name: str) -> None:
     """Refuse a device that this machine does not have."""
+    import torch
+
     count = torch.cuda.device_count()
     here = ["cpu", *(["cuda"] if count else []), *(f"cuda:{index}" for index in range(count))]
     here += ["mps"] if torch.backends.mps.is_available() else []

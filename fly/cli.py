@@ -17,7 +17,7 @@ from lm_eval.utils import sanitize_model_name, setup_logging
 
 import fly
 from fly import config as fly_config
-from fly import loading, processes, resume, session
+from fly import model_files, processes, resume, session
 from fly.arguments import (
     HF_NAMES,
     NO_LITERAL,
@@ -204,7 +204,7 @@ def _checked_model_args(model_args: dict[str, Any]) -> dict[str, Any]:
     own, rest = fly_config.split_model_args(model_args)
     config = fly_config.resolve(rest.pop("config_path", None), own, log=False)
     check_model_args(config, rest)
-    loading.sources(config)
+    model_files.sources(config)
     if "pretrained" not in model_args:
         if config.needs_draft_model and config.draft_model_path:
             return {"pretrained": config.draft_model_path, **model_args}

@@ -17,7 +17,7 @@ from typing import Any
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
-from fly.loading import ModelSource
+from fly.model_files import ModelSource
 from fly.paths import fly_home, write_whole
 
 _SUFFIXES = {".json", ".safetensors", ".bin", ".gguf", ".model", ".txt", ".jinja", ".py"}

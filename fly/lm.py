@@ -19,7 +19,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
 from fly import config as fly_config
-from fly import loading, preparation, resume, rules, sandbox, session
+from fly import loading, model_files, preparation, resume, rules, sandbox, session
 from fly.arguments import check_model_args
 from fly.decoding import costs, memory
 from fly.decoding.choice import NotFiniteError
@@ -77,7 +77,7 @@ class FlyLM(HFLM):
             and not torch.cuda.is_available()
         ):
             hf_args["device"] = "cpu"  # lm-eval's default is a CUDA device, present or not
-        target, draft = loading.sources(config)
+        target, draft = model_files.sources(config)
         if target.gguf_file is not None:
             hf_args["gguf_file"] = target.gguf_file
         loading.warn_if_memory_is_short(target, draft, str(hf_args.get("device") or ""))
@@ -140,7 +140,7 @@ class FlyLM(HFLM):
             raise FlyError(f"{field}={name}: cannot be loaded: {reason}") from error
 
     def _load_draft(
-        self, source: loading.ModelSource, hf_args: dict[str, Any]
+        self, source: model_files.ModelSource, hf_args: dict[str, Any]
     ) -> transformers.PreTrainedModel:
         """Load the draft with HFLM's own loader, then give the target its place back."""
         target_model: Any = self._model  # type: ignore[has-type]

@@ -18,7 +18,7 @@ from typing import Any
 from lm_eval.utils import simple_parse_args_string
 
 from fly import config as fly_config
-from fly import fingerprint, loading
+from fly import fingerprint, model_files
 from fly.earlier import Earlier
 from fly.errors import FlyError
 from fly.evaluation import runs
@@ -279,9 +279,9 @@ def models_of(
         for name in _BESIDE
         if Path(path := str(hf_args.get(name) or "")).is_dir() and path
     }
-    target = loading.resolve_source(config.target_model_path, "target_model_path")
+    target = model_files.resolve_source(config.target_model_path, "target_model_path")
     found["target"] = fingerprint.of_model(target, hf_args.get("revision"), cache, fetch)
     if config.needs_draft_model and config.draft_model_path:
-        draft = loading.resolve_source(config.draft_model_path, "pretrained")
+        draft = model_files.resolve_source(config.draft_model_path, "pretrained")
         found["draft"] = fingerprint.of_model(draft, config.draft_revision, cache, fetch)
     return found

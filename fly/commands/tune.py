@@ -11,7 +11,7 @@ from typing import Any
 from lm_eval._cli.utils import MergeDictAction, SplitArgs
 
 from fly import config as fly_config
-from fly import loading, session
+from fly import model_files, session
 from fly.errors import FlyError
 
 
@@ -151,7 +151,7 @@ def _checked(args: argparse.Namespace) -> dict[str, Any]:
     config = fly_config.load(args.file, own, log=False)
     _check_tunable(config, args.file)
     check_model_args(config, rest)
-    loading.sources(config)
+    model_files.sources(config)
     check_task_files(args.tasks, [args.task_folder] if args.task_folder else [])
     harness.check_tasks(args.tasks, args.task_folder)
     session.check_writable(args.output.parent, "--output")

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from fly import loading, reading
+from fly import model_files, reading
 from fly.decoding.records import DECODING
 from fly.errors import FlyError
 from fly.evaluation.runs import Run, TaskRun
@@ -194,7 +194,7 @@ def _target(run: Run) -> dict[str, str | None]:
 def fingerprint(model: str) -> str | None:
     """One hash of a local model's files; None for hub ids and for what is not on this machine."""
     try:
-        files = of_model(loading.resolve_source(model, "target_model_path")).get("files")
+        files = of_model(model_files.resolve_source(model, "target_model_path")).get("files")
     except FlyError:
         return None
     return _SCHEME + of_value(files) if files else None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fly import config as fly_config
-from fly import loading, manifest, reading
+from fly import manifest, model_files, reading
 from fly.arguments import check_model_args, key_values
 from fly.errors import FlyError
 from fly.evaluation import runs
@@ -73,7 +73,7 @@ def _mode(name: str, model_args: dict[str, Any]) -> Mode:
     own, rest = fly_config.split_model_args(model_args)
     config = fly_config.resolve(rest.pop("config_path", None), own, log=False)
     check_model_args(config, rest)
-    target, _ = loading.sources(config)
+    target, _ = model_files.sources(config)
     models = partial(models_of, config, rest)
     models()  # what is not there is refused now
     if name == "hf":

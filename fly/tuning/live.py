@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fly import config as fly_config
-from fly import fingerprint, loading, preparation, resume, session
+from fly import fingerprint, loading, model_files, preparation, resume, session
 from fly.config import FlyConfig
 from fly.decoding.records import DECODING, TIMED, RequestRecord, RunStats
 from fly.decoding.runner import ModelRunner
@@ -154,7 +154,7 @@ class TunedLM(FlyLM):
         self.fly_config = config
 
     def _fresh_draft(self) -> Any:
-        _, source = loading.sources(self.fly_config)
+        _, source = model_files.sources(self.fly_config)
         assert source is not None
         return self._load_draft(source, self._model_args)
 

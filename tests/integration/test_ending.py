@@ -32,7 +32,9 @@ def wait_for(reached, seconds=120):
 
 
 def python(code, **how):
-    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, **how)
+    """Signals as a terminal leaves them: a shell's & has SIGINT ignored, nohup SIGHUP."""
+    heard = "from signal import *\nsignal(SIGINT, default_int_handler); signal(SIGHUP, SIG_DFL)\n"
+    return subprocess.Popen([sys.executable, "-c", heard + textwrap.dedent(code)], cwd=ROOT, **how)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])

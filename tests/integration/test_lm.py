@@ -8,7 +8,7 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from fly import loading, session
+from fly import model_files, session
 from fly.decoding import kernels
 from fly.decoding.records import PHASES
 from fly.decoding.sampling import Sampling
@@ -433,7 +433,7 @@ def test_a_draft_that_is_loaded_again_has_the_checkpoints_dtype(saved_pair, monk
     monkeypatch.setattr(kernels, "instructions", lambda: "avx2")
     ready = fly_lm(saved_pair, dtype="bfloat16")
     assert ready.model.dtype == torch.float32
-    _, draft = loading.sources(ready.fly_config)
+    _, draft = model_files.sources(ready.fly_config)
     assert ready._load_draft(draft, {}).dtype == torch.bfloat16
 
 

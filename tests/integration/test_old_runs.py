@@ -1,5 +1,7 @@
 """Runs that users keep are still read: these were written by the version of November 2026."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,3 +42,14 @@ def test_old_runs_are_reported_and_plotted(tmp_path):
 def test_an_old_manifest_is_read(mode, capsys):
     assert run("run", "--resume", OLD / mode) == 0
     assert "has ended" in capsys.readouterr().out
+
+
+def test_finished_runs_are_compared_without_torch():
+    """Its import is most of what the command would take."""
+    code = (
+        "import sys\nfrom fly import cli\n"
+        "try: cli.main(sys.argv[1:])\nexcept SystemExit as end: assert not end.code\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    folders = [str(OLD / mode) for mode in MODES]
+    subprocess.run([sys.executable, "-c", code, "compare", *folders], check=True, timeout=120)

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from fly import fingerprint
-from fly.loading import ModelSource
+from fly.model_files import ModelSource
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import pytest
 
 from fly import loading
-from fly.loading import ModelSource
+from fly.model_files import ModelSource, weight_bytes
 
 
 @pytest.fixture
@@ -32,4 +32,4 @@ def test_nothing_is_said_without_need(stored, monkeypatch, caplog, free, device,
 
 def test_a_gguf_file_counts_as_what_it_is_dequantised_to(tmp_path):
     (tmp_path / "m.gguf").write_bytes(b"\0" * 1000)
-    assert loading._weight_bytes(ModelSource(str(tmp_path), "m.gguf")) == 3500
+    assert weight_bytes(ModelSource(str(tmp_path), "m.gguf")) == 3500

@@ -4,15 +4,14 @@ import argparse
 import json
 import os
 import re
-from types import SimpleNamespace
 
 import pytest
 
 from fly import earlier, fingerprint, manifest, resume
 from fly.decoding.records import Counts, RequestRecord
 from fly.errors import FlyError
-from fly.loading import ModelSource
 from fly.manifest import Manifest
+from fly.model_files import ModelSource
 from fly.session import Session
 from tests import written_runs
 
@@ -320,8 +319,8 @@ def test_a_run_has_ended_only_when_all_that_it_leaves_is_there(tmp_path):
     (samples,) = folder.glob("samples_*")
     records = folder / f"fly_requests_{written_runs.STARTED}.jsonl"
     noted = Manifest(folder / f"fly_run_{written_runs.STARTED}.json", {"finished": False})
-    lm = SimpleNamespace(stats=SimpleNamespace(requests=2))
-    run = Session(folder, started=written_runs.STARTED, lm=lm)
+    entry = {"stats": {"requests": 2}}
+    run = Session(folder, started=written_runs.STARTED, entry=lambda: entry)
 
     def refused(path, message):
         whole = path.read_text()
