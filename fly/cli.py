@@ -101,7 +101,7 @@ class FlyCLI(HarnessCLI):
                 print(f"the run of {reopened.started} has ended: results: {reopened.results}")
                 return
         del args.resume
-        values = yaml_values(args.config)
+        values = given if reopened is None else {}
         args.include_path = _include_paths(args, values)
         output_dir = _prepare_fly(args, values)
         before = _results_in(output_dir)
@@ -201,8 +201,7 @@ def _prepare_fly(args: argparse.Namespace, values: dict[str, Any]) -> Path | Non
 
 def _checked_model_args(model_args: dict[str, Any]) -> dict[str, Any]:
     """Validate the configuration and the models' paths; name the run for lm-eval's folders."""
-    own, rest = fly_config.split_model_args(model_args)
-    config = fly_config.resolve(rest.pop("config_path", None), own, log=False)
+    config, rest = fly_config.of_model_args(model_args)
     check_model_args(config, rest)
     model_files.sources(config)
     if "pretrained" not in model_args:
@@ -215,8 +214,7 @@ def _checked_model_args(model_args: dict[str, Any]) -> dict[str, Any]:
 def _run_hash(model_args: dict[str, Any]) -> str:
     """All that decides a text beside the request: the configuration, the models' files, whatever
     else is passed to the model, and the versions of what computes."""
-    own, rest = fly_config.split_model_args(model_args)
-    config = fly_config.resolve(rest.pop("config_path", None), own, log=False)
+    config, rest = fly_config.of_model_args(model_args)
     models = resume.models_of(config, rest, fetch=True)  # the next call must find this one's cache
     return of_value([config.hash(), rest, models, resume.deciding_versions()])[:12]
 

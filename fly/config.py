@@ -497,6 +497,12 @@ def split_model_args(model_args: Mapping[str, Any]) -> tuple[dict[str, Any], dic
     return own, rest
 
 
+def of_model_args(model_args: Mapping[str, Any]) -> tuple[FlyConfig, dict[str, Any]]:
+    """(the configuration that model_args mean, what goes to lm-eval's HFLM); logs nothing."""
+    own, rest = split_model_args(model_args)
+    return resolve(rest.pop("config_path", None), own, log=False), rest
+
+
 def schema() -> dict[str, Any]:
     """JSON schema of a pair's file, for editors (`$schema`) and `fly config schema`."""
     result = FlyConfig.model_json_schema()

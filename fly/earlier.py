@@ -83,18 +83,18 @@ class Earlier:
         belongs to none of them."""
         self._asked |= {tuple(item[name] for name in _WHICH) for item in asked}
         tasks = {item["task"] for item in asked}
-        self._check(record for record in self._records.values() if record["task"] in tasks)
+        self._check(key for key, record in self._records.items() if record["task"] in tasks)
 
     def check_all_asked(self) -> None:
         """Raise FlyError if a record belongs to nothing that the run has asked for."""
-        self._check(self._records.values())
+        self._check(self._records)
 
-    def _check(self, records: Iterable[dict[str, Any]]) -> None:
-        for record in records:
-            if tuple(record.get(name) for name in _WHICH) not in self._asked:
+    def _check(self, keys: Iterable[tuple[Any, ...]]) -> None:
+        for key in keys:
+            if key not in self._asked:
                 raise FlyError(
-                    f"{self._where}: {_name(record)} is no longer asked for: the task or its data "
-                    "have changed: start a new run (leave --resume out)"
+                    f"{self._where}: {_name(self._records[key])} is no longer asked for: the task "
+                    "or its data have changed: start a new run (leave --resume out)"
                 )
 
     def mend_trace(self) -> None:

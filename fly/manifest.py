@@ -13,10 +13,10 @@ import logging
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from filelock import FileLock, Timeout
-from pydantic import ConfigDict, StringConstraints, TypeAdapter, with_config
+from pydantic import ConfigDict, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
 from fly import reading
@@ -30,7 +30,7 @@ FORMAT = 1
 
 @with_config(ConfigDict(strict=True))
 class _Data(TypedDict):
-    started: Annotated[str, StringConstraints(pattern=r"^[\w.-]+$")]
+    started: reading.Name
     finished: bool
     results: str | None
     resumed: list[str]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import reprlib
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import StringConstraints, TypeAdapter, ValidationError
 
 from fly.errors import FlyError
+
+# A part of a run's file names.
+Name = Annotated[str, StringConstraints(pattern=r"^[\w.-]+$")]
 
 _shortened = reprlib.Repr()
 _shortened.maxstring = _shortened.maxother = _shortened.maxlong = 200

@@ -123,8 +123,7 @@ def kept(
     reopened: the manifest to go on with. A new run that fails before its first record (bad input)
     leaves none behind. Raises FlyError if another process works on the run, or a fact has changed.
     """
-    own, rest = fly_config.split_model_args(model_args)
-    config = fly_config.resolve(rest.get("config_path"), own, log=False)
+    config, rest = fly_config.of_model_args(model_args)
     if run.output_dir is None or not (reopened or (is_one_process() and config.enable_statistics)):
         yield
         return

@@ -264,9 +264,8 @@ def _check_early(args: argparse.Namespace, stored: Measured) -> None:
     from fly import config as fly_config
     from fly.evaluation import measured
 
-    own, rest = fly_config.split_model_args(_given(args, "model_args"))
-    target = fly_config.resolve(rest.get("config_path"), own, log=False).target_model_path
-    files = measured.fingerprint(target)
+    config, _ = fly_config.of_model_args(_given(args, "model_args"))
+    files = measured.fingerprint(config.target_model_path)
     reason = measured.why_other_files(stored.target["files"], files)
     if reason is None and stored.decoding.get("gen_kwargs") != (
         now := _given(args, "gen_kwargs") or {}

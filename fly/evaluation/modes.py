@@ -70,8 +70,7 @@ def plan(
 
 
 def _mode(name: str, model_args: dict[str, Any]) -> Mode:
-    own, rest = fly_config.split_model_args(model_args)
-    config = fly_config.resolve(rest.pop("config_path", None), own, log=False)
+    config, rest = fly_config.of_model_args(model_args)
     check_model_args(config, rest)
     target, _ = model_files.sources(config)
     models = partial(models_of, config, rest)

@@ -94,9 +94,8 @@ def generations(
     open_rows: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for line in lines:
         key = (line["task_name"], line["doc_id"], line["request"])
-        if (
-            line["round"] == 1 or key not in open_rows
-        ):  # a run that goes on decodes a request that was cut short again
+        # a run that goes on decodes a request that was cut short again
+        if line["round"] == 1 or key not in open_rows:
             open_rows[key] = []
         open_rows[key].append(line)
         if line["finish"] is not None:

@@ -9,14 +9,14 @@ from pydantic import (
     Field,
     NonNegativeFloat,
     NonNegativeInt,
-    StringConstraints,
     TypeAdapter,
     with_config,
 )
 from typing_extensions import NotRequired, TypedDict
 
+from fly.reading import Name
+
 _STRICT = ConfigDict(strict=True)
-_Name = Annotated[str, StringConstraints(pattern=r"^[\w.-]+$")]  # a part of file names
 _Ids = list[NonNegativeInt]
 
 
@@ -60,7 +60,7 @@ class _Entry(TypedDict):
     mode: str
     dtype: str
     config: _PairConfig
-    started: NotRequired[_Name]
+    started: NotRequired[Name]
     drafter: NotRequired[str | None]
     sampling: NotRequired[list[_Sampling] | None]
     device: NotRequired[dict[str, Any]]
@@ -95,7 +95,7 @@ _Results = TypedDict(
     "_Results",
     {
         "results": dict[str, dict[str, Any]],
-        "configs": dict[_Name, dict[str, Any]],
+        "configs": dict[Name, dict[str, Any]],
         "config": _RunConfig,
         "versions": NotRequired[dict[str, Any]],
         "n-shot": NotRequired[dict[str, int | None]],
@@ -187,7 +187,7 @@ class _Token(TypedDict):
 OBJECT: TypeAdapter[Any] = TypeAdapter(dict[str, Any])
 RESULTS: TypeAdapter[Any] = TypeAdapter(_Results)
 DRAWN: TypeAdapter[Any] = TypeAdapter(_Drawn)
-NAME: TypeAdapter[Any] = TypeAdapter(_Name)
+NAME: TypeAdapter[Any] = TypeAdapter(Name)
 SAMPLE: TypeAdapter[Any] = TypeAdapter(_Sample)
 REQUEST: TypeAdapter[Any] = TypeAdapter(_Request)
 RESUMABLE: TypeAdapter[Any] = TypeAdapter(_Resumable)

@@ -3,6 +3,7 @@
 Standard library only: loaded by bootstrap.py, where fly cannot be imported.
 """
 
+import functools
 import os
 import sys
 
@@ -12,6 +13,7 @@ _SETTINGS = ("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", "/etc/mi
 _IN_PREFIX = ("bin", "lib", "lib64", "pyvenv.cfg")
 
 
+@functools.cache  # bubblewrap is told them for every program
 def paths_of_interpreter() -> list[str]:
     """Files, folders and links, outermost first: the system's, and the interpreter's own.
 

@@ -42,6 +42,7 @@ _SEQUENCES: dict[str, type] = {
 }
 _CONTAINERS = (list, tuple, dict, set, deque, bytearray)
 _VIEWS: dict[str, Any] = {"dict_keys": type({}.keys()), "dict_items": type({}.items())}
+_ITERATED = _SEQUENCES | _VIEWS
 
 
 class Gone(BaseException):  # no test's `except Exception` may take it for the program's error
@@ -69,7 +70,7 @@ def encode(value: Any, refer: Callable[[Any], list]) -> Any:
         return str.__str__(value)
     if isinstance(value, (bytes, bytearray)):
         return ["bytearray" if isinstance(value, bytearray) else "bytes", bytes(value).hex()]
-    for name, kind in (_SEQUENCES | _VIEWS).items():
+    for name, kind in _ITERATED.items():
         if isinstance(value, kind):
             return [name, [encode(item, refer) for item in value]]
     for (module, name), arguments in _VALUES.items():
@@ -115,7 +116,7 @@ def decode(data: Any, resolve: Callable[[list], Any]) -> Any:
             return named if isinstance(named, type) else resolve(data)
         return resolve(data)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-        raise Garbled(f"{type(error).__name__}: {error}"[:200]) from None
+        raise Garbled(text_of(error)) from None
 
 
 def rebuild(old: Any, new: Any) -> None:
@@ -163,7 +164,7 @@ class Pipes:
         try:
             message = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise Garbled(f"{type(error).__name__}: {error}"[:200]) from None
+            raise Garbled(text_of(error)) from None
         if not (isinstance(message, list) and message and isinstance(message[0], str)):
             raise Garbled("not a message")
         return message
