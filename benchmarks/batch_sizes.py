@@ -20,10 +20,10 @@ import torch
 from provenance import commit
 
 from fly import config as fly_config
-from fly.decoding.records import RunStats
-from fly.evaluation import report
-from fly.evaluation.harness import evaluate
-from fly.lm import FlyLM
+from fly.harness import summary
+from fly.harness.evaluate import evaluate
+from fly.harness.hf import FlyLM
+from fly.runs.records import RunStats
 
 MODES: dict[str, dict[str, Any]] = {
     "target_only": {"use_sd": False},
@@ -94,9 +94,9 @@ def main() -> None:
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "commit": commit(),
             "arguments": {k: v for k, v in vars(args).items() if k != "output"},
-            "device": report.device_facts(torch.device("cpu")),
+            "device": summary.device_facts(torch.device("cpu")),
             "preparation": lm.preparation.as_dict(),
-            "versions": report.versions(),
+            "versions": summary.versions(),
             "ratios": ratios,
             "records": records,
         }

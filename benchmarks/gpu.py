@@ -41,16 +41,16 @@ from transformers import (
     Qwen2Config,
 )
 
-from fly.decoding.engine import Engine
-from fly.decoding.gates import EntropyGate
-from fly.decoding.graphs import StaticPasses
-from fly.decoding.memory import free_bytes
-from fly.decoding.runner import ModelRunner
-from fly.decoding.sequence import Request, RowVerdict, Sequence
-from fly.decoding.verification import Relaxation, Resolution
-from fly.drafters.base import Draft, Drafter, NoDrafter
-from fly.drafters.model import ModelDrafter
-from fly.evaluation import report
+from fly.execution.cuda_graphs import StaticPasses
+from fly.execution.memory import free_bytes
+from fly.execution.model_runner import ModelRunner
+from fly.harness import summary as report
+from fly.speculation.drafters.base import Draft, Drafter, NoDrafter
+from fly.speculation.drafters.draft_model import ModelDrafter
+from fly.speculation.engine import Engine
+from fly.speculation.rules.gates import EntropyGate
+from fly.speculation.rules.verification import Relaxation, Resolution
+from fly.speculation.sequence import Request, RowVerdict, Sequence
 
 FLY = Relaxation((EntropyGate(0.3),), window=6, room=6)  # the shipped configurations' values
 WARM_UP, SLACK = 4, 8  # rounds: before the measured ones, and for those that captured a graph

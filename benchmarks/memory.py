@@ -20,10 +20,10 @@ import psutil
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from fly.decoding.engine import Engine
-from fly.decoding.runner import ModelRunner
-from fly.decoding.sequence import Request
-from fly.drafters.model import CascadeDrafter
+from fly.execution.model_runner import ModelRunner
+from fly.speculation.drafters.draft_model import CascadeDrafter
+from fly.speculation.engine import Engine
+from fly.speculation.sequence import Request
 
 _WARM = 50
 _VOCABULARY = 4096

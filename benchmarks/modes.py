@@ -22,11 +22,11 @@ from lm_eval.models.huggingface import HFLM
 from provenance import commit
 
 from fly import config as fly_config
-from fly import model_files
-from fly.decoding.records import TIMED, RunStats
-from fly.evaluation import report
-from fly.evaluation.harness import evaluate
-from fly.lm import FlyLM
+from fly.harness import summary as report
+from fly.harness.evaluate import evaluate
+from fly.harness.hf import FlyLM
+from fly.models import sources
+from fly.runs.records import TIMED, RunStats
 
 MODES: dict[str, dict[str, Any]] = {
     "hf": {},
@@ -58,7 +58,7 @@ class Bench:
         self.fly = FlyLM(config_path=args.config, device=args.device, batch_size=1, **extra)
         self.hf: CountingHF | None = None
         if "hf" in args.modes:
-            path = model_files.resolve_source(self.base.target_model_path, "target_model_path").path
+            path = sources.resolve_source(self.base.target_model_path, "target_model_path").path
             self.hf = CountingHF(
                 pretrained=path, device=str(self.fly.device), batch_size=1, **extra
             )

@@ -46,8 +46,8 @@ def seconds_of(call: Callable[[], object], budget: float) -> float:
 
 def worker(args: argparse.Namespace) -> None:
     """Print one JSON line: the passes of the pair under one `execution`."""
-    from fly.decoding.runner import ModelRunner
-    from fly.lm import FlyLM
+    from fly.execution.model_runner import ModelRunner
+    from fly.harness.hf import FlyLM
 
     lm = FlyLM(config_path=args.config, device="cpu", execution=args.execution[0], batch_size=1)
     models = {"target": lm.model, "draft": lm.draft_model}

@@ -23,10 +23,10 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
-from fly.decoding.records import RequestRecord, RunStats
-from fly.evaluation import report
-from fly.lm import FlyLM
-from fly.model_files import ModelSource
+from fly.harness import summary
+from fly.harness.hf import FlyLM
+from fly.models.sources import ModelSource
+from fly.runs.records import RequestRecord, RunStats
 
 
 @dataclass(frozen=True)
@@ -311,8 +311,8 @@ def measure(spec: Spec) -> dict[str, Any]:
         "warm_up_seconds": warm - loaded,
         "outputs": [asdict(output) for output in outputs],
         "threads": torch.get_num_threads(),
-        "peak_memory_bytes": report.peak_memory_bytes(torch.device(spec.device)),
-        "versions": report.versions(),
+        "peak_memory_bytes": summary.peak_memory_bytes(torch.device(spec.device)),
+        "versions": summary.versions(),
         **peer.facts(),
     }
 

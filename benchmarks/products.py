@@ -23,7 +23,7 @@ import torch
 from provenance import commit
 from torch import Tensor, nn
 
-from fly.decoding import kernels, linears
+from fly.execution import kernels, packed_linear
 
 Multiply = Callable[[Tensor], Any]
 
@@ -61,8 +61,8 @@ def contenders() -> dict[str, Callable[[nn.Linear], Multiply]]:
         found["fly bfloat16"] = of(kernels.Bfloat16Linear)
         found["fly int8"] = of(kernels.Int8Linear)
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        found["onednn bfloat16"] = of(linears.PackedLinear)
-        found["onednn int8"] = of(linears.Int8Linear)
+        found["onednn bfloat16"] = of(packed_linear.PackedLinear)
+        found["onednn int8"] = of(packed_linear.Int8Linear)
     found["fbgemm float16"] = fbgemm_float16
     found["fbgemm int8"] = fbgemm_int8
     found["onednn float32"] = float32_packed

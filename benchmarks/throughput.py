@@ -39,12 +39,12 @@ from provenance import commit
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from fly import config as fly_config
-from fly.decoding.records import DECODING
 from fly.errors import FlyError
-from fly.evaluation import report
-from fly.loading import eos_token_ids
-from fly.model_files import ModelSource, resolve_source
+from fly.harness import summary as report
+from fly.models.loading import eos_token_ids
+from fly.models.sources import ModelSource, resolve_source
 from fly.paths import data_dir
+from fly.runs.records import DECODING
 
 Run = tuple[str, int]  # peer, batch size
 

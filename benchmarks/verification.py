@@ -147,9 +147,9 @@ def check_same_experiment(path: Path, args: argparse.Namespace, settings: dict[s
 
 def run(args: argparse.Namespace, settings: dict[str, dict[str, Any]], path: Path) -> None:
     from fly import config as fly_config
-    from fly.decoding.records import RunStats
-    from fly.evaluation.harness import evaluate
-    from fly.lm import FlyLM
+    from fly.harness.evaluate import evaluate
+    from fly.harness.hf import FlyLM
+    from fly.runs.records import RunStats
 
     lm = FlyLM(config_path=args.config, device=args.device, batch_size=args.batch_size)
     base = lm.fly_config.model_dump()

@@ -16,8 +16,9 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fly import pairs, reading
+from fly import reading
 from fly.errors import FlyError
+from fly.models import pairs
 from fly.paths import data_dir
 
 logger = logging.getLogger(__name__)

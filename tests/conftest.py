@@ -7,7 +7,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may wait for a hub
 import pytest
 import torch
 
-from fly import pairs
+from fly.models import pairs
 from tests import tiny
 
 

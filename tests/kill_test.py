@@ -22,8 +22,8 @@ from pathlib import Path
 
 import pytest
 
-from fly.evaluation import runs
-from fly.manifest import find
+from fly.runs import reader
+from fly.runs.manifest import find
 from tests import killing, tiny
 
 MODES = ("target-only", "fly", "hf")
@@ -115,7 +115,7 @@ class Command:
             if path.suffix == ".json" and not path.name.startswith("results_"):  # lm-eval's own
                 json.loads(path.read_text())
             if path.suffix == ".jsonl" and not path.name.startswith("samples_"):
-                assert runs.read_lines(path)
+                assert reader.read_lines(path)
                 assert path.read_bytes().endswith(b"\n")
 
 
@@ -136,8 +136,8 @@ class Run(Command):
 
     def check(self, out, done):
         assert killing.records(out) == killing.records(self.whole)
-        (run,) = runs.load_all(out)
-        whole = runs.load(self.whole)
+        (run,) = reader.load_all(out)
+        whole = reader.load(self.whole)
         assert run.tasks == whole.tasks
         assert run.results["results"] == whole.results["results"]
         assert run.entry["stats"]["requests"] == killing.REQUESTS
@@ -166,16 +166,16 @@ class Compare(Command):
         found = {}
         for mode in MODES:
             try:
-                found[mode] = runs.load(out / mode).path
-            except runs.FlyError:
+                found[mode] = reader.load(out / mode).path
+            except reader.FlyError:
                 pass
         return found
 
     def check(self, out, done):
         for mode in MODES:
-            (run,) = runs.load_all(out / mode)
+            (run,) = reader.load_all(out / mode)
             assert run.path == done.get(mode, run.path), f"{mode} was decoded again"
-            assert run.tasks == runs.load(self.whole / mode).tasks
+            assert run.tasks == reader.load(self.whole / mode).tasks
             assert killing.records(out / mode) == killing.records(self.whole / mode)
         ours, theirs = (json.loads((p / "verdict.json").read_text()) for p in (out, self.whole))
         for verdict in (ours, theirs):
@@ -253,8 +253,8 @@ def _asked(out: Path) -> list[str]:
 
 def _shop(home: Path) -> None:
     """In the command's process: pip is a folder of wheels, a conversion a copy in steps."""
-    from fly.pairs import convert, download
-    from fly.pairs.registry import PAIRS, Pair
+    from fly.models.pairs import convert, download
+    from fly.models.pairs.registry import PAIRS, Pair
     from tests.unit import test_pairs as made
 
     wheels = home.parent / "wheels"

@@ -25,8 +25,9 @@ import lm_eval.tasks
 import psutil
 import torch
 
-import fly.lm  # noqa: F401
-from fly import cli, processes
+import fly.harness.hf  # noqa: F401
+from fly.cli import main as cli
+from fly.cli import processes
 
 TASK = """task: {name}
 custom_dataset: !function tiny_utils.load

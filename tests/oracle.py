@@ -1,7 +1,7 @@
 """FLy decoding by the book: slow, one token at a time, for greedy rows; the tests' reference.
 
 Written from the semantics (shared design, section 3), not from fly/decoding: it knows no tensor, no
-cache and no batch, and imports nothing of fly. Words: see fly/decoding/verification.py.
+cache and no batch, and imports nothing of fly. Words: see fly/speculation/rules/verification.py.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Oracle:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Under the names of fly.decoding.records.Counts."""
+        """Under the names of fly.runs.records.Counts."""
         kinds = [placed.kind for placed in self.out]
         result = dict.fromkeys(KINDS.values(), 0)
         for kind in kinds:

@@ -27,7 +27,7 @@ class Positional(Script):
 
 
 class ScriptedModel(ScriptedTarget):
-    """Both sides of fly.decoding.runner.ModelRunner that a drafter and a recorder use."""
+    """Both sides of fly.execution.model_runner.ModelRunner that a drafter and a recorder use."""
 
     def catch_up(self, slot, tokens, chunk=None):
         self.prefill(slot, tokens)

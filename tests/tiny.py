@@ -7,14 +7,14 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from fly.decoding.engine import Engine
-from fly.decoding.gates import EntropyGate
-from fly.decoding.runner import ModelRunner
-from fly.decoding.sequence import Request
-from fly.decoding.verification import Relaxation
-from fly.drafters.base import NoDrafter
-from fly.drafters.model import CascadeDrafter, ModelDrafter
-from fly.drafters.ngram import NgramDrafter
+from fly.execution.model_runner import ModelRunner
+from fly.speculation.drafters.base import NoDrafter
+from fly.speculation.drafters.draft_model import CascadeDrafter, ModelDrafter
+from fly.speculation.drafters.ngram import NgramDrafter
+from fly.speculation.engine import Engine
+from fly.speculation.rules.gates import EntropyGate
+from fly.speculation.rules.verification import Relaxation
+from fly.speculation.sequence import Request
 
 EOS = 2
 TOKENIZER_VOCAB = 259  # 256 bytes, <s>, </s>, <pad>

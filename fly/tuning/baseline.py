@@ -7,12 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from fly.analysis import compare
+from fly.analysis.scores import Measured
 from fly.errors import FlyError
-from fly.evaluation import compare
-from fly.evaluation.measured import Measured
 from fly.paths import write_whole
-from fly.tuning.live import Outcome
-from fly.tuning.replay import Document
+from fly.tuning.real_runs import Outcome
+from fly.tuning.recorder import Document
 
 
 def load(path: Path, key: dict[str, Any]) -> Outcome | None:

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fly import config as fly_config
+from fly.analysis import statistics
+from fly.analysis.statistics import Ratio
 from fly.config import FlyConfig
-from fly.evaluation import statistics
-from fly.evaluation.statistics import Ratio
 from fly.tuning import fidelity
 from fly.tuning.fidelity import Recovery
-from fly.tuning.live import Outcome, TunedLM, Workload
+from fly.tuning.real_runs import Outcome, TunedLM, Workload
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fly.analysis import compare
+from fly.analysis.scores import Measured
 from fly.errors import FlyError
-from fly.evaluation import compare
-from fly.evaluation.measured import Measured
 
 
 @dataclass(frozen=True)

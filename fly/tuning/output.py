@@ -11,11 +11,11 @@ from rich.table import Table
 
 import fly
 from fly import config as fly_config
+from fly.analysis.statistics import Ratio
 from fly.config import FlyConfig
-from fly.evaluation import report
-from fly.evaluation.statistics import Ratio
+from fly.harness import summary as report
 from fly.tuning.baseline import write_json
-from fly.tuning.live import TunedLM, Workload
+from fly.tuning.real_runs import TunedLM, Workload
 from fly.tuning.search import kind
 from fly.tuning.tune import Options, Run, Tuning
 

@@ -8,12 +8,12 @@ from itertools import product
 from typing import Any
 
 from fly import config as fly_config
-from fly import rules
 from fly.config import FlyConfig
-from fly.decoding.records import Counts
 from fly.errors import FlyError
-from fly.tuning.costs import PassSeconds
-from fly.tuning.replay import Replay
+from fly.runs.records import Counts
+from fly.speculation.rules import configured as rules
+from fly.tuning.pass_seconds import PassSeconds
+from fly.tuning.recorder import Replay
 from fly.tuning.simulate import CascadeCounter, DraftCounter, StepCounter, Walk, walk
 
 Keys = dict[str, Any]

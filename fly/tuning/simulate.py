@@ -2,7 +2,7 @@
 
 Which tokens stand is decided by the product's own `resolve`; guesses come from its own n-gram index
 and guess policy. Without a standing deferral the walk is the engine's own, round by round and pass
-by pass (tested); behind one it goes on as the replay says (fly/tuning/replay.py).
+by pass (tested); behind one it goes on as the replay says (fly/tuning/recorder.py).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from fly.decoding.records import Counts
-from fly.decoding.runner import common_prefix
-from fly.decoding.verification import Relaxation, Resolution, resolve
-from fly.drafters.ngram import NgramIndex
-from fly.drafters.policy import GuessPolicy
-from fly.tuning.replay import Replay
+from fly.execution.model_runner import common_prefix
+from fly.runs.records import Counts
+from fly.speculation.drafters.guess_policy import GuessPolicy
+from fly.speculation.drafters.ngram import NgramIndex
+from fly.speculation.rules.verification import Relaxation, Resolution, resolve
+from fly.tuning.recorder import Replay
 
 
 @dataclass
@@ -48,7 +48,7 @@ class DraftCounter(Protocol):
 
 
 class StepCounter:
-    """fly.drafters.model.ModelDrafter: one pass per draft token."""
+    """fly.speculation.drafters.draft_model.ModelDrafter: one pass per draft token."""
 
     def __init__(self) -> None:
         self.passes = Passes()
@@ -68,7 +68,7 @@ class StepCounter:
 
 
 class CascadeCounter:
-    """fly.drafters.model.CascadeDrafter: n-gram guesses that the draft verifies.
+    """fly.speculation.drafters.draft_model.CascadeDrafter: n-gram guesses that the draft verifies.
 
     sizes: smallest and largest suffix; count: most tokens of a guess. `pass_cost`: the draft
     runner's `relative_cost`, by which guesses are cut. One counter serves one run: the policy
@@ -246,7 +246,7 @@ class Row:
         return max(0, before - at)
 
     def _end(self) -> bool:
-        """As fly.decoding.sequence.Sequence._end; the text is as long as the target's own."""
+        """As fly.speculation.sequence.Sequence._end; the text is as long as the target's own."""
         length = len(self._document.tokens)
         end = length if self._generated >= length else None
         for index in range(self._final, self._generated if end is None else end):

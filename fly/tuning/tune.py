@@ -10,17 +10,17 @@ from pathlib import Path
 from statistics import median
 
 from fly import config as fly_config
-from fly import fingerprint
 from fly.config import FlyConfig
 from fly.errors import FlyError
-from fly.evaluation import report
-from fly.tuning import baseline, costs, fidelity
+from fly.harness import summary
+from fly.models import fingerprint
+from fly.tuning import baseline, fidelity, pass_seconds
 from fly.tuning.confirm import Confirmation, confirm
-from fly.tuning.costs import PassSeconds
 from fly.tuning.fidelity import Recovery
-from fly.tuning.live import Outcome, TunedLM, Workload
+from fly.tuning.pass_seconds import PassSeconds
 from fly.tuning.progress import Plan
-from fly.tuning.replay import Recorder, Replay, record_all
+from fly.tuning.real_runs import Outcome, TunedLM, Workload
+from fly.tuning.recorder import Recorder, Replay, record_all
 from fly.tuning.search import Grid, Machine, Prediction, choose, predict, predict_one
 
 _SWEEPS = 7
@@ -149,7 +149,7 @@ class Tuner:
             ]
         )
         self._target_costs: PassSeconds | None = None
-        self._anchor: costs.Anchor | None = None
+        self._anchor: pass_seconds.Anchor | None = None
 
     def run(self) -> Tuning:
         """Everything from the baseline to the real runs. Raises FlyError if nothing can be told."""
@@ -219,8 +219,8 @@ class Tuner:
         key = {
             "workload": self._workload.as_dict(),
             "config": {**self._given.model_dump(), "draft_quantization": None},
-            "versions": report.versions(),
-            "device": report.device_facts(self._lm.device),
+            "versions": summary.versions(),
+            "device": summary.device_facts(self._lm.device),
             "dtype": str(self._lm.model.dtype),
             "files": fingerprint.of_files(
                 Path(self._workload.include_path or os.devnull).resolve()
@@ -253,7 +253,9 @@ class Tuner:
     def _measure(self, first: Outcome) -> tuple[PassSeconds, Callable[[int], float]]:
         """The draft's costs, and once the target's."""
         target, draft = self._lm.timed_runners()
-        contexts = costs.typical_contexts([(len(d.prompt), len(d.tokens)) for d in first.documents])
+        contexts = pass_seconds.typical_contexts(
+            [(len(d.prompt), len(d.tokens)) for d in first.documents]
+        )
         longest = max(first.documents, key=lambda d: len(d.prompt) + len(d.tokens))
         text = [*longest.prompt, *longest.tokens]
         widest = max(self._grid.spd_k) + 1
@@ -267,15 +269,19 @@ class Tuner:
         contexts = (min(contexts[0], most), min(contexts[1], most))
         room = contexts[1] + max(widest, guess + 2)
         if self._target_costs is None:
-            verify = costs.target_pass(target, text, room)
+            verify = pass_seconds.target_pass(target, text, room)
             widths = [1, *(k + 1 for k in self._grid.spd_k)]
             self._target_costs = self._timed(verify, widths, contexts)
-            self._anchor = costs.Anchor(lambda: verify(1, contexts[0]), self._target_costs.anchor)
-        run = costs.draft_pass(draft, text, room)
+            self._anchor = pass_seconds.Anchor(
+                lambda: verify(1, contexts[0]), self._target_costs.anchor
+            )
+        run = pass_seconds.draft_pass(draft, text, room)
         return self._timed(run, range(1, guess + 3), contexts), draft.relative_cost
 
-    def _timed(self, run: costs.Run, widths: Sequence[int], contexts: Sequence[int]) -> PassSeconds:
-        return costs.measure(
+    def _timed(
+        self, run: pass_seconds.Run, widths: Sequence[int], contexts: Sequence[int]
+    ) -> PassSeconds:
+        return pass_seconds.measure(
             run,
             widths,
             contexts,
@@ -350,4 +356,4 @@ class Tuner:
 
     def _anchor_seconds(self) -> list[float]:
         assert self._anchor is not None
-        return costs.timed(self._anchor.run, _ANCHORS)
+        return pass_seconds.timed(self._anchor.run, _ANCHORS)

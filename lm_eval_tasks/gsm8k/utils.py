@@ -4,7 +4,7 @@ from typing import Any
 
 import datasets
 
-from fly.evaluation import task_data
+from fly.harness import task_data
 
 
 def load(**_: Any) -> dict[str, datasets.Dataset]:

@@ -4,8 +4,8 @@ from typing import Any
 
 import datasets
 
-from fly.evaluation import code_metrics, task_data
-from fly.sandbox import Program
+from fly.harness import code_metrics, task_data
+from fly.harness.sandbox import Program
 
 
 def load(**_: Any) -> dict[str, datasets.Dataset]:

@@ -5,8 +5,8 @@ from typing import Any
 
 import datasets
 
-from fly.evaluation import code_metrics, task_data
-from fly.sandbox import Program
+from fly.harness import code_metrics, task_data
+from fly.harness.sandbox import Program
 
 _FIELDS = ("task_id", "text", "code", "test_list")
 _LANGUAGE = re.compile(r"\A\s*(?:python3?|py)[ \t]*\n", re.IGNORECASE)  # on a line of its own

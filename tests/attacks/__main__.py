@@ -5,7 +5,7 @@ python -m tests.attacks
 
 import pytest
 
-from fly.sandbox import Outcome
+from fly.harness.sandbox import Outcome
 from tests.attacks.levels import LEVELS, launch_of, run_all
 from tests.unit.test_attacks import FAKES, do_damage
 

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from filelock import FileLock
 
-from fly.sandbox import Limits, Outcome, Program
-from fly.sandbox.process import Launch, execute
+from fly.harness.sandbox import Limits, Outcome, Program
+from fly.harness.sandbox.process import Launch, execute
 
 BRIEF = Limits(wall_seconds=1.5, cpu_seconds=1.5)
 LEVELS = {

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from fly.evaluation import runs
-from fly.evaluation.html import report
+from fly.analysis.html import write
+from fly.runs import reader
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
@@ -31,7 +31,7 @@ def open_report(chromium, tmp_path):
 
     def open_(*folders, **options):
         file = tmp_path / "report.html"
-        text = report.page([runs.load(folder) for folder in folders])
+        text = write.page([reader.load(folder) for folder in folders])
         file.write_text(text, encoding="utf-8")
         context = chromium.new_context(**options)
         contexts.append(context)

@@ -6,8 +6,8 @@ The oracle's target is a script without K/V; here every round is held against fr
 import pytest
 import torch
 
-from fly.decoding.runner import ModelRunner
-from fly.drafters.model import ModelDrafter
+from fly.execution.model_runner import ModelRunner
+from fly.speculation.drafters.draft_model import ModelDrafter
 from tests import tiny
 
 

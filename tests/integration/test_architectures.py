@@ -12,11 +12,11 @@ import pytest
 import torch
 import transformers
 
-from fly import loading
-from fly.decoding.fusion import Sibling, fuse
-from fly.decoding.runner import ModelRunner
-from fly.decoding.sequence import Request
 from fly.errors import FlyError
+from fly.execution.merged_linear import Sibling, fuse
+from fly.execution.model_runner import ModelRunner
+from fly.models import loading
+from fly.speculation.sequence import Request
 from tests import tiny
 
 FIELD = "target_model_path"

@@ -6,16 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fly.decoding import engine as engine_module
-from fly.decoding import memory
-from fly.decoding.costs import PairCosts, PassCosts
-from fly.decoding.runner import ModelRunner
-from fly.decoding.sampling import Sampling
-from fly.decoding.sequence import Request
-from fly.drafters.base import NoDrafter
-from fly.drafters.length import AdaptiveLength
-from fly.drafters.model import CascadeDrafter, ModelDrafter
 from fly.errors import FlyError
+from fly.execution import memory
+from fly.execution.model_runner import ModelRunner
+from fly.execution.pass_costs import PairCosts, PassCosts
+from fly.speculation import engine as engine_module
+from fly.speculation.draft_length import AdaptiveLength
+from fly.speculation.drafters.base import NoDrafter
+from fly.speculation.drafters.draft_model import CascadeDrafter, ModelDrafter
+from fly.speculation.sampling import Sampling
+from fly.speculation.sequence import Request
 from tests import tiny
 
 
@@ -71,7 +71,7 @@ def test_rows_in_flight_and_order_change_nothing(pair, slots, relaxation):
 def test_a_cache_that_mixes_up_rows_is_noticed(pair, monkeypatch):
     """The mutant of the test above: a moved row whose K/V did not move with it."""
     expected = tokens(run(pair, requests(), 1, reuse=False))
-    monkeypatch.setattr("fly.decoding.cache.SlotCache.copy_slot", lambda *args: None)
+    monkeypatch.setattr("fly.execution.kv_cache.SlotCache.copy_slot", lambda *args: None)
     assert tokens(run(pair, requests(), 3)) != expected
 
 

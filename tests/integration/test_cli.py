@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from fly import cli
+from fly.cli import main as cli
 
 TASK = """task: tiny_task
 custom_dataset: !function tiny_utils.load

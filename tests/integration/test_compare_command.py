@@ -17,10 +17,10 @@ import yaml
 from lm_eval._cli import HarnessCLI
 from lm_eval.utils import hash_string
 
-from fly.commands import compare as compare_command
+from fly.cli import compare as compare_command
+from fly.cli import run_modes
 from fly.errors import FlyError
-from fly.evaluation import modes
-from fly.manifest import Manifest
+from fly.runs.manifest import Manifest
 from tests import killing, runs_to_plot, tiny, written_runs
 from tests.integration.test_cli import config_file, run, task_dir  # noqa: F401  fixtures
 
@@ -61,7 +61,7 @@ def forked(monkeypatch, tmp_path):
         assert command[1:4] == ["-m", "fly", "run"]
         return killing.Run(command[3:], tmp_path).end()[0]
 
-    monkeypatch.setattr(modes, "run_child", start)
+    monkeypatch.setattr(run_modes, "run_child", start)
 
 
 def flags(saved_pair, config_file, tasks, out):
@@ -118,22 +118,22 @@ def test_a_mode_that_was_cut_short_goes_on(tmp_path, monkeypatch):
         calls.append(command[4:])
         return -9
 
-    monkeypatch.setattr(modes, "run_child", cut_short)
-    mode = modes.Mode("fly", "fly", {}, "identity")
+    monkeypatch.setattr(run_modes, "run_child", cut_short)
+    mode = run_modes.Mode("fly", "fly", {}, "identity")
     folder = tmp_path / "fly"
     with pytest.raises(FlyError, match=r"killed by signal 9.*goes on with fly$"):
-        modes.run_missing({"fly": mode}, ["--limit", "1"], tmp_path)
+        run_modes.run_missing({"fly": mode}, ["--limit", "1"], tmp_path)
     begun = Manifest.create(folder, arguments={})
     begun.release()
     with pytest.raises(FlyError, match="goes on with fly; to start it anew, remove"):
-        modes.run_missing({"fly": mode}, ["--limit", "1"], tmp_path)
+        run_modes.run_missing({"fly": mode}, ["--limit", "1"], tmp_path)
     with pytest.raises(FlyError, match=r"goes on with fly$"):
-        modes.run_missing({"fly": mode}, ["--limit", "2"], tmp_path)
+        run_modes.run_missing({"fly": mode}, ["--limit", "2"], tmp_path)
     with pytest.raises(FlyError, match=r"goes on with fly$"):  # the first command's run is there
-        modes.run_missing({"fly": mode}, ["--limit", "2"], tmp_path)
-    changed = modes.Mode("fly", "fly", {}, "identity", lambda: {"target": {"path": "new"}})
+        run_modes.run_missing({"fly": mode}, ["--limit", "2"], tmp_path)
+    changed = run_modes.Mode("fly", "fly", {}, "identity", lambda: {"target": {"path": "new"}})
     with pytest.raises(FlyError, match=r"goes on with fly$"):
-        modes.run_missing({"fly": changed}, ["--limit", "1"], tmp_path)
+        run_modes.run_missing({"fly": changed}, ["--limit", "1"], tmp_path)
     assert calls[0][:2] == ["--limit", "1"]
     # the whole command again, as secrets are not in the manifest
     assert calls[1] == [*calls[0], "--resume", str(begun.path)]
@@ -153,23 +153,27 @@ def test_a_hub_models_commit_becomes_known_while_it_runs(tmp_path, monkeypatch):
         return status
 
     look = lambda: {"target": {"path": "org/model", "commit": commit[0]}}  # noqa: E731
-    mode = modes.Mode("fly", "fly", {}, "identity", look)
-    monkeypatch.setattr(modes, "run_child", fetched)
+    mode = run_modes.Mode("fly", "fly", {}, "identity", look)
+    monkeypatch.setattr(run_modes, "run_child", fetched)
     status = -9
     with pytest.raises(FlyError, match="killed by signal 9"):
-        modes.run_missing({"fly": mode}, [], tmp_path)
+        run_modes.run_missing({"fly": mode}, [], tmp_path)
     begun = Manifest.create(tmp_path / "fly", arguments={})
     begun.release()
-    mark = {"command": modes._hash(mode, []), "models": look(), "versions": modes.versions()}
-    mark |= {"files": {}, "machine": modes.machine_facts()}
-    assert modes._cut_short(tmp_path / "fly", mark) == begun.path
+    mark = {
+        "command": run_modes._hash(mode, []),
+        "models": look(),
+        "versions": run_modes.versions(),
+    }
+    mark |= {"files": {}, "machine": run_modes.machine_facts()}
+    assert run_modes._cut_short(tmp_path / "fly", mark) == begun.path
     status = 0
-    modes.run_missing({"fly": mode}, [], tmp_path)
+    run_modes.run_missing({"fly": mode}, [], tmp_path)
     run = SimpleNamespace(rounds=[], requests=[1], path=tmp_path / "fly" / "results.json")
-    monkeypatch.setattr(modes.runs, "load", lambda folder: run)
-    assert modes._finished(tmp_path / "fly", mark)
+    monkeypatch.setattr(run_modes.runs, "load", lambda folder: run)
+    assert run_modes._finished(tmp_path / "fly", mark)
     commit[0] = "def"
-    assert not modes._finished(tmp_path / "fly", {**mark, "models": look()})
+    assert not run_modes._finished(tmp_path / "fly", {**mark, "models": look()})
 
 
 def test_a_failing_mode_ends_with_one_line_and_keeps_the_finished(
@@ -184,9 +188,9 @@ def test_a_failing_mode_ends_with_one_line_and_keeps_the_finished(
     out = tmp_path / "out"
     common = flags(saved_pair, config_file, graded_tasks, out)
     command = (*common, "--limit", "1", "--modes", "target-only", "--mode", "bad=spd_k=3")
-    start = modes.run_child
+    start = run_modes.run_child
     fails = lambda command: 2 if str(out / "bad") in command else start(command)  # noqa: E731
-    monkeypatch.setattr(modes, "run_child", fails)
+    monkeypatch.setattr(run_modes, "run_child", fails)
     for finished_before in (0, 1):
         assert run(*command) == 2
         captured = capfd.readouterr()
@@ -234,12 +238,14 @@ def test_a_mode_whose_end_nobody_saw_is_not_decoded_again(tmp_path, monkeypatch,
 
     def compare(limit):
         try:
-            modes.run_missing({"hf": modes.Mode("hf", "hf", {}, "")}, ["--limit", limit], tmp_path)
+            run_modes.run_missing(
+                {"hf": run_modes.Mode("hf", "hf", {}, "")}, ["--limit", limit], tmp_path
+            )
         except Killed:
             return "decoded"
         return capsys.readouterr().out.split(",")[0].split(": ")[1]
 
-    monkeypatch.setattr(modes, "run_child", ends_unseen)
+    monkeypatch.setattr(run_modes, "run_child", ends_unseen)
     assert [compare("1"), compare("1")] == ["decoded", "finished before"]
     assert [compare("2"), compare("2")] == ["decoded", "finished before"]
     # half of the samples, as a kill in the middle of their writing leaves them
@@ -261,9 +267,9 @@ def test_a_run_of_another_configuration_is_not_taken_for_finished(
 ):
     """Another K, another limit, a killed run: each must run again."""
     calls = []
-    monkeypatch.setattr(modes, "_run", lambda mode, given: calls.append(mode.name))
+    monkeypatch.setattr(run_modes, "_run", lambda mode, given: calls.append(mode.name))
     run = SimpleNamespace(rounds=[], requests=[1], path=tmp_path / "out/fly/results.json")
-    monkeypatch.setattr(modes.runs, "load", lambda folder: run)
+    monkeypatch.setattr(run_modes.runs, "load", lambda folder: run)
     values = {"pretrained": str(saved_pair / "draft"), "config_path": str(config_file)}
     out = tmp_path / "out"
     (out / "fly").mkdir(parents=True)
@@ -274,7 +280,7 @@ def test_a_run_of_another_configuration_is_not_taken_for_finished(
         ({"spd_k": 5}, ["--limit", "3"], 3),
         ({"spd_k": 5}, ["--limit", "3"], 3),
     ]:
-        modes.run_missing(modes.plan(["fly"], [], {**values, **more}), given, out)
+        run_modes.run_missing(run_modes.plan(["fly"], [], {**values, **more}), given, out)
         assert len(calls) == expected
 
 
@@ -284,17 +290,17 @@ def test_what_has_changed_under_the_same_command_runs_again(
     """A YAML of arguments or a task that changed in place, and another machine's seconds, were
     served as this command's; what only switches records on was run again."""
     calls = []
-    monkeypatch.setattr(modes, "_run", lambda mode, given: calls.append(mode.name))
+    monkeypatch.setattr(run_modes, "_run", lambda mode, given: calls.append(mode.name))
     run = SimpleNamespace(rounds=[], requests=[1], path=tmp_path / "out/fly/results.json")
-    monkeypatch.setattr(modes.runs, "load", lambda folder: run)
+    monkeypatch.setattr(run_modes.runs, "load", lambda folder: run)
     values = {"pretrained": str(saved_pair / "draft"), "config_path": str(config_file)}
     facts = {"name": "a CPU"}
-    monkeypatch.setattr(modes, "machine_facts", lambda: dict(facts))
+    monkeypatch.setattr(run_modes, "machine_facts", lambda: dict(facts))
     files = {"--config": {"a.yaml": "1"}}
 
     def made(**more):
-        planned = modes.plan(["fly"], [], {**values, **more})
-        modes.run_missing(planned, ["--config", "a.yaml"], tmp_path / "out", files)
+        planned = run_modes.plan(["fly"], [], {**values, **more})
+        run_modes.run_missing(planned, ["--config", "a.yaml"], tmp_path / "out", files)
         return len(calls), capsys.readouterr().out
 
     assert made()[0] == 1
@@ -342,7 +348,7 @@ def test_the_files_behind_a_command_are_known_by_content(tmp_path, monkeypatch):
 def test_hf_mode_is_lm_evals_backend_on_the_target(saved_pair, config_file):
     given = {"pretrained": "x", "config_path": str(config_file), "dtype": "float32", "spd_k": 6}
     given["pretrained"] = str(saved_pair / "draft")
-    mode = modes.plan(["hf"], [], given)["hf"]
+    mode = run_modes.plan(["hf"], [], given)["hf"]
     assert mode.model == "hf"
     assert mode.model_args == {"pretrained": str(saved_pair / "target"), "dtype": "float32"}
 

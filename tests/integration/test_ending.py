@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from fly import processes
-from fly.evaluation import runs
+from fly.cli import processes
+from fly.runs import reader
 from tests import killing
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +68,7 @@ class EnvironmentOf:
         os.environ["FLY_HOME"] = str(self.home)
         import tqdm
 
-        from fly.evaluation import progress
+        from fly.harness import progress
 
         progress.tqdm = lambda **how: tqdm.tqdm(**{**how, "mininterval": 0})
 
@@ -88,7 +88,7 @@ def test_an_ignored_signal_stays_ignored():
 def test_a_second_signal_does_not_disturb_the_keeping():
     process = python("""
         import time
-        from fly import processes
+        from fly.cli import processes
         with processes.ending_in_order():
             try:
                 print("ready", flush=True)
@@ -111,7 +111,7 @@ def test_a_child_ends_with_its_parent(tmp_path, number):
     """A killed `fly compare` left the run of its mode decoding for hours."""
     child = textwrap.dedent("""
         import os, time, pathlib
-        from fly import processes
+        from fly.cli import processes
         with processes.ending_in_order():
             processes.end_with_parent()
             assert "FLY_LIFELINE" not in os.environ
@@ -123,7 +123,7 @@ def test_a_child_ends_with_its_parent(tmp_path, number):
     """)
     parent = python(f"""
         import os, sys
-        from fly import processes
+        from fly.cli import processes
         os.chdir({str(tmp_path)!r})
         with processes.ending_in_order():
             processes.run_child([sys.executable, "-c", {child!r}])
@@ -157,4 +157,4 @@ def test_a_folder_removed_in_the_middle_is_no_success(place):
     status, output = killing.Run(["--resume", out], place).end()
     assert status == 0, output[-2000:]
     assert len(killing.records(out)) == killing.REQUESTS
-    assert runs.load(out).resumed["requests"] == kept
+    assert reader.load(out).resumed["requests"] == kept

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fly.decoding import engine as engine_module
-from fly.decoding.runner import ModelRunner
-from fly.decoding.sampling import GREEDY, Sampling
-from fly.decoding.sequence import Request
-from fly.decoding.verification import judge, resolve
-from fly.drafters.model import ModelDrafter
+from fly.execution.model_runner import ModelRunner
+from fly.speculation import engine as engine_module
+from fly.speculation.drafters.draft_model import ModelDrafter
+from fly.speculation.rules.verification import judge, resolve
+from fly.speculation.sampling import GREEDY, Sampling
+from fly.speculation.sequence import Request
 from tests import tiny
 
 BUDGET = 60

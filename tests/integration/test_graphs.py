@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from fly.decoding.graphs import StaticPasses
-from fly.decoding.runner import ModelRunner
-from fly.drafters.model import ModelDrafter
+from fly.execution.cuda_graphs import StaticPasses
+from fly.execution.model_runner import ModelRunner
+from fly.speculation.drafters.draft_model import ModelDrafter
 from tests import tiny
 
 EOS = frozenset({tiny.EOS})
@@ -111,8 +111,8 @@ def expected_logits(model, tokens, last):
 
 def test_a_dense_gate_judges_as_the_sparse_one():
     """Accelerators compute every position's entropy; CPUs only the candidates'."""
-    from fly.decoding import verification
-    from fly.decoding.gates import EntropyGate, all_pass
+    from fly.speculation.rules import verification
+    from fly.speculation.rules.gates import EntropyGate, all_pass
 
     torch.manual_seed(0)
     logits = 3 * torch.randn(4, 6, 50)
@@ -127,7 +127,7 @@ def test_a_dense_gate_judges_as_the_sparse_one():
 
 def test_rows_that_are_not_drafted_for_keep_their_books(pair):
     """A row at the end of its budget, and one past the draft's context, beside an open one."""
-    from fly.decoding.sequence import Request
+    from fly.speculation.sequence import Request
 
     target, draft = pair
     requests = [

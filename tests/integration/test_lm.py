@@ -8,14 +8,15 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from fly import model_files, session
-from fly.decoding import kernels
-from fly.decoding.records import PHASES
-from fly.decoding.sampling import Sampling
-from fly.earlier import Earlier
 from fly.errors import FlyError
-from fly.lm import FlyLM
-from fly.manifest import Manifest
+from fly.execution import kernels
+from fly.harness.hf import FlyLM
+from fly.models import sources
+from fly.runs import context
+from fly.runs.finished_requests import Earlier
+from fly.runs.manifest import Manifest
+from fly.runs.records import PHASES
+from fly.speculation.sampling import Sampling
 from tests import tiny
 
 PROMPTS = ["def add(a, b):", "x", "The answer is", "é ü 中", ""]
@@ -312,7 +313,7 @@ def test_bad_model_args_get_one_line(saved_pair, kwargs, message):
 
 def test_what_was_finished_survives_ctrl_c(saved_pair, tmp_path, monkeypatch, caplog):
     """Finished responses are on disk and in lm-eval's cache when the run is cut short."""
-    session.start(tmp_path)
+    context.start(tmp_path)
     lm = fly_lm(saved_pair)
     kept = []
     monkeypatch.setattr(lm.cache_hook, "add_partial", lambda *args: kept.append(args))
@@ -331,7 +332,7 @@ def test_what_was_finished_survives_ctrl_c(saved_pair, tmp_path, monkeypatch, ca
     assert {"task", "prompt_hash", "text", "tau", "finish_reason"} <= set(rows[0])
     assert "2 of 5 responses are kept" in caplog.text
     assert "with --use_cache the same command" in caplog.text
-    session.start()
+    context.start()
 
 
 def interrupt_after_one(lm, monkeypatch):
@@ -347,7 +348,7 @@ def interrupt_after_one(lm, monkeypatch):
 
 def test_an_interruption_names_the_way_on(saved_pair, tmp_path, monkeypatch, caplog):
     """With a manifest the run can be resumed, and the message is the command."""
-    run = session.start(tmp_path)
+    run = context.start(tmp_path)
     run.go_on_as(Manifest.create(tmp_path, arguments={}), None)
     lm = fly_lm(saved_pair)
     interrupt_after_one(lm, monkeypatch)
@@ -356,7 +357,7 @@ def test_an_interruption_names_the_way_on(saved_pair, tmp_path, monkeypatch, cap
     assert f"1 of 5 responses are kept in {tmp_path}" in caplog.text
     assert f"`fly --resume {tmp_path}` goes on with the rest" in caplog.text
     run.manifest.release()
-    session.start()
+    context.start()
 
 
 def test_calls_with_settings_of_their_own_are_resumed_each(saved_pair, tmp_path, monkeypatch):
@@ -367,10 +368,10 @@ def test_calls_with_settings_of_their_own_are_resumed_each(saved_pair, tmp_path,
         instance.task_name = "b_task"
     whole = fly_lm(saved_pair)
     expected = [whole.generate_until(call) for call in calls]
-    session.start(tmp_path).go_on_as(manifest, None)
+    context.start(tmp_path).go_on_as(manifest, None)
     fly_lm(saved_pair).generate_until(calls[0])
     for decoded in (5, 0):
-        session.start(tmp_path).go_on_as(manifest, Earlier(tmp_path, manifest.started))
+        context.start(tmp_path).go_on_as(manifest, Earlier(tmp_path, manifest.started))
         lm = fly_lm(saved_pair)
         cached = Mock()
         monkeypatch.setattr(lm.cache_hook, "add_partial", cached)
@@ -382,14 +383,14 @@ def test_calls_with_settings_of_their_own_are_resumed_each(saved_pair, tmp_path,
         assert lm.get_model_info()["fly"]["resumed"]["requests"] == 10 - decoded
         assert lm.stats.counts == whole.stats.counts
     manifest.release()
-    session.start()
+    context.start()
 
 
 def test_without_an_output_path_an_interruption_is_kept_in_fly_home(
     saved_pair, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("FLY_HOME", str(tmp_path))
-    session.start(None)
+    context.start(None)
     lm = fly_lm(saved_pair)
     interrupt_after_one(lm, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
@@ -410,7 +411,7 @@ def test_auto_batch_size_is_said_and_bounded_by_memory(saved_pair, lm, monkeypat
     wanted = instances({"max_gen_toks": 10})
     assert auto.generate_until(wanted) == lm.generate_until(wanted)
     assert "batch_size=auto: 5 rows in flight" in caplog.text
-    monkeypatch.setattr("fly.decoding.memory.free_bytes", lambda device: 0)
+    monkeypatch.setattr("fly.execution.memory.free_bytes", lambda device: 0)
     auto.generate_until(wanted)
     assert "batch_size=auto: 1 rows in flight" in caplog.text
 
@@ -419,7 +420,7 @@ def test_auto_batch_size_knows_which_requests_sample(saved_pair, monkeypatch):
     auto = fly_lm(saved_pair, batch_size="auto")
     kept = []
     monkeypatch.setattr(
-        "fly.decoding.memory.rows_that_fit",
+        "fly.execution.memory.rows_that_fit",
         lambda works, **_: kept.append([work.kept for work in works]) or 2,
     )
     auto.generate_until(instances({"max_gen_toks": 4}))
@@ -433,7 +434,7 @@ def test_a_draft_that_is_loaded_again_has_the_checkpoints_dtype(saved_pair, monk
     monkeypatch.setattr(kernels, "instructions", lambda: "avx2")
     ready = fly_lm(saved_pair, dtype="bfloat16")
     assert ready.model.dtype == torch.float32
-    _, draft = model_files.sources(ready.fly_config)
+    _, draft = sources.sources(ready.fly_config)
     assert ready._load_draft(draft, {}).dtype == torch.bfloat16
 
 
@@ -566,7 +567,7 @@ class Rank(FlyLM):
 def test_ranks_gather_and_do_not_count_what_pads_them(saved_pair, tmp_path, rank):
     """Rank 1 died after all decoding, as it gathers None; and lm-eval's padding, the last
     request once more, was decoded, written down and counted."""
-    session.start(tmp_path)
+    context.start(tmp_path)
     lm = Rank(
         pretrained=str(saved_pair / "draft"), target_model_path=str(saved_pair / "target"),
         device="cpu", dtype="float32", spd_k=4, win_len=1, draft_policy="fixed", trace=True,
@@ -595,7 +596,7 @@ def test_all_ranks_name_their_files_by_one_clock(saved_pair, monkeypatch):
         values[0] = "2026-01-01T00-00-00"
 
     monkeypatch.setattr(torch.distributed, "broadcast_object_list", broadcast)
-    run = session.start()
+    run = context.start()
     lm = fly_lm(saved_pair)
     before = run.started
     lm._share_start(run)

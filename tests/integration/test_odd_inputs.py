@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fly import session
+from fly.runs import context
 from tests import tiny, traced_runs, written_runs
 from tests.integration import test_cli
 from tests.integration.test_cli import config_file, run, task_dir  # noqa: F401  fixtures
@@ -47,7 +47,7 @@ def place(saved_pair, config_file, task_dir):  # noqa: F811
 
 @pytest.fixture
 def no_model(monkeypatch):
-    monkeypatch.setattr("fly.lm.FlyLM._load", lambda *args, **kwargs: pytest.fail("loaded"))
+    monkeypatch.setattr("fly.harness.hf.FlyLM._load", lambda *args, **kwargs: pytest.fail("loaded"))
 
 
 def refused(capsys, words, *arguments):
@@ -777,7 +777,7 @@ def test_modes_are_checked_before_the_first_runs(
     flags,
     words,
 ):
-    monkeypatch.setattr("fly.evaluation.modes.run_child", lambda *args: pytest.fail("ran"))
+    monkeypatch.setattr("fly.cli.run_modes.run_child", lambda *args: pytest.fail("ran"))
     defaults = {"--output_path": tmp_path / "out"}
     if flags[0] in defaults:
         defaults = {}
@@ -800,7 +800,7 @@ def test_a_draft_that_is_damaged_is_met_before_the_first_mode_runs(
     content,
     words,
 ):
-    monkeypatch.setattr("fly.evaluation.modes.run_child", lambda *args: pytest.fail("ran"))
+    monkeypatch.setattr("fly.cli.run_modes.run_child", lambda *args: pytest.fail("ran"))
     (odd_pair / "draft" / name).write_bytes(content)
     given = arguments(place._replace(pair=odd_pair))[3:]
     refused(capsys, words, "compare", *given, "--output_path", tmp_path / "out")
@@ -963,7 +963,7 @@ def test_a_full_disk(place, tmp_path, capsys, monkeypatch, what):
     """Nothing half-done is left behind, and what was finished stays."""
     if what == "records":
         written = []
-        write = session.JsonLines.flush
+        write = context.JsonLines.flush
 
         def flush(self):
             if len(written) == 2:
@@ -971,9 +971,9 @@ def test_a_full_disk(place, tmp_path, capsys, monkeypatch, what):
             written.append(1)
             write(self)
 
-        monkeypatch.setattr(session.JsonLines, "flush", flush)
+        monkeypatch.setattr(context.JsonLines, "flush", flush)
     elif what == "manifest":
-        monkeypatch.setattr("fly.manifest.write_whole", _full)
+        monkeypatch.setattr("fly.runs.manifest.write_whole", _full)
     else:
         monkeypatch.setattr("pathlib.Path.write_text", _full)
     out = tmp_path / "out"

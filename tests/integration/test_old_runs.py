@@ -47,7 +47,7 @@ def test_an_old_manifest_is_read(mode, capsys):
 def test_finished_runs_are_compared_without_torch():
     """Its import is most of what the command would take."""
     code = (
-        "import sys\nfrom fly import cli\n"
+        "import sys\nfrom fly.cli import main as cli\n"
         "try: cli.main(sys.argv[1:])\nexcept SystemExit as end: assert not end.code\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )

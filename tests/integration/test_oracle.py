@@ -14,11 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fly.decoding.engine import Engine
-from fly.decoding.gates import EntropyGate
-from fly.decoding.sequence import Request, Sequence
-from fly.decoding.verification import Relaxation, resolve
-from fly.drafters.base import Draft
+from fly.speculation.drafters.base import Draft
+from fly.speculation.engine import Engine
+from fly.speculation.rules.gates import EntropyGate
+from fly.speculation.rules.verification import Relaxation, resolve
+from fly.speculation.sequence import Request, Sequence
 from tests.oracle import Oracle, Rule, Script, plain
 
 CASES = 1500  # engine runs of the long comparison, of one to five requests each
@@ -444,27 +444,27 @@ class UnmovedTarget(ScriptedTarget):
 
 
 MUTANTS = {
-    "window one too short": ("fly.decoding.engine.resolve", window_too_short),
+    "window one too short": ("fly.speculation.engine.resolve", window_too_short),
     "deferred token kept within a round": (
-        "fly.decoding.engine.resolve",
+        "fly.speculation.engine.resolve",
         deferred_token_kept_within_a_round,
     ),
     "deferred token kept across rounds": (
-        "fly.decoding.sequence.Sequence._roll_back",
+        "fly.speculation.sequence.Sequence._roll_back",
         deferred_token_kept_across_rounds,
     ),
     "target not settled": (f"{__name__}.ScriptedTarget", UnsettledTarget),
     "target row not moved": (f"{__name__}.ScriptedTarget", UnmovedTarget),
     "budget closes the window": (
-        "fly.decoding.sequence.Sequence._end",
+        "fly.speculation.sequence.Sequence._end",
         budget_closes_the_window,
     ),
     "provisional tokens counted": (
-        "fly.decoding.sequence.Sequence._count",
+        "fly.speculation.sequence.Sequence._count",
         provisional_tokens_counted,
     ),
     "stop by a deferred token cuts at once": (
-        "fly.decoding.sequence.Sequence._eos_after",
+        "fly.speculation.sequence.Sequence._eos_after",
         lambda row, start: True,
     ),
 }

@@ -14,7 +14,7 @@ def without(name, globals=None, *rest, **more):
         raise ModuleNotFoundError(f"No module named {{name!r}}")
     return real(name, globals, *rest, **more)
 builtins.__import__ = without  # other libraries know where they are
-from fly import cli
+from fly.cli import main as cli
 for command in {commands!r}:
     try:
         cli.main(command)

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from fly.evaluation import runs
-from fly.evaluation.html import page, report, summary
+from fly.analysis.html import page, summary, write
+from fly.runs import reader as runs
 from tests import traced_runs, written_runs
 from tests.integration.test_cli import config_file, evaluate, run, task_dir  # noqa: F401  fixtures
 
@@ -18,7 +18,7 @@ def written(tmp_path):
     """Writes runs and returns their report's data by block, and the file's text."""
 
     def make(*folders, **kwargs):
-        text = report.page([runs.load(folder) for folder in folders], **kwargs)
+        text = write.page([runs.load(folder) for folder in folders], **kwargs)
         return blocks(text), text
 
     return make

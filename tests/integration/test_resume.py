@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from fly.errors import FlyError
-from fly.evaluation import replay, runs
+from fly.runs import reader, replay
 from tests import killing
 from tests.killing import REQUESTS, arguments, count, records
 
@@ -58,7 +58,7 @@ def check_equal(folder, unbroken):
     assert traced(folder) == traced(unbroken)
     for rounds in traced(folder).values():
         assert replay.replay([{**line, "request": 0} for line in rounds]).tokens
-    ours, theirs = runs.load(folder), runs.load(unbroken)
+    ours, theirs = reader.load(folder), reader.load(unbroken)
     assert ours.tasks == theirs.tasks
     assert ours.results["results"] == theirs.results["results"]
     stats = ours.entry["stats"]
@@ -117,12 +117,12 @@ def test_killed_at_any_moment_and_resumed_a_run_ends_like_an_unbroken_one(place,
         if torn:
             tear(out, rng)
         with pytest.raises(FlyError, match=r"has not ended: `fly --resume .*killed"):
-            runs.load(out)
+            reader.load(out)
         command = ["--resume", out]
     status, output = killing.Run(command, place).end()
     assert status == 0, output[-2000:]
     check_equal(out, unbroken)
-    resumed = runs.load(out).resumed
+    resumed = reader.load(out).resumed
     assert resumed["requests"] == REQUESTS
     assert len(resumed["at"]) == len(plan)
     assert ("a torn last line" in output) == plan[-1][2]
@@ -149,7 +149,7 @@ def test_a_command_of_its_own_killed_in_the_middle(place, unbroken):
     status, output = killing.Run([f"--resume={out}"], elsewhere).end()
     assert status == 0, output[-2000:]
     check_equal(out, unbroken)
-    assert runs.load(out).resumed["requests"] >= 7
+    assert reader.load(out).resumed["requests"] >= 7
     status, output = killing.Run(["--resume", out], elsewhere).end()
     assert status == 0
     assert "has ended: results: " in output
@@ -271,7 +271,7 @@ def test_a_second_process_is_refused_and_a_moved_folder_is_not(broken):
     (broken / "cut").rename(moved)
     status, output = killing.Run(["--resume", moved], elsewhere).end()
     assert status == 0, output[-2000:]
-    assert runs.load(moved).resumed["requests"] >= 4
+    assert reader.load(moved).resumed["requests"] >= 4
 
 
 def test_with_use_cache_nothing_is_asked_or_counted_twice(place):
@@ -284,7 +284,7 @@ def test_with_use_cache_nothing_is_asked_or_counted_twice(place):
     assert status == 0, output[-2000:]
     counted = Counter(record["task"] for record in killing.lines(out, "fly_requests_*.jsonl"))
     assert counted == {"tiny_greedy": 12, "tiny_sampled": 24}
-    assert runs.load(out).entry["stats"]["requests"] == REQUESTS
+    assert reader.load(out).entry["stats"]["requests"] == REQUESTS
 
 
 def test_a_run_that_is_refused_leaves_no_manifest(place):

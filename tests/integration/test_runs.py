@@ -5,8 +5,8 @@ import json
 import pytest
 
 from fly.errors import FlyError
-from fly.evaluation import runs
-from fly.manifest import Manifest
+from fly.runs import reader
+from fly.runs.manifest import Manifest
 from tests.integration.test_cli import config_file, evaluate, task_dir  # noqa: F401  fixtures
 
 
@@ -18,7 +18,7 @@ def folder(saved_pair, config_file, task_dir, tmp_path):  # noqa: F811
 
 
 def test_a_run_reads_back(folder):
-    run = runs.load(folder)
+    run = reader.load(folder)
     assert run.name == run.mode == "fly"
     (task,) = run.tasks.values()
     assert (task.name, task.filter) == ("tiny_task", "none")
@@ -38,13 +38,13 @@ def test_a_run_reads_back(folder):
 
 
 def test_the_newest_results_of_a_folder_are_read(folder):
-    newest = runs.find_results(folder)
+    newest = reader.find_results(folder)
     older = newest.with_name("results_2020-01-01T00-00-00.000000.json")
     older.write_text(newest.read_text())
-    assert runs.find_results(newest.parent) == newest
-    assert runs.find_results(older) == older
+    assert reader.find_results(newest.parent) == newest
+    assert reader.find_results(older) == older
     with pytest.raises(FlyError, match=r"samples_tiny_task_2020-.* is not beside it: .*--log_samp"):
-        runs.load(older)
+        reader.load(older)
 
 
 @pytest.mark.parametrize(
@@ -58,37 +58,37 @@ def test_the_newest_results_of_a_folder_are_read(folder):
 )
 def test_what_is_no_run_is_refused(tmp_path, text, match):
     with pytest.raises(FlyError, match="no such run"):
-        runs.load(tmp_path / "nowhere")
+        reader.load(tmp_path / "nowhere")
     with pytest.raises(FlyError, match="the run has not ended"):
-        runs.load(tmp_path)
+        reader.load(tmp_path)
     path = tmp_path / "results_x.json"
     path.write_text(text)
     with pytest.raises(FlyError, match=match):
-        runs.load(path)
+        reader.load(path)
 
 
 def test_a_torn_last_line_is_dropped_and_no_other(tmp_path):
     path = tmp_path / "fly_requests_x.jsonl"
     whole = json.dumps({"doc_id": 0})
     path.write_text(whole + "\n" + '{"doc_id"')
-    assert runs.read_lines(path) == [{"doc_id": 0}]
+    assert reader.read_lines(path) == [{"doc_id": 0}]
     path.write_text(whole + "\n" + whole)
-    assert len(runs.read_lines(path)) == 2
+    assert len(reader.read_lines(path)) == 2
     path.write_text('{"doc_id"\n' + whole + "\n")
     with pytest.raises(FlyError, match="line 1: not valid JSON"):
-        runs.read_lines(path)
+        reader.read_lines(path)
 
 
 def test_an_unfinished_newest_run_says_how_it_goes_on(tmp_path):
     """An older run's results, or its own half of them, are not what was asked for."""
     run = Manifest.create(tmp_path, arguments={})
     with pytest.raises(FlyError, match=r"has not ended: `fly --resume \S*` goes on with it$"):
-        runs.load(tmp_path)
+        reader.load(tmp_path)
     old = tmp_path / "results_2020-01-01T00-00-00.000000.json"
     old.write_text("{}")
     with pytest.raises(FlyError, match=r"goes on with it \(or name an older run's results file\)"):
-        runs.find_results(tmp_path)
-    assert runs.find_results(old) == old
+        reader.find_results(tmp_path)
+    assert reader.find_results(old) == old
     own = tmp_path / "results_2999-01-01T00-00-00.000000.json"
 
     def results(entry):
@@ -97,11 +97,11 @@ def test_an_unfinished_newest_run_says_how_it_goes_on(tmp_path):
     for text in ('{"config"', results({"fly": {"started": run.started}})):
         own.write_text(text)
         with pytest.raises(FlyError, match="has not ended"):
-            runs.find_results(tmp_path)
+            reader.find_results(tmp_path)
     for other in ({"fly": {"started": "2998"}}, {}):  # a later run, of fly or of another backend
         own.write_text(results(other))
-        assert runs.find_results(tmp_path) == own
+        assert reader.find_results(tmp_path) == own
     own.unlink()
     run.finish(old)
-    assert runs.find_results(tmp_path) == old
+    assert reader.find_results(tmp_path) == old
     run.release()

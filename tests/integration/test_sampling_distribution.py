@@ -16,14 +16,14 @@ from itertools import product
 import pytest
 import torch
 
-from fly.decoding.gates import EntropyGate, RankGate
-from fly.decoding.runner import ModelRunner
-from fly.decoding.sampling import Noise, Sampling, draw, rejection_sample
-from fly.decoding.sequence import Request
-from fly.decoding.verification import Relaxation
-from fly.drafters.base import NoDrafter
-from fly.drafters.model import CascadeDrafter, ModelDrafter
-from fly.drafters.ngram import NgramDrafter
+from fly.execution.model_runner import ModelRunner
+from fly.speculation.drafters.base import NoDrafter
+from fly.speculation.drafters.draft_model import CascadeDrafter, ModelDrafter
+from fly.speculation.drafters.ngram import NgramDrafter
+from fly.speculation.rules.gates import EntropyGate, RankGate
+from fly.speculation.rules.verification import Relaxation
+from fly.speculation.sampling import Noise, Sampling, draw, rejection_sample
+from fly.speculation.sequence import Request
 from tests import tiny
 
 V = 8
@@ -237,7 +237,10 @@ def drawn_colder(q_NV, uniform_N):
     return draw(q_NV**2, uniform_N)
 
 
-IN_ENGINE, IN_DRAFTER = "fly.decoding.engine.rejection_sample", "fly.drafters.model.draw"
+IN_ENGINE, IN_DRAFTER = (
+    "fly.speculation.engine.rejection_sample",
+    "fly.speculation.drafters.draft_model.draw",
+)
 MUTANTS = [
     (IN_ENGINE, either_of_two, "model"),
     (IN_ENGINE, either_of_two, "ngram"),

@@ -5,10 +5,9 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from fly import session
 from fly.errors import FlyError
-from fly.evaluation import replay
-from fly.lm import FlyLM
+from fly.harness.hf import FlyLM
+from fly.runs import context, replay
 from tests.integration.test_lm import PROMPTS, fly_lm, instances
 
 RELAXED = {"enable_fly": True, "entropy_thre": 0.0, "win_len": 3, "spd_k": 4, "dtype": "float32"}
@@ -16,9 +15,9 @@ RELAXED = {"enable_fly": True, "entropy_thre": 0.0, "win_len": 3, "spd_k": 4, "d
 
 @pytest.fixture
 def folder(tmp_path):
-    session.start(tmp_path)
+    context.start(tmp_path)
     yield tmp_path
-    session.start(None)
+    context.start(None)
 
 
 def lines(folder):
@@ -101,7 +100,7 @@ def test_off_by_default_and_changes_nothing(saved_pair, folder):
 
 
 def test_refused_without_a_folder(saved_pair):
-    session.start(None)
+    context.start(None)
     with pytest.raises(FlyError, match=r"trace=true: .* add --output_path DIR"):
         fly_lm(saved_pair, trace=True)
 

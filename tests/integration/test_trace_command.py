@@ -8,10 +8,10 @@ import pyte
 import pytest
 from rich.console import Console
 
-from fly.evaluation.terminal.display import Display
-from fly.evaluation.terminal.rows import Layout
-from fly.evaluation.terminal.summary import print_counts, print_deferrals
-from fly.evaluation.vocabulary import reader
+from fly.analysis.terminal.display import Display
+from fly.analysis.terminal.rows import Layout
+from fly.analysis.terminal.summary import print_counts, print_deferrals
+from fly.runs.vocabulary import reader
 from tests.integration.test_cli import run, task_dir  # noqa: F401  fixture
 from tests.integration.test_lm import fly_lm, instances
 
@@ -201,7 +201,7 @@ def test_bad_input_is_one_line_before_models_load(
     arguments,
     message,
 ):
-    monkeypatch.setattr("fly.lm.FlyLM._load", lambda *args, **kwargs: pytest.fail("loaded"))
+    monkeypatch.setattr("fly.harness.hf.FlyLM._load", lambda *args, **kwargs: pytest.fail("loaded"))
     pair = ("--model_args", f"config_path={pair_file}", "--include_path", task_dir)
     arguments = [part for a in arguments for part in (pair if a == "PAIR" else [a])]
     assert run("trace", *arguments) == 2

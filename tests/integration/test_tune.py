@@ -7,7 +7,7 @@ import pytest
 
 from fly import config
 from fly.errors import FlyError
-from fly.tuning import live, tune
+from fly.tuning import real_runs, tune
 from fly.tuning.search import Grid
 from tests.integration.test_cli import config_file, run, task_dir  # noqa: F401  fixtures
 
@@ -157,7 +157,9 @@ def test_no_configuration_is_written_if_none_kept_the_score(arguments, capsys, m
     ],
 )
 def test_bad_usage_ends_before_models_load(arguments, capsys, monkeypatch, changed, message):
-    monkeypatch.setattr("fly.lm.FlyLM._load", lambda *a, **k: pytest.fail("models were loaded"))
+    monkeypatch.setattr(
+        "fly.harness.hf.FlyLM._load", lambda *a, **k: pytest.fail("models were loaded")
+    )
     assert tune_it(arguments, **changed) == 2
     assert message in capsys.readouterr().err
 
@@ -184,7 +186,7 @@ def test_a_target_that_scores_nothing_ends_the_tune_early(arguments, capsys):
 
 def test_a_real_run_that_fails_loses_nothing_of_those_before(arguments, capsys, monkeypatch):
     """The record was written at the end alone: hours of runs were gone with the last one."""
-    whole = live.TunedLM.run
+    whole = real_runs.TunedLM.run
     count = iter(range(99))
 
     def fails(self, workload, config):
@@ -192,7 +194,7 @@ def test_a_real_run_that_fails_loses_nothing_of_those_before(arguments, capsys, 
             raise FlyError("no memory")
         return whole(self, workload, config)
 
-    monkeypatch.setattr(live.TunedLM, "run", fails)
+    monkeypatch.setattr(real_runs.TunedLM, "run", fails)
     assert tune_it(arguments, min_recovery=0.01, max_changed=1) == 2
     (path,) = arguments["--output"].parent.glob("fly_tune_*.json")
     error = capsys.readouterr().err
@@ -250,7 +252,7 @@ def test_sampling_is_refused(arguments, task_dir, capsys, monkeypatch):  # noqa:
     text = path.read_text().replace("do_sample: false", "do_sample: true, temperature: 0.7")
     (task_dir / "tiny_sampled.yaml").write_text(text.replace("tiny_task", "tiny_sampled"))
     with monkeypatch.context() as patch:  # refused before the first is decoded
-        patch.setattr("fly.lm.FlyLM._engine", lambda *a: pytest.fail("it was decoded"))
+        patch.setattr("fly.harness.hf.FlyLM._engine", lambda *a: pytest.fail("it was decoded"))
         assert tune_it(arguments, tasks="tiny_sampled") == 2
     assert "predicts greedy decoding only" in capsys.readouterr().err
 
@@ -267,14 +269,14 @@ def test_loglikelihood_tasks_have_nothing_to_tune(arguments, task_dir, capsys): 
 
 def test_configurations_in_turns_decode_what_each_does_alone(arguments, saved_pair):
     """Every document by all of them, on the documents that were asked for, counted apart."""
-    lm = live.TunedLM(str(arguments["file"]), {
+    lm = real_runs.TunedLM(str(arguments["file"]), {
         "pretrained": str(saved_pair / "draft"), "dtype": "float32", "device": "cpu",
         "trace": False,
     })  # fmt: skip
     lm.use(lm.given)
     alone = config.build({**lm.given.model_dump(), "use_sd": False}, "test")
     other = config.build({**lm.given.model_dump(), "spd_k": 2, "win_len": 1}, "test")
-    workload = live.Workload(
+    workload = real_runs.Workload(
         ("tiny_scored",), 3, max_gen_toks=12, include_path=str(arguments["--include_path"]),
         samples={"tiny_scored": [0, 2, 3]},
     )  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from fly import pairs
+from fly.models import pairs
 from tests import tiny
 
 pytestmark = pytest.mark.real

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import fly
-from fly.sandbox import Program
+from fly.harness.sandbox import Program
 from tests.attacks import damage, fakes, protocol
 from tests.attacks.levels import LEVELS, launch_of, once, run_all
 

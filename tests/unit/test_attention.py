@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from fly.decoding import attention
-from fly.decoding.attention import grouped_attention
+from fly.execution import grouped_attention as attention
+from fly.execution.grouped_attention import grouped_attention
 
 
 def textbook(query, key, value, lengths):

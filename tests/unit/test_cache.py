@@ -4,9 +4,9 @@ import pytest
 import torch
 import transformers
 
-from fly import loading
-from fly.decoding.runner import ModelRunner
 from fly.errors import FlyError
+from fly.execution.model_runner import ModelRunner
+from fly.models import loading
 from tests import tiny
 
 SIZES = {

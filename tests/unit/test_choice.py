@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fly.decoding.choice import greedy
+from fly.execution.argmax import greedy
 
 
 @given(st.integers(0, 10_000), st.sampled_from([128, 384, 100, 1]), st.integers(0, 3))

@@ -6,9 +6,11 @@ from xml.etree import ElementTree
 import pytest
 from lm_eval.utils import hash_string
 
-from fly import cli
+from fly.analysis import compare, compare_files, compare_table
+from fly.analysis import scores as measured
+from fly.cli import main as cli
 from fly.errors import FlyError
-from fly.evaluation import compare, compare_files, compare_table, measured, runs
+from fly.runs import reader
 from tests.written_runs import write
 
 SOLVED = [1] * 210 + [0] * 90
@@ -27,7 +29,7 @@ def fly(*args):
 
 
 def load(folder, name=None):
-    return measured.measure(runs.load(folder, name))
+    return measured.measure(reader.load(folder, name))
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from fly.tuning.costs import Anchor, PassSeconds, measure, timed, typical_contexts
+from fly.tuning.pass_seconds import Anchor, PassSeconds, measure, timed, typical_contexts
 from fly.tuning.simulate import Passes
 
 

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from fly import fingerprint
-from fly.model_files import ModelSource
+from fly.models import fingerprint
+from fly.models.sources import ModelSource
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fly.decoding import fusion, linears
+from fly.execution import merged_linear, packed_linear
 from tests import tiny
 from tests.unit.test_linears import TOLERANCE, needs_bf16
 
@@ -35,7 +35,7 @@ def pair(bias=True):
     torch.manual_seed(0)
     plain, joined = Block(bias), Block(bias)
     joined.load_state_dict(plain.state_dict())
-    assert fusion.fuse(joined, lambda linear: linear) == 3
+    assert merged_linear.fuse(joined, lambda linear: linear) == 3
     return plain, joined
 
 
@@ -55,7 +55,7 @@ def test_every_kind_of_linear_can_be_joined(kind, rows):
     torch.manual_seed(0)
     plain, joined = Block().bfloat16(), Block().bfloat16()
     joined.load_state_dict(plain.state_dict())
-    assert linears.replace(joined, kind) == 3
+    assert packed_linear.replace(joined, kind) == 3
     assert type(joined.k_proj.product) is kind
     x = torch.randn(rows, 1, 32).bfloat16()
     with torch.inference_mode():
@@ -106,7 +106,7 @@ def test_a_mutant_that_remembers_by_shape_is_caught(monkeypatch):
         return self._shares[index]
 
     _check_two_inputs(*pair())
-    monkeypatch.setattr(fusion.Fused, "share", share)
+    monkeypatch.setattr(merged_linear.Fused, "share", share)
     with pytest.raises(AssertionError):
         _check_two_inputs(*pair())
 
@@ -137,8 +137,8 @@ def test_siblings_that_do_not_match_stay(change):
         block.k_proj = type("Adapter", (nn.Linear,), {})(32, 16)
     else:
         del block.v_proj
-    assert fusion.fuse(block, lambda linear: linear) == 0
-    assert not isinstance(block.q_proj, fusion.Sibling)
+    assert merged_linear.fuse(block, lambda linear: linear) == 0
+    assert not isinstance(block.q_proj, merged_linear.Sibling)
 
 
 def test_a_joined_model_decodes_what_generate_does():
@@ -146,7 +146,7 @@ def test_a_joined_model_decodes_what_generate_does():
     draft = tiny.noisy_copy(target, 0.01)
     expected = [tiny.generate(target, prompt, 40) for prompt in tiny.prompts()]
     for model in (target, draft):
-        assert fusion.fuse(model, lambda linear: linear) == 2 * 5
+        assert merged_linear.fuse(model, lambda linear: linear) == 2 * 5
     engine = tiny.engine(target, tiny.drafter("cascade", 3, draft), 6, slots=3)
     records = tiny.decode_all(engine, tiny.prompts(), 40)
     assert [record.tokens for record in records] == expected

@@ -8,12 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fly import preparation
 from fly.config import build
-from fly.decoding import kernels, lean, linears
-from fly.decoding.kernels import build as compiler
-from fly.decoding.kernels import vector
 from fly.errors import FlyError
+from fly.execution import fused_layer, kernels, packed_linear, weights
+from fly.execution.kernels import build as compiler
+from fly.execution.kernels import vector
 from tests import tiny
 
 pytestmark = pytest.mark.skipif(kernels.why_not() is not None, reason=str(kernels.why_not()))
@@ -246,8 +245,8 @@ def test_lean_layers_decode_as_the_models_own(isa, family):
     with torch.inference_mode():
         expected = model.double()(torch.tensor([prompt])).logits[0].double()
     model = family_model(family)
-    linears.use_kernels(model, kernels.Bfloat16Linear)
-    assert lean.replace(model)
+    packed_linear.use_kernels(model, kernels.Bfloat16Linear)
+    assert fused_layer.replace(model)
     runner = tiny.runner(model, 2, max_length=256)
     runner.prefill(0, prompt[:20])
     runner.prefill(1, prompt[:11])
@@ -268,8 +267,8 @@ def test_layers_that_do_not_agree_are_not_used(isa, monkeypatch, caplog):
         lambda self, x, angles, *rest: real(self, x, (angles[0], -angles[1]), *rest),
     )
     model = family_model("qwen2")
-    linears.use_kernels(model, kernels.Bfloat16Linear)
-    assert not lean.replace(model)
+    packed_linear.use_kernels(model, kernels.Bfloat16Linear)
+    assert not fused_layer.replace(model)
     assert "do not agree" in caplog.text
 
 
@@ -285,8 +284,8 @@ def test_other_architectures_keep_their_layers(isa):
     ids = torch.tensor([[5, 6, 7]])
     with torch.inference_mode():
         expected = model(ids).logits.float()
-        linears.use_kernels(model, kernels.Bfloat16Linear)
-        assert not lean.replace(model)
+        packed_linear.use_kernels(model, kernels.Bfloat16Linear)
+        assert not fused_layer.replace(model)
         assert model.dtype == kernels.activation_dtype()
         assert (model(ids).logits.float() - expected).abs().max() < 0.05 * expected.abs().max()
 
@@ -300,10 +299,10 @@ def config(**values):
 
 def test_auto_takes_kernels_for_bfloat16_and_leaves_float32_alone():
     target, draft = family_model("qwen2"), family_model("qwen2")
-    done = preparation.prepare(target, draft, config())
+    done = weights.prepare(target, draft, config())
     name = f"kernels-{kernels.instructions()}"
     assert (done.target, done.draft) == (name, f"{name} int8")
-    assert preparation.prepare(family_model("llama").float(), None, config()).target == "eager"
+    assert weights.prepare(family_model("llama").float(), None, config()).target == "eager"
 
 
 @pytest.mark.parametrize(
@@ -315,12 +314,12 @@ def test_auto_takes_kernels_for_bfloat16_and_leaves_float32_alone():
 )
 def test_what_kernels_do_not_have_is_refused(values, text):
     with pytest.raises(FlyError, match=text):
-        preparation.prepare_draft(family_model("qwen2"), config(**values))
+        weights.prepare_draft(family_model("qwen2"), config(**values))
 
 
 def test_naming_a_way_that_cannot_be_had_is_refused():
     with pytest.raises(FlyError, match=r"execution=kernels: only bfloat16 is packed.*float32"):
-        preparation.prepare(family_model("qwen2").float(), None, config(execution="kernels"))
+        weights.prepare(family_model("qwen2").float(), None, config(execution="kernels"))
     with pytest.raises(FlyError, match="execution='kernels' contradicts compile='off'"):
         config(execution="kernels", compile="off")
 
@@ -347,7 +346,7 @@ def test_a_packed_model_keeps_nothing_of_its_file_in_memory(tmp_path):
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
     before = {p.untyped_storage().data_ptr() for p in loaded.parameters()}
-    linears.use_kernels(loaded, kernels.Bfloat16Linear)
+    packed_linear.use_kernels(loaded, kernels.Bfloat16Linear)
     kept = [*loaded.parameters(), *loaded.buffers()]
     assert kept
     assert not before & {tensor.untyped_storage().data_ptr() for tensor in kept}
@@ -377,7 +376,7 @@ def test_kernels_that_do_not_work_are_not_used(monkeypatch, spoil, reason):
     try:
         assert reason in kernels.why_not()
         model = family_model("qwen2")
-        done = preparation.prepare(model, None, config())
+        done = weights.prepare(model, None, config())
         assert done.target in ("onednn", "eager")
     finally:
         kernels.why_not.cache_clear()
@@ -387,8 +386,8 @@ def test_int8_drafts_get_lean_layers_too(isa):
     """Rounding to the neighbouring int8 must not make the check at load refuse them."""
     for family in FAMILIES:
         model = family_model(family)
-        linears.use_kernels(model, kernels.Int8Linear)
-        assert lean.replace(model), family
+        packed_linear.use_kernels(model, kernels.Int8Linear)
+        assert fused_layer.replace(model), family
 
 
 def test_weights_outside_of_plain_linears_are_not_doubled(monkeypatch):
@@ -399,15 +398,15 @@ def test_weights_outside_of_plain_linears_are_not_doubled(monkeypatch):
     model = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=96, n_positions=64)
     ).bfloat16()
-    assert "not in plain linear layers" in linears.why_no_kernels(model)
-    assert linears.why_no_kernels(family_model("llama")) is None
+    assert "not in plain linear layers" in packed_linear.why_no_kernels(model)
+    assert packed_linear.why_no_kernels(family_model("llama")) is None
 
 
 def test_a_linear_of_another_dtype_is_a_reason_not_a_crash():
     model = family_model("qwen2")
     model.model.layers[1].mlp.down_proj.float()
-    assert linears.why_no_kernels(model) == "some of its linear layers are not in bfloat16"
-    assert preparation.prepare(model, None, config()).target == "eager"
+    assert packed_linear.why_no_kernels(model) == "some of its linear layers are not in bfloat16"
+    assert weights.prepare(model, None, config()).target == "eager"
 
 
 def test_a_model_whose_norms_have_no_weights_keeps_its_dtype_and_device(isa):
@@ -419,7 +418,7 @@ def test_a_model_whose_norms_have_no_weights_keeps_its_dtype_and_device(isa):
             tie_word_embeddings=False,
         )
     ).bfloat16().eval()  # fmt: skip
-    linears.use_kernels(model, kernels.Bfloat16Linear)
+    packed_linear.use_kernels(model, kernels.Bfloat16Linear)
     assert (model.dtype, model.device.type) == (kernels.activation_dtype(), "cpu")
     assert tiny.runner(model, 1, max_length=64).extend([[3, 4, 5]]).isfinite().all()
 

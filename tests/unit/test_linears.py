@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from fly import preparation
 from fly.config import build
-from fly.decoding import linears
 from fly.errors import FlyError
+from fly.execution import packed_linear, weights
 from tests import tiny
 
 needs_bf16 = pytest.mark.skipif(
@@ -15,7 +14,11 @@ needs_bf16 = pytest.mark.skipif(
 )
 
 
-TOLERANCE = {linears.PackedLinear: 0.01, linears.Int8Linear: 0.03, linears.Int4Linear: 0.15}
+TOLERANCE = {
+    packed_linear.PackedLinear: 0.01,
+    packed_linear.Int8Linear: 0.03,
+    packed_linear.Int4Linear: 0.15,
+}
 
 
 @needs_bf16
@@ -29,9 +32,7 @@ def test_the_product_is_the_linear_s_own(kind, bias, rows):
     with torch.inference_mode():
         expected, actual = linear(x).float(), kind(linear)(x).float()
     assert actual.shape == expected.shape
-    tolerance = {linears.PackedLinear: 0.01, linears.Int8Linear: 0.03, linears.Int4Linear: 0.15}[
-        kind
-    ]
+    tolerance = TOLERANCE[kind]
     assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
 
 
@@ -43,7 +44,7 @@ def test_every_plain_linear_is_replaced_and_no_other():
     model = tiny.model(1).bfloat16()
     model.model.layers[0].mlp.up_proj = Adapter(32, 64)
     before = sum(type(module) is nn.Linear for module in model.modules())
-    assert linears.replace(model, linears.PackedLinear) == before == 2 * 7 + 1 - 1
+    assert packed_linear.replace(model, packed_linear.PackedLinear) == before == 2 * 7 + 1 - 1
     assert not any(type(module) is nn.Linear for module in model.modules())
     assert isinstance(model.model.layers[0].mlp.up_proj, Adapter)
 
@@ -54,17 +55,17 @@ def test_shapes_that_the_int4_kernel_does_not_take_become_int8():
     ids = torch.tensor([[5, 6, 7]])
     with torch.inference_mode():
         plain = model(ids).logits.float()
-        linears.replace(model, linears.quantized)
+        packed_linear.replace(model, packed_linear.quantized)
         actual = model(ids).logits.float()
-    assert type(model.lm_head) is linears.Int8Linear
-    assert type(model.model.layers[0].mlp.down_proj) is linears.Int4Linear
+    assert type(model.lm_head) is packed_linear.Int8Linear
+    assert type(model.model.layers[0].mlp.down_proj) is packed_linear.Int4Linear
     assert (plain - actual).abs().max() <= 0.3 * plain.abs().max()
 
 
 @needs_bf16
 def test_rows_of_a_quantised_pass_do_not_influence_each_other():
     torch.manual_seed(0)
-    layer = linears.Int8Linear(nn.Linear(96, 160).bfloat16())
+    layer = packed_linear.Int8Linear(nn.Linear(96, 160).bfloat16())
     quiet, loud = torch.randn(1, 96).bfloat16(), 100 * torch.randn(1, 96).bfloat16()
     with torch.inference_mode():
         torch.testing.assert_close(layer(torch.cat([quiet, loud]))[:1], layer(quiet))
@@ -72,7 +73,7 @@ def test_rows_of_a_quantised_pass_do_not_influence_each_other():
 
 @needs_bf16
 def test_an_input_of_other_values_is_quantised_anew():
-    layer = linears.Int8Linear(nn.Linear(96, 160, bias=False).bfloat16())
+    layer = packed_linear.Int8Linear(nn.Linear(96, 160, bias=False).bfloat16())
     x = torch.randn(2, 96).bfloat16()
     with torch.inference_mode():
         assert not torch.equal(layer(x), layer(x + 1))
@@ -85,7 +86,7 @@ def test_a_packed_model_s_logits_are_the_plain_model_s():
     ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
     with torch.inference_mode():
         plain = model(ids).logits.float()
-        linears.replace(model, linears.PackedLinear)
+        packed_linear.replace(model, packed_linear.PackedLinear)
         packed = model(ids).logits.float()
     assert (plain - packed).abs().max() <= 0.02 * plain.abs().max()
 
@@ -96,7 +97,7 @@ def config(**values):
 
 def test_float32_stays_as_it_is():
     target, draft = tiny.model(1), tiny.model(2)
-    done = preparation.prepare(target, draft, config())
+    done = weights.prepare(target, draft, config())
     assert (done.target, done.draft) == ("eager", "eager")
     assert type(target.lm_head) is nn.Linear
 
@@ -105,11 +106,11 @@ def test_float32_stays_as_it_is():
 def test_onednn_packs_the_target_and_quantises_the_draft_only():
     target, draft = tiny.model(1).bfloat16(), tiny.model(2).bfloat16()
     parameters = draft.num_parameters()
-    done = preparation.prepare(target, draft, config(execution="onednn"))
+    done = weights.prepare(target, draft, config(execution="onednn"))
     assert (done.target, done.draft) == ("onednn", "onednn int4")
     assert (done.draft_parameters, done.draft_weight) == (parameters, 0.25)
-    assert type(target.lm_head) is linears.PackedLinear
-    assert type(draft.lm_head) is linears.Int4Linear
+    assert type(target.lm_head) is packed_linear.PackedLinear
+    assert type(draft.lm_head) is packed_linear.Int4Linear
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ def test_onednn_packs_the_target_and_quantises_the_draft_only():
 def test_each_lever_can_be_switched_off(values, expected):
     draft = tiny.model(2).bfloat16()
     values = {"execution": "onednn", **values} if "compile" not in values else values
-    assert preparation.prepare(tiny.model(1).bfloat16(), draft, config(**values)).draft == expected
+    assert weights.prepare(tiny.model(1).bfloat16(), draft, config(**values)).draft == expected
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,7 @@ def test_each_lever_can_be_switched_off(values, expected):
 )
 def test_a_quantisation_that_cannot_be_had_is_refused(kind, text):
     with pytest.raises(FlyError, match=text):
-        preparation.prepare(tiny.model(1), tiny.model(2), config(draft_quantization=kind))
+        weights.prepare(tiny.model(1), tiny.model(2), config(draft_quantization=kind))
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
@@ -144,20 +145,20 @@ def test_torchao_s_weights_are_close_to_the_plain_ones(kind):
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.inference_mode():
         plain = model(ids).logits.float()
-        preparation._quantize_with_torchao(model, kind)
+        weights._quantize_with_torchao(model, kind)
         quantised = model(ids).logits.float()
     assert type(model.lm_head.weight.data) is not torch.Tensor
     assert (plain - quantised).abs().max() <= 0.2 * plain.abs().max()
 
 
 def test_threads_fit_the_cores_this_process_may_use():
-    assert preparation.available_cores() >= 1
+    assert weights.available_cores() >= 1
     before = torch.get_num_threads()
     try:
-        torch.set_num_threads(preparation.available_cores() + 3)
-        preparation.set_threads(None)
-        assert torch.get_num_threads() == preparation.available_cores()
-        preparation.set_threads(1)
+        torch.set_num_threads(weights.available_cores() + 3)
+        weights.set_threads(None)
+        assert torch.get_num_threads() == weights.available_cores()
+        weights.set_threads(1)
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)

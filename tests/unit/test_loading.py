@@ -2,8 +2,8 @@
 
 import pytest
 
-from fly import loading
-from fly.model_files import ModelSource, weight_bytes
+from fly.models import loading
+from fly.models.sources import ModelSource, weight_bytes
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fly.drafters.ngram import NgramIndex, until_eos
+from fly.speculation.drafters.ngram import NgramIndex, until_eos
 
 
 def scan(tokens, pending, count, min_size, max_size):

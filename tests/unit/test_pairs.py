@@ -21,12 +21,12 @@ from pathlib import Path
 
 import pytest
 
-from fly import pairs
-from fly.commands import pair as pair_command
+from fly.cli import pair as pair_command
 from fly.errors import FlyError
-from fly.pairs import convert, download, store
-from fly.pairs.progress import PlainReporter, Reporter
-from fly.pairs.registry import PAIRS, ModelFiles, Pair
+from fly.models import pairs
+from fly.models.pairs import convert, download, store
+from fly.models.pairs.download_progress import PlainReporter, Reporter
+from fly.models.pairs.registry import PAIRS, ModelFiles, Pair
 
 NAME = "tiny"
 DRAFT = [b"draft-one" * 100, b"draft-two" * 100, b"draft-three" * 50]
@@ -445,7 +445,7 @@ def test_the_subcommand(shop, home, capsys):
 
 def test_importing_the_package_is_light():
     code = (
-        "import sys, fly.pairs; "
+        "import sys, fly.models.pairs; "
         "print([m for m in ('torch', 'transformers', 'huggingface_hub', 'rich', 'gguf') "
         "if m in sys.modules])"
     )

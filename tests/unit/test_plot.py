@@ -8,10 +8,11 @@ from xml.etree import ElementTree
 
 import pytest
 
+from fly.analysis import plotting
+from fly.analysis.plotting.data import collect, pareto
 from fly.errors import FlyError
-from fly.evaluation import plotting, runs, settings
-from fly.evaluation.plotting.data import collect, pareto
-from fly.manifest import Manifest
+from fly.runs import reader, settings
+from fly.runs.manifest import Manifest
 from tests.integration.test_cli import run
 from tests.runs_to_plot import write_run
 from tests.written_runs import write_lines
@@ -48,7 +49,7 @@ def test_a_run_that_was_killed_after_its_results_were_saved_is_one_run(tmp_path,
     entry["config"]["fly"]["started"] = run.started
     lost.write_text(json.dumps(entry))
     other = write_run(tmp_path / "m", {"a": SOLVED}, use_sd=False)
-    assert [found.path for found in runs.load_all(tmp_path)] == [other]
+    assert [found.path for found in reader.load_all(tmp_path)] == [other]
     assert f"{lost}: its run has not ended: left out" in caplog.text
     ended = write_run(tmp_path / "m", {"a": SOLVED}, spd_k=8)
     entry = json.loads(ended.read_text())
@@ -57,14 +58,14 @@ def test_a_run_that_was_killed_after_its_results_were_saved_is_one_run(tmp_path,
     run.finish(ended)
     half = tmp_path / "m/results_2026-01-01T09-00-00.000000.json"
     half.write_text(ended.read_text()[:100])
-    assert [found.path for found in runs.load_all(tmp_path)] == [other, ended]
+    assert [found.path for found in reader.load_all(tmp_path)] == [other, ended]
     assert f"{half}: not valid JSON" in caplog.text
     with pytest.raises(FlyError, match="not valid JSON"):
-        runs.load_all(half)
+        reader.load_all(half)
 
 
 def test_points_are_the_runs_over_the_target_only_run(folder):
-    data = collect(runs.load_all(folder))
+    data = collect(reader.load_all(folder))
     points = by_label(data)
     assert set(points) == {"target-only", "exact, K=8", "FLy, K=4", "FLy, K=8"}
     point = points["FLy, K=8"]
@@ -82,13 +83,13 @@ def test_labels_hold_what_differs_and_what_is_in_force(tmp_path):
     for more in ({"entropy_thre": 0.1}, {"entropy_thre": None}, {"enable_fly": False}):
         write_run(tmp_path, {"a": SOLVED}, spd_k=8, **more)
     write_run(tmp_path, {"a": SOLVED}, spd_k=8, entropy_thre=0.1, abla_no_window=True)
-    assert settings.labels(runs.load_all(tmp_path)) == [
+    assert settings.labels(reader.load_all(tmp_path)) == [
         "FLy, \u03b8=0.1, W=6", "FLy, \u03b8 off, W=6", "exact", "FLy, \u03b8=0.1, W=0",
     ]  # fmt: skip
     write_run(tmp_path / "same", {"a": SOLVED}, spd_k=8)
     write_run(tmp_path / "same", {"a": SOLVED}, spd_k=9)
-    assert settings.labels(runs.load_all(tmp_path / "same")) == ["K=8", "K=9"]
-    assert settings.labels(runs.load_all(tmp_path / "same")[:1]) == ["FLy"]
+    assert settings.labels(reader.load_all(tmp_path / "same")) == ["K=8", "K=9"]
+    assert settings.labels(reader.load_all(tmp_path / "same")[:1]) == ["FLy"]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_labels_hold_what_differs_and_what_is_in_force(tmp_path):
 def test_what_cannot_be_compared_is_left_out_with_the_reason(tmp_path, different, reason):
     write_run(tmp_path, {"a": SOLVED}, use_sd=False)
     write_run(tmp_path, {"a": SOLVED}, **different)
-    data = collect(runs.load_all(tmp_path))
+    data = collect(reader.load_all(tmp_path))
     (point,) = [p for p in data.points if not p.is_baseline]
     assert not point.is_placed
     assert reason in data.notes[0]
@@ -121,7 +122,7 @@ def test_without_a_target_only_run_the_rest_is_drawn(tmp_path, capsys):
 def test_a_baseline_that_solves_nothing_has_no_recovery(tmp_path):
     write_run(tmp_path, {"a": [0.0, 0.0]}, use_sd=False)
     write_run(tmp_path, {"a": [0.0, 1.0]})
-    data = collect(runs.load_all(tmp_path))
+    data = collect(reader.load_all(tmp_path))
     assert not any(point.is_placed for point in data.points)
     assert any("recovery is undefined" in note for note in data.notes)
 
@@ -134,7 +135,7 @@ def test_recovery_below_one_is_worse_whatever_the_metrics_direction(tmp_path, of
     write_run(tmp_path, {"a": [0.2, 0.3]}, enable_fly=False, spd_k=8, **kind)
     write_run(tmp_path, {"a": [0.1, 0.06]}, enable_fly=False, spd_k=4, **kind)
     write_run(tmp_path, {"a": [0.0, 0.0]}, enable_fly=False, spd_k=2, **kind)
-    data = collect(runs.load_all(tmp_path))
+    data = collect(reader.load_all(tmp_path))
     points = by_label(data)
     assert points["target-only"].recovery == 1
     assert points["K=8"].recovery == pytest.approx(0.8)
@@ -149,14 +150,14 @@ def test_the_score_is_the_first_that_the_target_scores_by(tmp_path):
     for scores, own in (([1.0, 1.0], {"use_sd": False}), ([1.0, 0.0], {})):
         path = write_run(tmp_path, {"a": scores}, **own)
         (file,) = tmp_path.glob(path.name.replace("results_", "samples_a_") + "l")
-        lines = runs.read_lines(file)
+        lines = reader.read_lines(file)
         stray = 0.0 if own else 0.5
         strict = [{**line, "filter": "strict", "exact_match": stray} for line in lines]
         write_lines(file, [*strict, *lines])
         results = json.loads(path.read_text())
         results["results"]["a"]["exact_match,strict"] = stray
         path.write_text(json.dumps(results))
-    found = runs.load_all(tmp_path)
+    found = reader.load_all(tmp_path)
     assert [point.filter for point in collect(found).points] == ["none", "none"]
     assert [point.recovery for point in collect(found).points] == [1.0, 0.5]
     assert [p.filter for p in collect(found, "exact_match,strict").points] == ["strict", "strict"]
@@ -170,7 +171,7 @@ def test_speeds_are_of_the_task_alone_where_there_are_records(tmp_path):
         write_run(tmp_path / folder, scores, seconds=5.0, with_records=folder != "none")
     for folder in ("all", "some"):
         slow_down(tmp_path / folder)
-    found = {name: collect(runs.load_all(tmp_path / name)) for name in ("all", "none", "some")}
+    found = {name: collect(reader.load_all(tmp_path / name)) for name in ("all", "none", "some")}
     assert [p.speedup for p in found["all"].points] == pytest.approx([1, 1, 2, 0.5])
     assert [p.speedup for p in found["none"].points] == pytest.approx([1, 1, 2, 2])
     assert [p.speedup for p in found["some"].points] == [1, 1, None, None]
@@ -181,7 +182,7 @@ def test_speeds_are_of_the_task_alone_where_there_are_records(tmp_path):
 def slow_down(folder):
     """The last run's second task takes four times as long."""
     file = max(folder.glob("fly_requests_*.jsonl"))
-    records = runs.read_lines(file)
+    records = reader.read_lines(file)
     for record in records:
         if record["task"] == "b":
             record["seconds"] = {phase: 4 * value for phase, value in record["seconds"].items()}
@@ -190,14 +191,14 @@ def slow_down(folder):
 
 def test_runs_of_lm_evals_hf_are_named_and_left_out(folder):
     write_run(folder, {"a": SOLVED}, backend="hf")
-    data = collect(runs.load_all(folder))
+    data = collect(reader.load_all(folder))
     assert "hf recorded no speed" in data.notes[0]
     assert len(data.points) == 4
     write_run(folder / "hf", {"a": SOLVED}, backend="hf")
     with pytest.raises(FlyError, match="nothing to draw: no task of a run that fly's"):
-        collect(runs.load_all(folder / "hf"))
+        collect(reader.load_all(folder / "hf"))
     with pytest.raises(FlyError, match="no task with the metric 'f1'"):
-        collect(runs.load_all(folder), "f1")
+        collect(reader.load_all(folder), "f1")
 
 
 def trace(drafts):
@@ -253,7 +254,7 @@ def test_the_figures_hold_every_point_line_and_label(folder, capsys):
 
 def test_acceptance_by_position_is_counted_from_traces(tmp_path):
     write_run(tmp_path, {"a": SOLVED}, trace=trace([(3, 3), (1, 3), (0, 1)]))
-    (positions,) = collect(runs.load_all(tmp_path)).positions
+    (positions,) = collect(reader.load_all(tmp_path)).positions
     assert [(p.native, p.drafted) for p in positions.places] == [(2, 3), (1, 2), (1, 2)]
 
 
@@ -261,7 +262,7 @@ def test_many_settings_are_numbered_and_no_label_covers_another(tmp_path):
     write_run(tmp_path, {"a": SOLVED}, use_sd=False)
     for k in range(2, 12):
         write_run(tmp_path, {"a": SOLVED}, enable_fly=False, spd_k=k, seconds=4 + k % 3 / 50)
-    data = collect(runs.load_all(tmp_path))
+    data = collect(reader.load_all(tmp_path))
     figure = plotting.draw(data)["frontier"]
     (axes,) = figure.axes
     labels = axes.texts
@@ -301,8 +302,8 @@ def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, capsys, monkeypatch)
 
 
 def test_all_runs_of_a_folder_are_read_oldest_first(folder):
-    found = runs.load_all(folder)
+    found = reader.load_all(folder)
     dates = [found_run.path.name for found_run in found]
     assert dates == sorted(dates)
     assert len(dates) == 4
-    assert [r.path for r in runs.load_all(found[1].path)] == [found[1].path]
+    assert [r.path for r in reader.load_all(found[1].path)] == [found[1].path]

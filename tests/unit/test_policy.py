@@ -1,6 +1,6 @@
 """How much of an n-gram match the draft model is given to verify."""
 
-from fly.drafters.policy import GuessPolicy
+from fly.speculation.drafters.guess_policy import GuessPolicy
 
 
 def test_a_guess_is_as_long_as_it_pays():

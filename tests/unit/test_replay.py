@@ -2,8 +2,8 @@
 
 import pytest
 
-from fly.evaluation import replay
-from fly.evaluation.acceptance import measure
+from fly.analysis.acceptance import measure
+from fly.runs import replay
 from tests import traced_runs
 
 

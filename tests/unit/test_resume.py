@@ -7,12 +7,13 @@ import re
 
 import pytest
 
-from fly import earlier, fingerprint, manifest, resume
-from fly.decoding.records import Counts, RequestRecord
 from fly.errors import FlyError
-from fly.manifest import Manifest
-from fly.model_files import ModelSource
-from fly.session import Session
+from fly.models import fingerprint
+from fly.models.sources import ModelSource
+from fly.runs import finished_requests, manifest, resume
+from fly.runs.context import Session
+from fly.runs.manifest import Manifest
+from fly.runs.records import Counts, RequestRecord
 from tests import written_runs
 
 ASKED = {
@@ -35,7 +36,7 @@ def write(folder, *records, tail="", name="fly_requests_s.jsonl"):
 
 def test_records_give_their_texts_and_sums(tmp_path):
     write(tmp_path, record(), record(repeat=1, text="b"))
-    found = earlier.Earlier(tmp_path, "s")
+    found = finished_requests.Earlier(tmp_path, "s")
     assert found.text(ASKED) == "é\n"
     assert found.text({**ASKED, "repeat": 1}) == "b"
     assert found.text({**ASKED, "doc_id": 4}) is None
@@ -53,7 +54,7 @@ def test_a_torn_last_line_is_cut_off_the_file(tmp_path, caplog, whole_but_withou
     """A kept torn line would be glued to the next record; one that only looks whole, too."""
     line = json.dumps(record(doc_id=4))
     write(tmp_path, record(), tail=line if whole_but_without_its_end else line[:30])
-    found = earlier.Earlier(tmp_path, "s")
+    found = finished_requests.Earlier(tmp_path, "s")
     assert len(found) == 1
     assert "a torn last line" in caplog.text
     text = (tmp_path / "fly_requests_s.jsonl").read_text()
@@ -63,13 +64,13 @@ def test_a_torn_last_line_is_cut_off_the_file(tmp_path, caplog, whole_but_withou
 def test_a_line_broken_in_the_middle_of_the_file_is_an_error(tmp_path):
     write(tmp_path, record(), tail='{"task"\n' + json.dumps(record(doc_id=1)) + "\n")
     with pytest.raises(FlyError, match="line 2: not valid JSON"):
-        earlier.Earlier(tmp_path, "s")
+        finished_requests.Earlier(tmp_path, "s")
 
 
 def test_two_records_of_one_request_are_refused(tmp_path):
     write(tmp_path, record(), record())
     with pytest.raises(FlyError, match="two records of task t, doc 3"):
-        earlier.Earlier(tmp_path, "s")
+        finished_requests.Earlier(tmp_path, "s")
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_two_records_of_one_request_are_refused(tmp_path):
 def test_a_record_of_another_question_is_no_answer(tmp_path, change, message):
     write(tmp_path, record())
     with pytest.raises(FlyError) as caught:
-        earlier.Earlier(tmp_path, "s").text({**ASKED, **change})
+        finished_requests.Earlier(tmp_path, "s").text({**ASKED, **change})
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -96,14 +97,14 @@ def test_a_record_of_another_question_is_no_answer(tmp_path, change, message):
 def test_records_that_nobody_asks_for_are_refused(tmp_path):
     """Also of a task that is asked for nothing any more: its counts were kept in the statistics."""
     write(tmp_path, record())
-    found = earlier.Earlier(tmp_path, "s")
+    found = finished_requests.Earlier(tmp_path, "s")
     found.note_asked([{**ASKED, "task": "other"}])  # lm-eval may ask again
     found.note_asked([ASKED, {**ASKED, "doc_id": 5}])
     found.check_all_asked()
     refused = pytest.raises(FlyError, match="task t, doc 3 is no longer asked for")
     with refused:
-        earlier.Earlier(tmp_path, "s").note_asked([{**ASKED, "doc_id": 5}])
-    found = earlier.Earlier(tmp_path, "s")
+        finished_requests.Earlier(tmp_path, "s").note_asked([{**ASKED, "doc_id": 5}])
+    found = finished_requests.Earlier(tmp_path, "s")
     found.note_asked([{**ASKED, "task": "other"}])
     with refused:
         found.check_all_asked()
@@ -115,7 +116,7 @@ def test_what_is_no_text_is_no_answer(tmp_path, text):
     write(tmp_path, record(text=text))
     shown = re.escape(json.dumps(text))
     with pytest.raises(FlyError, match=f"task t, doc 3: text is {shown}, which is no text: remove"):
-        earlier.Earlier(tmp_path, "s").text(ASKED)
+        finished_requests.Earlier(tmp_path, "s").text(ASKED)
 
 
 def test_only_finished_requests_stay_in_the_trace(tmp_path):
@@ -124,7 +125,7 @@ def test_only_finished_requests_stay_in_the_trace(tmp_path):
     kept = {"task_name": "t", "doc_id": 3, "idx": 0, "repeat": 0, "request": 4, "finish": "eos"}
     lost = {**kept, "repeat": 1, "request": 9}
     write(tmp_path, kept, lost, tail='{"task_na', name="fly_trace_s.jsonl")
-    found = earlier.Earlier(tmp_path, "s")
+    found = finished_requests.Earlier(tmp_path, "s")
     assert found.traced_requests == 5
     found.mend_trace()
     path = tmp_path / "fly_trace_s.jsonl"
@@ -135,7 +136,7 @@ def test_only_finished_requests_stay_in_the_trace(tmp_path):
 
 
 def test_without_files_nothing_is_finished(tmp_path):
-    found = earlier.Earlier(tmp_path, "s")
+    found = finished_requests.Earlier(tmp_path, "s")
     assert (len(found), found.traced_requests, found.stats.requests) == (0, 0, 0)
 
 
@@ -291,7 +292,7 @@ def test_a_model_is_known_by_its_files(tmp_path):
 def test_a_torn_vocabulary_is_mended_and_not_written_twice(tmp_path):
     path = tmp_path / "fly_vocabulary_x.jsonl"
     path.write_text('{"id": 5, "text": "a"}\n{"id": 7, "te')
-    found = earlier.Earlier(tmp_path, "x")
+    found = finished_requests.Earlier(tmp_path, "x")
     assert found.traced_tokens == {5}
     assert path.read_text() == '{"id": 5, "text": "a"}\n'
 
@@ -333,10 +334,10 @@ def test_a_run_has_ended_only_when_all_that_it_leaves_is_there(tmp_path):
     refused(results, "run: the results could not be saved")
     refused(samples, "samples_.* is not beside it")
     refused(records, r"run: holds 0 of 2 records: files were removed while the run went on")
-    run.earlier = earlier.Earlier(tmp_path, "s")
+    run.earlier = finished_requests.Earlier(tmp_path, "s")
     resume._finish(run, noted, {"log_samples": True})
     assert noted.finished
     write(tmp_path, record())
-    run.earlier = earlier.Earlier(tmp_path, "s")
+    run.earlier = finished_requests.Earlier(tmp_path, "s")
     with pytest.raises(FlyError, match="task t, doc 3 is no longer asked for"):
         resume._finish(run, noted, {})

@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
-from fly.decoding.sampling import GREEDY, Noise, Sampling, draw, rejection_sample
+from fly.speculation.sampling import GREEDY, Noise, Sampling, draw, rejection_sample
 from tests import tiny
 
 ALMOST_ONE = 1 - 2**-53  # the largest number that torch.rand gives in float64

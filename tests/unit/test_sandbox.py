@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fly.sandbox import (
+from fly.harness.sandbox import (
     Limits,
     Outcome,
     Program,
@@ -17,7 +17,7 @@ from fly.sandbox import (
     run_programs,
     runner,
 )
-from fly.sandbox.process import Launch, execute
+from fly.harness.sandbox.process import Launch, execute
 
 GOOD = "def add(a, b):\n    return a + b\nassert add(2, 3) == 5\n"
 SHORT = Limits(wall_seconds=3.0, cpu_seconds=3.0)
@@ -481,7 +481,7 @@ def test_a_reply_that_is_not_the_supervisors_counts_for_nothing(
         "gone = {'reason': 'gone', 'detail': '', 'features': []}\n"
         f"print(json.dumps({forged!r} if {wrong} else gone))\n"
     )
-    monkeypatch.setattr("fly.sandbox.process._BOOTSTRAP", str(bootstrap))
+    monkeypatch.setattr("fly.harness.sandbox.process._BOOTSTRAP", str(bootstrap))
     outcome = execute(Program("x"), SHORT, Launch(namespaces=False))
     assert not outcome.passed
     assert outcome.reason in ("sandbox", "gone")
@@ -532,7 +532,7 @@ def test_isolation_is_told_once_and_recorded(monkeypatch, caplog):
     assert runner.used_isolation() is None
     run_programs([])
     assert runner.used_isolation() is None, "nothing was run"
-    with caplog.at_level(logging.WARNING, logger="fly.sandbox"):
+    with caplog.at_level(logging.WARNING, logger="fly.harness.sandbox"):
         run_program("pass")
         run_program("pass")
     assert [record.message for record in caplog.records] == [

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fly.decoding.sequence import Request, RowVerdict, Sequence
-from fly.decoding.stopping import StopMatcher
-from fly.decoding.verification import Resolution
+from fly.speculation.rules.verification import Resolution
+from fly.speculation.sequence import Request, RowVerdict, Sequence
+from fly.speculation.stop_strings import StopMatcher
 
 EOS = frozenset({0})
 

@@ -5,13 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fly.decoding.engine import Engine
-from fly.decoding.gates import EntropyGate, MarginGate, RankGate, RatioGate, all_pass
-from fly.decoding.sequence import Request
-from fly.decoding.verification import Relaxation
-from fly.drafters.base import NoDrafter
-from fly.drafters.model import CascadeDrafter, ModelDrafter
-from fly.tuning.replay import Document, Recorder, Tree, _looked_at
+from fly.speculation.drafters.base import NoDrafter
+from fly.speculation.drafters.draft_model import CascadeDrafter, ModelDrafter
+from fly.speculation.engine import Engine
+from fly.speculation.rules.gates import EntropyGate, MarginGate, RankGate, RatioGate, all_pass
+from fly.speculation.rules.verification import Relaxation
+from fly.speculation.sequence import Request
+from fly.tuning.recorder import Document, Recorder, Tree, _looked_at
 from fly.tuning.simulate import CascadeCounter, StepCounter, walk
 from tests import tiny
 from tests.positional import Positional, ScriptedModel

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fly.evaluation import statistics
+from fly.analysis import statistics
 
 
 def table(both, lost, won, neither):

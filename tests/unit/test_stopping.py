@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from fly.decoding.stopping import StopMatcher
+from fly.speculation.stop_strings import StopMatcher
 
 WORDS = ["▁a", "b", "stop", "▁", "x"]
 

@@ -15,7 +15,7 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
 from fly.errors import FlyError
-from fly.evaluation import code_metrics, task_data
+from fly.harness import code_metrics, task_data
 from fly.paths import data_dir
 
 OURS = data_dir("lm_eval_tasks")

@@ -7,9 +7,9 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from fly.evaluation.replay import Token
-from fly.evaluation.terminal.look import LOOKS, legend
-from fly.evaluation.terminal.rows import Layout, coloured, lettered
+from fly.analysis.terminal.rows import Layout, coloured, lettered
+from fly.analysis.terminal.styles import LOOKS, legend
+from fly.runs.replay import Token
 
 
 def tokens(*pairs):

@@ -2,8 +2,8 @@
 
 import pytest
 
+from fly.analysis.scores import Document, Measured, Metric, Task
 from fly.errors import FlyError
-from fly.evaluation.measured import Document, Measured, Metric, Task
 from fly.tuning.fidelity import check_judgeable, held, recoveries
 
 LEAST = 0.9

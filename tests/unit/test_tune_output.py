@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from fly.decoding.records import Counts, RunStats
-from fly.evaluation.statistics import Interval, Ratio
+from fly.analysis.statistics import Interval, Ratio
+from fly.runs.records import Counts, RunStats
 from fly.tuning import output
 from fly.tuning.confirm import Confirmation
 from fly.tuning.fidelity import recoveries
-from fly.tuning.live import Outcome
+from fly.tuning.real_runs import Outcome
 from fly.tuning.search import Prediction
 from fly.tuning.tune import Run, Tuning
 from tests.unit.test_tune_fidelity import scored

@@ -2,12 +2,13 @@
 
 import pytest
 
-from fly import config, rules
-from fly.decoding.records import Counts
-from fly.decoding.sequence import Request
+from fly import config
 from fly.errors import FlyError
-from fly.tuning.costs import PassSeconds
-from fly.tuning.replay import Recorder
+from fly.runs.records import Counts
+from fly.speculation.rules import configured
+from fly.speculation.sequence import Request
+from fly.tuning.pass_seconds import PassSeconds
+from fly.tuning.recorder import Recorder
 from fly.tuning.search import Grid, Machine, Prediction, changes, choose, kind, predict, predict_one
 from tests.positional import Positional, ScriptedModel
 from tests.unit.test_simulate import documents_of
@@ -139,4 +140,4 @@ def test_candidates_are_the_best_of_every_kind_then_the_next():
 def test_changes_name_what_differs():
     other = config.build({**BASE.model_dump(), "spd_k": 9, "entropy_thre": None}, "test")
     assert changes(BASE, other) == {"spd_k": 9, "entropy_thre": None}
-    assert rules.relaxation(other) != rules.relaxation(BASE)
+    assert configured.relaxation(other) != configured.relaxation(BASE)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fly.decoding.gates import (
+from fly.speculation.rules.gates import (
     DistanceGate,
     EntropyGate,
     MarginGate,
@@ -19,7 +19,7 @@ from fly.decoding.gates import (
     full_entropy,
     top_k_entropy,
 )
-from fly.decoding.verification import Relaxation, Resolution, judge, resolve
+from fly.speculation.rules.verification import Relaxation, Resolution, judge, resolve
 
 V = 8
 HIGH, LOW = 1.0, 0.1  # entropies above and below the tests' threshold of 0.3

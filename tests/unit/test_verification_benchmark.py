@@ -114,8 +114,8 @@ def test_only_what_is_left_of_a_chunk_is_decoded(bench, tmp_path, monkeypatch):
         return [{"doc_id": document, **how} for document in documents]
 
     fake = Namespace(fly_config=FlyConfig(target_model_path="x"))
-    monkeypatch.setattr("fly.lm.FlyLM", lambda **_: fake)
-    monkeypatch.setattr("fly.evaluation.harness.evaluate", evaluate)
+    monkeypatch.setattr("fly.harness.hf.FlyLM", lambda **_: fake)
+    monkeypatch.setattr("fly.harness.evaluate.evaluate", evaluate)
     given = args(tmp_path, device="cpu", limit=5, chunk=4, tasks=["gsm8k_cot"])
     for _ in range(2):
         bench.run(given, {"target_only": SETTINGS["target_only"]}, path)

@@ -2,8 +2,7 @@
 
 import pytest
 
-from fly import session
-from fly.evaluation import trace, vocabulary
+from fly.runs import context, trace_writer, vocabulary
 from tests import tiny
 
 
@@ -29,13 +28,13 @@ def test_byte_level_tokens_add_up_to_the_text(tmp_path):
     tokenizer = tiny.byte_tokenizer()
     text = "é ü 中\n\tx\u00ad"
     ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-    current = session.start(tmp_path)
+    current = context.start(tmp_path)
     for _ in range(2):  # a second call of the run
-        words = trace.Vocabulary(current, 0, tokenizer)
+        words = trace_writer.Vocabulary(current, 0, tokenizer)
         words.add(ids)
         words.close()
-    session.start(None)
-    from fly.evaluation.runs import read_lines
+    context.start(None)
+    from fly.runs.reader import read_lines
 
     (path,) = tmp_path.glob("fly_vocabulary_*.jsonl")
     written = read_lines(path)

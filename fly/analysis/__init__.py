@@ -1,0 +1,1 @@
+"""What runs say: scores, statistics, tables, plots and the report. Loads no torch."""

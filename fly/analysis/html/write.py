@@ -1,0 +1,40 @@
+"""From finished runs to the page."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+
+import fly
+from fly.analysis.html import comparison, documents, summary, traces
+from fly.analysis.html.page import render
+from fly.runs.reader import Run
+
+
+def page(runs: list[Run], max_traces: int = 200) -> str:
+    """The whole file's text. The others are compared with the target-only run, else the first.
+
+    max_traces: how many documents' traces the page holds; its charts use every trace.
+    """
+    runs, measured = comparison.ordered(runs, summary.distinct_names(runs))
+    names = [run.name for run in measured]
+    wanted = documents.keys(runs)
+    per_run = [traces.replayed(run) for run in runs]
+    traced = {(g.task, g.doc_id) for done in per_run for g in done}
+    shown = [key for key in wanted if key in traced][:max_traces]
+    numbers = {key: number for number, key in enumerate(wanted)}
+    return render(
+        f"fly report: {', '.join(names)}",
+        {
+            "data-summary": {
+                "version": fly.__version__,
+                "created": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+                "runs": [summary.of_run(*each) for each in zip(runs, names, per_run)],
+                "scores": summary.scores(runs),
+                "comparisons": comparison.against_first(measured),
+                "traced": {"shown": [numbers[key] for key in shown], "all": len(traced)},
+            },
+            "data-documents": documents.rows(runs, measured, wanted),
+            "data-texts": documents.texts(runs, wanted),
+            "data-traces": traces.block(per_run, {key: numbers[key] for key in shown}),
+        },
+    )

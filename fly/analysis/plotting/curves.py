@@ -1,0 +1,81 @@
+"""What K buys, and which places in the draft stand."""
+
+from __future__ import annotations
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from fly.analysis.plotting import style
+from fly.analysis.plotting.data import TARGET_ONLY, PlotData, Point, Positions
+
+
+def by_k(data: PlotData) -> Figure | None:
+    """tau (above) and end-to-end time x (below) over K, a line per setting, a column per task."""
+    tasks = [t for t in data.tasks if any(not p.is_baseline for p in data.of_task(t))]
+    if not tasks:
+        data.notes.append("no figure by K: there is no run with a draft")
+        return None
+    figure, panels = style.panels(2, len(tasks))
+    series = list(dict.fromkeys(p.series for p in data.points if not p.is_baseline))
+    for column, task in enumerate(tasks):
+        above, below = panels[column], panels[len(tasks) + column]
+        above.set_title(task)
+        _lines(above, below, data.of_task(task), series)
+    style.legend(figure, panels)
+    return figure
+
+
+def _lines(above: Axes, below: Axes, points: list[Point], series: list[str]) -> None:
+    above.set_ylabel("\u03c4 (tokens per target pass)")
+    # without a target-only run there is nothing to relate the times to
+    related = all(point.speedup is not None for point in points)
+    below.set_ylabel("time x over target-only" if related else "seconds per document")
+    above.axhline(1, color="0.45", linestyle=":", label=TARGET_ONLY)
+    for height in {_height(point, related) for point in points if point.is_baseline}:
+        below.axhline(height, color="0.45", linestyle=":", label=TARGET_ONLY)
+    for number, name in enumerate(series):
+        mine = sorted((p for p in points if p.series == name), key=lambda p: p.k)
+        if not mine:
+            continue
+        ks = [point.k for point in mine]
+        look = {**style.look(number), "gid": f"line-{number}", "label": name}
+        above.plot(ks, [point.tau for point in mine], **look)
+        below.plot(ks, [_height(point, related) for point in mine], **look)
+    for axes in (above, below):
+        axes.set_xlabel("K (most draft tokens per round)")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        axes.set_ylim(bottom=0)
+        axes.margins(x=0.1)
+
+
+def _height(point: Point, related: bool) -> float:
+    return point.speedup if related and point.speedup is not None else point.seconds
+
+
+def acceptance(data: PlotData) -> Figure | None:
+    """The share of draft tokens that stood, by place in the draft; from traces."""
+    if not data.positions:
+        data.notes.append("no acceptance by draft position: no run has a trace (trace=true)")
+        return None
+    tasks = list(dict.fromkeys(positions.task for positions in data.positions))
+    names = list(dict.fromkeys(positions.label for positions in data.positions))
+    figure, panels = style.grid(len(tasks))
+    for axes, task in zip(panels, tasks):
+        axes.set_title(task)
+        for positions in data.positions:
+            if positions.task == task:
+                _by_position(axes, positions, names.index(positions.label))
+        axes.set_xlabel("position in the draft")
+        axes.set_ylabel("draft tokens that stood")
+        axes.set_ylim(0, 1.02)
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    style.legend(figure, panels)
+    return figure
+
+
+def _by_position(axes: Axes, positions: Positions, index: int) -> None:
+    numbers = range(1, len(positions.places) + 1)
+    shares = [(place.native + place.deferred) / place.drafted for place in positions.places]
+    axes.plot(numbers, shares, **style.look(index), label=positions.label, gid=f"line-{index}")

@@ -1,0 +1,301 @@
+"""What a comparison needs of a run: scores and work per document. Also kept as a baseline file.
+
+A baseline file is one JSON, small enough to commit: hashes instead of texts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from fly import reading
+from fly.errors import FlyError
+from fly.models import sources
+from fly.models.fingerprint import of_model, of_value
+from fly.paths import write_output
+from fly.runs.reader import Run, TaskRun
+from fly.runs.records import DECODING
+
+_HASH_DIGITS = 16
+_SCHEME = "whole-"  # before fingerprints of whole files
+
+
+class _Stored(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Document(_Stored):
+    """doc, prompt, target: the first digits of lm-eval's hashes."""
+
+    doc: str
+    prompt: str
+    target: str
+
+
+class Work(_Stored):
+    """Tokens, rounds and seconds of one document, all its requests together."""
+
+    tokens: int
+    rounds: int
+    decode: float
+    end_to_end: float
+
+
+class Metric(_Stored):
+    """One metric under one filter. scores: by document id. left_out: why it cannot be compared;
+    empty where it can."""
+
+    name: str
+    filter: str
+    higher_is_better: bool
+    scores: dict[int, float]
+    left_out: str = ""
+
+    @property
+    def label(self) -> str:
+        return self.name if self.filter == "none" else f"{self.name},{self.filter}"
+
+
+class Task(_Stored):
+    """documents, work: by document id; work is empty for other backends than fly's."""
+
+    version: str
+    num_fewshot: int
+    generation: dict[str, Any]
+    documents: dict[int, Document]
+    metrics: list[Metric]
+    work: dict[int, Work]
+
+
+_OfTarget = Annotated[str, StringConstraints(pattern="^(name|dtype|revision|files)$")]
+
+
+class Measured(_Stored):
+    """A run, reduced. target: whose scores these are. decoding: what its texts depend on.
+
+    machine: what its seconds depend on, besides (`_machine`). notes: what was left out, for people.
+    """
+
+    format: Literal[1] = 1
+    name: str
+    mode: str
+    target: Annotated[dict[_OfTarget, str | None], Field(min_length=4)]
+    decoding: dict[str, Any]
+    machine: dict[str, Any] = {}
+    tasks: dict[str, Task]
+    notes: list[str] = []
+
+
+def measure(run: Run) -> Measured:
+    """Reduce a finished run. Raises FlyError if it scored nothing."""
+    notes: list[str] = []
+    by_name: dict[str, list[TaskRun]] = defaultdict(list)
+    for task in run.tasks.values():
+        by_name[task.name].append(task)
+    done = work(run)
+    tasks = {name: _task(run, parts, done.get(name, {}), notes) for name, parts in by_name.items()}
+    if not tasks:
+        raise FlyError(f"{run.path}: holds no samples: nothing was scored")
+    return Measured(
+        name=run.name,
+        mode=run.mode,
+        target=_target(run),
+        decoding=_decoding(run),
+        machine=_machine(run),
+        tasks=tasks,
+        notes=notes,
+    )
+
+
+def _task(run: Run, parts: list[TaskRun], done: dict[int, Work], notes: list[str]) -> Task:
+    first = parts[0]
+    config = run.results["configs"].get(first.name, {})
+    return Task(
+        version=first.version,
+        num_fewshot=first.num_fewshot,
+        generation=config.get("generation_kwargs") or {},
+        documents={
+            doc_id: Document(**dict(zip(("doc", "prompt", "target"), _short(sample.hashes))))
+            for doc_id, sample in first.samples.items()
+        },
+        metrics=[metric for part in parts for metric in _metrics(part, run.name, notes)],
+        work=done,
+    )
+
+
+def _short(hashes: tuple[str, ...]) -> list[str]:
+    return [text[:_HASH_DIGITS] for text in hashes]
+
+
+def _metrics(task: TaskRun, run_name: str, notes: list[str]) -> list[Metric]:
+    """All metrics; those that are no means over documents left out, with a note about each."""
+    found = []
+    for name, higher in task.higher_is_better.items():
+        scores = {i: s.scores[name] for i, s in task.samples.items() if name in s.scores}
+        scores = {i: score for i, score in scores.items() if math.isfinite(score)}
+        metric = Metric(name=name, filter=task.filter, higher_is_better=higher, scores=scores)
+        mean = sum(scores.values()) / len(scores) if scores else math.nan
+        value = task.aggregated.get(name, (mean, None))[0]
+        why = ""
+        if missing := len(task.samples) - len(scores):
+            why = f"{missing} of {len(task.samples)} documents have no number"
+        elif not math.isclose(mean, value, rel_tol=1e-6, abs_tol=1e-9):
+            why = "is no mean over documents"
+        if why:
+            notes.append(f"{run_name}: {task.name} {metric.label}: {why}; left out")
+            metric = metric.model_copy(update={"left_out": why})
+        found.append(metric)
+    return found
+
+
+def work(run: Run) -> dict[str, dict[int, Work]]:
+    """By task and document: sums over its requests (repeats). Empty without fly's records."""
+    sums: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
+    for record in run.requests:
+        seconds = record["seconds"]
+        decode = sum(seconds[phase] for phase in DECODING)
+        added = (record["emitted"], record["rounds"], decode, decode + seconds["prefill"])
+        key = record["task"], record["doc_id"]
+        sums[key] = [a + b for a, b in zip(sums[key], added)]
+    result: dict[str, dict[int, Work]] = defaultdict(dict)
+    for (task, doc_id), (tokens, rounds, decode, whole) in sums.items():
+        result[task][doc_id] = Work(
+            tokens=int(tokens),
+            rounds=int(rounds),
+            decode=round(decode, 6),
+            end_to_end=round(whole, 6),
+        )
+    return dict(result)
+
+
+# ---------------------------------------------------------------------------- what was decoded
+
+
+def _target(run: Run) -> dict[str, str | None]:
+    config = run.results["config"]
+    arguments = config.get("model_args") or {}
+    name = arguments.get("pretrained") if isinstance(arguments, dict) else str(arguments)
+    if run.entry:
+        name = run.entry["config"]["target_model_path"]
+    elif isinstance(arguments, dict) and arguments.get("gguf_file"):
+        name = str(Path(str(name)) / arguments["gguf_file"])
+    dtype = run.entry["dtype"] if run.entry else config.get("model_dtype")
+    return {
+        "name": None if name is None else str(name),
+        "dtype": None if dtype is None else str(dtype),
+        "revision": str(config.get("model_sha") or "") or None,
+        "files": fingerprint(str(name)),
+    }
+
+
+def fingerprint(model: str) -> str | None:
+    """One hash of a local model's files; None for hub ids and for what is not on this machine."""
+    try:
+        files = of_model(sources.resolve_source(model, "target_model_path")).get("files")
+    except FlyError:
+        return None
+    return _SCHEME + of_value(files) if files else None
+
+
+def _decoding(run: Run) -> dict[str, Any]:
+    """Settings that may change the target's own texts, besides those hashed in the prompts."""
+    config, entry = run.results["config"], run.entry
+    found: dict[str, Any] = {
+        "gen_kwargs": config.get("gen_kwargs") or {},
+        "max_length": run.results.get("max_length"),
+        "total_gen_tok": entry["config"]["total_gen_tok"] if entry else None,
+        "sampling": entry.get("sampling") if entry else None,
+    }
+    if any(sampling["temperature"] for sampling in found["sampling"] or []):
+        seed = entry["config"]["seed"] if entry else None
+        found["seed"] = config.get("torch_seed") if seed is None else seed
+    return found
+
+
+def _machine(run: Run) -> dict[str, Any]:
+    """What a run's seconds depend on besides what it decodes; empty without fly's records.
+
+    The drafts' own facts are not in it: they are part of what is compared.
+    """
+    if run.entry is None:
+        return {}
+    entry, device = run.entry, run.entry.get("device") or {}
+    found = {
+        "device": device.get("name"),
+        "capability": device.get("capability"),
+        "threads": device.get("threads") if device.get("type") == "cpu" else None,
+        "processes": entry.get("processes", 1),
+        "batch_size": str(run.results["config"].get("batch_size")),
+        "dtype": entry["dtype"] if device else None,
+        "passes": (entry.get("preparation") or {}).get("target"),
+        "compile": entry["config"].get("compile"),
+    }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+# ------------------------------------------------------------------------------ baseline files
+
+
+def save(measured: Measured, path: Path) -> None:
+    """Write a baseline file."""
+    write_output(path, measured.model_dump_json() + "\n", "--save-baseline")
+
+
+def read(path: Path) -> Measured:
+    """Read a baseline file."""
+    where = f"--baseline {path}"
+    try:
+        found = Measured.model_validate(reading.read_object(path, where))
+    except ValidationError as error:
+        problem = reading.problem(error, f"{where}, not a baseline file")
+        raise FlyError(f"{problem}: make one with --save-baseline") from None
+    for name, task in found.tasks.items():
+        scored = [set(metric.scores) for metric in task.metrics if not metric.left_out]
+        for documents in [*scored, *([set(task.work)] if task.work else [])]:
+            if not documents or not documents <= set(task.documents):
+                raise FlyError(
+                    f"{where}: {name}: its scores are not of its documents: make it anew"
+                )
+    return found
+
+
+_OF_FLY = ("sampling", "seed")  # that other backends do not tell
+
+
+def why_other_files(stored: str | None, now: str | None) -> str | None:
+    """Why two fingerprints are not of the same files; None if they are, or one is not known."""
+    if stored is None or now is None or stored == now:
+        return None
+    if not stored.startswith(_SCHEME):
+        return "it was stored by an earlier fly, which knew models by the ends of their files"
+    return f"another target (files: {stored}, now {now})"
+
+
+def why_not_reusable(baseline: Measured, run: Measured) -> str | None:
+    """Why this baseline's scores are not what the run's own target would score; None if they are.
+
+    Documents, prompts and versions are for `compare.check_pairs` to check.
+    """
+    ours, theirs = baseline.target, run.target
+    if reason := why_other_files(ours["files"], theirs["files"]):
+        return reason
+    keys = [] if ours["files"] and theirs["files"] else ["name", "revision"]
+    for key in [*keys, "dtype"]:
+        known = key != "revision" or None not in (ours[key], theirs[key])
+        if ours[key] != theirs[key] and known:
+            return f"another target ({key}: {ours[key]}, now {theirs[key]})"
+    for key, value in run.decoding.items():
+        stored = baseline.decoding.get(key)
+        if stored != value and not (key in _OF_FLY and None in (stored, value)):
+            return f"decoded otherwise ({key}: {stored}, now {value})"
+    for name, task in run.tasks.items():
+        stored_task = baseline.tasks.get(name)
+        if stored_task and stored_task.generation != task.generation:
+            return (
+                f"{name} is generated otherwise ({stored_task.generation}, now {task.generation})"
+            )
+    return None

@@ -1,0 +1,293 @@
+"""`fly compare RUN RUN ...`, or `fly compare --model_args ... --tasks ...`: did the scores hold?"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from fly.errors import FlyError
+
+if TYPE_CHECKING:
+    from fly.analysis.compare import Result
+    from fly.analysis.scores import Measured
+
+STATUS = {"held": 0, "unchanged": 0, "fell": 1, "not enough evidence": 3}
+_USAGE = """fly compare RUN RUN ... [options]
+       fly compare --model_args config_path=<pair>.json --tasks <task> ... --output_path <folder>
+                   [options] [any flag of fly run]"""
+_DESCRIPTION = """Compare runs on the same documents: scores, recovery, time x, and a verdict per
+task (docs/compare.md). With --min-recovery, --confidence or --allow-inconclusive the exit status
+is the verdict: 0 held or unchanged, 1 fell, 3 not enough evidence; 2: bad usage or a failed run."""
+
+
+def add_command(subparsers: Any) -> None:
+    """Register the subcommand, with every flag of `run` besides its own."""
+    parser = subparsers.add_parser(
+        "compare",
+        help="Did the scores hold? Compare runs, or make them and compare",
+        usage=_USAGE,
+        description=_DESCRIPTION,
+        parents=[subparsers.choices["run"]],  # brings its own -h
+        add_help=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "runs", nargs="*", metavar="RUN", help="folder or results file; NAME=PATH names it"
+    )
+    _add_options(parser)
+    parser.set_defaults(func=_execute)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    """What `fly run` does not know."""
+    group = parser.add_argument_group("comparison")
+    group.add_argument("--modes", nargs="+", metavar="MODE", help="target-only, exact, fly, hf")
+    group.add_argument(
+        "--mode",
+        action="append",
+        default=[],
+        metavar="NAME=key=value,...",
+        help="one more mode: the pair's file with these keys; may be repeated",
+    )
+    group.add_argument(
+        "--baseline-run", metavar="NAME", help="default: target-only, else the first"
+    )
+    group.add_argument(
+        "--baseline", type=Path, metavar="FILE", help="a stored target-only run instead of one"
+    )
+    group.add_argument("--save-baseline", type=Path, metavar="FILE", help="store the baseline")
+    group.add_argument("--metric", nargs="+", metavar="NAME", help="only these metrics")
+    group.add_argument("--min-recovery", type=float, metavar="SHARE", help="default: 0.99")
+    group.add_argument("--confidence", type=float, metavar="SHARE", help="default: 0.95")
+    group.add_argument(
+        "--allow-inconclusive", action="store_true", help="exit status 0 without enough evidence"
+    )
+    for name in ("json", "markdown", "junit"):
+        group.add_argument(f"--{name}", type=Path, metavar="FILE", help=f"write {name} there")
+
+
+def _execute(args: argparse.Namespace) -> None:
+    from fly.analysis import compare, compare_table, scores
+
+    demand = _demand(args)
+    stored = scores.read(args.baseline) if args.baseline else None
+    if stored:
+        _check_baseline(stored.mode, f"--baseline {args.baseline}")
+    if stored and args.baseline_run:
+        raise FlyError("--baseline-run contradicts --baseline: the file is the baseline")
+    _check_outputs(args)
+    found = _finished(args, stored) if args.runs else _made(args, stored)
+    if stored:
+        for run in found:
+            if reason := scores.why_not_reusable(stored, run):
+                raise FlyError(_not_reusable(args.baseline, reason))
+        baseline, others = stored, found
+    else:
+        baseline = compare.choose_baseline(found, args.baseline_run)
+        others = [run for run in found if run is not baseline]
+    if args.save_baseline:
+        _check_baseline(baseline.mode, f"--save-baseline {args.save_baseline}")
+        scores.save(baseline, args.save_baseline)
+        print(f"baseline {baseline.name} saved: {args.save_baseline}")
+    if not others:  # a baseline alone was asked for
+        return
+    result = compare.compare(baseline, others, demand, args.metric)
+    _write(args, result)
+    compare_table.print_result(result)
+    gates = args.min_recovery is not None or args.confidence is not None or args.allow_inconclusive
+    inconclusive = result.verdict == "not enough evidence"
+    if gates and not (inconclusive and args.allow_inconclusive):
+        sys.exit(STATUS[result.verdict])
+
+
+def _check_baseline(mode: str, flag: str) -> None:
+    """A stored baseline stands for the target itself."""
+    from fly.config import Verification
+
+    if mode in ("strict", *get_args(Verification)):
+        raise FlyError(
+            f"{flag}: a run of mode {mode} is no baseline to be stored: take target-only's, or "
+            "compare the finished runs themselves"
+        )
+
+
+def _demand(args: argparse.Namespace) -> Any:
+    from fly.analysis.compare import Demand
+
+    default = Demand()
+    recovery = default.min_recovery if args.min_recovery is None else args.min_recovery
+    confidence = default.confidence if args.confidence is None else args.confidence
+    if not 0 < recovery <= 1:
+        raise FlyError(f"--min-recovery {recovery}: give a share above 0 and at most 1, as 0.99")
+    if not 0.5 < confidence < 1:
+        raise FlyError(f"--confidence {confidence}: give a share between 0.5 and 1, as 0.95")
+    return Demand(recovery, confidence)
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Before hours of decoding, not after."""
+    from fly.runs import context
+
+    for name in ("json", "markdown", "junit", "save_baseline"):
+        path = getattr(args, name)
+        if path is None:
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        if path.is_dir():
+            raise FlyError(f"{flag} {path}: is a folder: give a file")
+        context.check_writable(path.absolute().parent, flag)
+
+
+def _write(args: argparse.Namespace, result: Result) -> None:
+    from fly.analysis import compare_files, compare_table
+    from fly.paths import write_output
+
+    texts = {
+        "json": lambda: compare_files.as_json(result),
+        "markdown": lambda: compare_table.markdown(result),
+        "junit": lambda: compare_files.as_junit(result, args.allow_inconclusive),
+    }
+    for name, text in texts.items():
+        path = getattr(args, name)
+        if path is not None:
+            write_output(path, text(), f"--{name}")
+            print(f"{name}: {path}")
+
+
+# -------------------------------------------------------------------------------- both forms
+
+
+def _finished(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
+    """Form one: runs that are on disk."""
+    if args.tasks or args.model_args or args.modes or args.mode:
+        raise FlyError(
+            f"{args.runs[0]}: finished runs are compared without --tasks, --model_args and --modes"
+        )
+    needed = 1 if stored or args.save_baseline else 2
+    if len(args.runs) < needed:
+        raise FlyError(f"fly compare {args.runs[0]}: give at least two runs, or --baseline FILE")
+    from fly.runs import reader
+
+    return _load([reader.named(text) for text in args.runs], [stored.name] if stored else [])
+
+
+def _load(paths: Sequence[tuple[str | None, str | Path]], taken: list[str]) -> list[Measured]:
+    """Runs measured, with names of their own: a second `fly` is `fly-2`."""
+    from fly.analysis import scores
+    from fly.runs import reader
+
+    found: list[Measured] = []
+    names = list(taken)
+    for name, path in paths:
+        run = scores.measure(reader.load(path, name))
+        unique, number = run.name, 2
+        while unique in names:
+            unique, number = f"{run.name}-{number}", number + 1
+        names.append(unique)
+        found.append(run.model_copy(update={"name": unique}))
+    return found
+
+
+def _made(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
+    """Form two: the modes are run, where they have not been yet."""
+    from fly.cli import run_modes
+    from fly.harness.arguments import check_run, yaml_values
+    from fly.runs import context
+
+    check_run(args, yaml_values(args.config))
+    for flag in ("tasks", "model_args", "output_path"):
+        if not _given(args, flag):
+            raise FlyError(f"fly compare needs --{flag}, or finished runs: fly compare RUN RUN ...")
+    names = args.modes or [
+        name for name in run_modes.DEFAULT if not (stored and name == stored.mode)
+    ]
+    planned = run_modes.plan(names, args.mode, _given(args, "model_args"))
+    needed = 1 if stored or args.save_baseline else 2
+    if len(planned) < needed:
+        raise FlyError("--modes: give at least two, or --baseline FILE")
+    if args.baseline_run and args.baseline_run not in planned:
+        raise FlyError(f"--baseline-run {args.baseline_run}: choose one of {', '.join(planned)}")
+    if stored:
+        _check_early(args, stored)
+    if args.save_baseline:
+        alone = [name for name, mode in planned.items() if mode.rule == "target-only"]
+        chosen = planned[args.baseline_run or next(iter([*alone, *planned]))]
+        _check_baseline(chosen.rule, f"--save-baseline {args.save_baseline}")
+    output = Path(_given(args, "output_path"))
+    context.check_writable(output, "output_path")
+    folders = run_modes.run_missing(planned, _run_flags(), output, _files(args, output))
+    return _load(list(folders.items()), [stored.name] if stored else [])
+
+
+def _files(args: argparse.Namespace, output: Path) -> dict[str, dict[str, str]]:
+    """Fingerprints of the files that make tasks and their data, fly's own tasks included; not of
+    what the runs themselves write to `output`."""
+    from fly.harness.task_data import DATA_DIR
+    from fly.models.fingerprint import of_files
+    from fly.paths import data_dir
+
+    include = _given(args, "include_path") or []
+    tasks = _given(args, "tasks") or []
+    files = [Path(task).parent for task in tasks if task and Path(task).is_file()]
+    named = {
+        "--tasks": files,  # with the functions beside them
+        "--config": [args.config],
+        "--include_path": include if isinstance(include, list) else [include],
+        DATA_DIR: [os.environ.get(DATA_DIR)],
+        "fly's tasks": [data_dir("lm_eval_tasks")],
+    }
+    found: dict[str, dict[str, str]] = {}
+    for flag, paths in named.items():
+        found[flag] = {}
+        for path in filter(None, paths):
+            try:
+                hashed = of_files(Path(path).expanduser().resolve(), without=[output.resolve()])
+            except OSError as error:
+                raise FlyError(f"{flag} {path}: cannot be read: {error}") from None
+            found[flag] |= {f"{path}: {name}": digest for name, digest in hashed.items()}
+    return found
+
+
+def _given(args: argparse.Namespace, name: str) -> Any:
+    """A flag of `fly run`, from the command line or else from --config."""
+    if getattr(args, name) or not args.config:
+        return getattr(args, name)
+    from fly.harness.arguments import as_dict, yaml_values
+
+    value = yaml_values(args.config).get(name)
+    return as_dict(value) if name in ("model_args", "gen_kwargs") else value
+
+
+def _check_early(args: argparse.Namespace, stored: Measured) -> None:
+    """What can be told without running: the target and the command line's gen_kwargs."""
+    from fly import config as fly_config
+    from fly.analysis import scores
+
+    config, _ = fly_config.of_model_args(_given(args, "model_args"))
+    files = scores.fingerprint(config.target_model_path)
+    reason = scores.why_other_files(stored.target["files"], files)
+    if reason is None and stored.decoding.get("gen_kwargs") != (
+        now := _given(args, "gen_kwargs") or {}
+    ):
+        reason = f"decoded otherwise (gen_kwargs: {stored.decoding.get('gen_kwargs')}, now {now})"
+    if reason:
+        raise FlyError(_not_reusable(args.baseline, reason))
+
+
+def _not_reusable(path: Path, reason: str) -> str:
+    return f"--baseline {path}: cannot be reused: {reason}: store a new one with --save-baseline"
+
+
+def _run_flags() -> list[str]:
+    """The command line without what is compare's own, or set for each mode."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _add_options(parser)
+    parser.add_argument("--model", "-M")
+    parser.add_argument("--model_args", "-a", nargs="+")
+    parser.add_argument("--output_path", "-o")
+    parser.add_argument("--log_samples", "-s", action="store_true")
+    return parser.parse_known_args(sys.argv[2:])[1]

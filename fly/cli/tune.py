@@ -1,0 +1,174 @@
+"""`fly tune CONFIG --tasks ... --limit N --output FILE.json`. docs/tune.md describes it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from lm_eval._cli.utils import MergeDictAction, SplitArgs
+
+from fly import config as fly_config
+from fly.errors import FlyError
+from fly.models import sources
+from fly.runs import context
+
+
+def add_command(subparsers: Any) -> None:
+    """Register the subcommand with the CLI's parser."""
+    parser = subparsers.add_parser(
+        "tune", help="Find the configuration that decodes a pair fastest on this machine"
+    )
+    add = parser.add_argument
+    add("file", metavar="CONFIG", help="the pair's JSON, as for config_path")
+    add("--tasks", nargs="+", action=SplitArgs, required=True, metavar="T", help="generation tasks")
+    add("--limit", type=int, required=True, metavar="N", help="documents per task")
+    add("--output", type=Path, required=True, metavar="FILE.json", help="the new configuration")
+    add("--force", action="store_true", help="replace --output if it is there")
+    add("--candidates", type=int, default=3, metavar="N", help="real runs beside CONFIG's (3)")
+    add(
+        "--min-recovery",
+        "--min_recovery",
+        type=float,
+        default=0.99,
+        metavar="SHARE",
+        help="share of the target's score that every metric must keep (0.99)",
+    )
+    add(
+        "--max_changed",
+        type=float,
+        default=0.03,
+        help="largest share of tokens that a candidate may let in against the target's choice, "
+        "as predicted (0.03)",
+    )
+    add(
+        "--draft_quantization",
+        nargs="+",
+        metavar="Q",
+        choices=("none", "int4", "int8", "fp8"),
+        help="draft weights to try (all that this device has)",
+    )
+    add("--max_gen_toks", type=int, help="instead of the tasks' own")
+    add("--num_fewshot", type=int)
+    add("--batch_size", default="1", help="rows in flight; only 1 is predicted")
+    add("--apply_chat_template", action="store_true")
+    add("--confirm_run_unsafe_code", action="store_true")
+    add("--device")
+    add("--include_path", dest="task_folder", metavar="DIR", help="folder of further tasks")
+    add(
+        "--model_args",
+        "-a",
+        nargs="+",
+        action=MergeDictAction,
+        metavar="key=value",
+        help="as in a run: a=b,c=d or a=b c=d",
+    )
+    parser.set_defaults(func=_tune)
+
+
+def _tune(args: argparse.Namespace) -> None:
+    model_args = _checked(args)
+    from fly.harness import evaluate, summary
+    from fly.tuning import output
+    from fly.tuning.real_runs import TunedLM, Workload
+    from fly.tuning.tune import Options, Tuner, Tuning
+
+    context.start()
+    lm = TunedLM(args.file, model_args)
+    workload = Workload(
+        tasks=tuple(args.tasks),
+        limit=args.limit,
+        chat=args.apply_chat_template,
+        max_gen_toks=args.max_gen_toks,
+        num_fewshot=args.num_fewshot,
+        include_path=args.task_folder,
+        confirm_run_unsafe_code=args.confirm_run_unsafe_code,
+    )
+    kinds = _quantizations(args.draft_quantization, lm.quantizations())
+    options = Options(args.output, kinds, args.candidates, args.max_changed, args.min_recovery)
+    facts = summary.device_facts(lm.device)
+    print(f"tuning for {facts['name']} ({facts['type']}, {facts['threads']} threads)")
+    record = args.output.with_name(f"fly_tune_{time.strftime('%Y-%m-%dT%H-%M-%S')}.json")
+
+    def keep(tuning: Tuning) -> None:
+        output.write_record(record, tuning, lm, workload, options)
+
+    try:
+        with evaluate.quiet("lm_eval"):  # it would tell the same of every run, between our lines
+            tuning = Tuner(lm, workload, options, keep).run()
+    except BaseException:
+        if record.exists():
+            print(f"what was measured before: {record}", file=sys.stderr)
+        raise
+    output.print_table(tuning, args.min_recovery)
+    print(f"record: {record}")
+    best, why = tuning.choice(args.min_recovery)
+    if best is None:
+        print(f"{why}: none was written", file=sys.stderr)
+        sys.exit(1)
+    print(why)
+    output.write_config(args.output, args.file, best, tuning, workload, options, record)
+    print(f"configuration: {args.output}")
+
+
+def _quantizations(asked: list[str] | None, here: list[str]) -> list[str]:
+    """Those to try: the given configuration's own is always among them, and first."""
+    missing = [kind for kind in asked or [] if kind not in here]
+    if missing:
+        raise FlyError(
+            f"--draft_quantization {missing[0]}: not to be had here: choose from {', '.join(here)}"
+        )
+    return [kind for kind in here if asked is None or kind in asked or kind == here[0]]
+
+
+def _checked(args: argparse.Namespace) -> dict[str, Any]:
+    """Refuse what can be refused before models load; the model's arguments."""
+    from fly.harness import evaluate
+    from fly.harness.arguments import check_flags, check_model_args, check_task_files
+
+    if args.batch_size != "1":
+        raise FlyError(f"--batch_size {args.batch_size}: fly tune predicts one row: use 1")
+    for name, least in (("limit", 1), ("candidates", 1), ("max_gen_toks", 2)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise FlyError(f"--{name} {value}: must be at least {least}")
+    check_flags(vars(args), "fly tune")
+    if not 0 < args.min_recovery <= 1:
+        raise FlyError(
+            f"--min-recovery {args.min_recovery:g}: give a share above 0 and at most 1, as 0.99"
+        )
+    if not 0 <= args.max_changed <= 1:
+        raise FlyError(f"--max_changed {args.max_changed:g}: give a share from 0 to 1, as 0.03")
+    if args.output.suffix != ".json":
+        raise FlyError(f"--output {args.output}: give the name of a .json file")
+    if args.output.exists() and not args.force:
+        raise FlyError(f"--output {args.output}: is there already: choose another, or add --force")
+    model_args = {**(args.model_args or {}), "trace": False}
+    if args.device:
+        model_args["device"] = args.device
+    own, rest = fly_config.split_model_args(model_args)
+    config = fly_config.load(args.file, own, log=False)
+    _check_tunable(config, args.file)
+    check_model_args(config, rest)
+    sources.sources(config)
+    check_task_files(args.tasks, [args.task_folder] if args.task_folder else [])
+    evaluate.check_tasks(args.tasks, args.task_folder)
+    context.check_writable(args.output.parent, "--output")
+    return model_args
+
+
+def _check_tunable(config: fly_config.FlyConfig, where: str) -> None:
+    if not config.needs_draft_model:
+        drafter = config.drafter_name or "none"
+        raise FlyError(
+            f"{where}: nothing to tune: no draft model takes part (use_sd={config.use_sd}, "
+            f"spd_k={config.spd_k}, drafter {drafter}): set use_sd=true, spd_k >= 1 and drafter to "
+            "model or cascade"
+        )
+    if config.draft_model_path is None:
+        raise FlyError(
+            f"{where}: nothing to tune: it names no draft model: add draft_model_path, or "
+            "--model_args pretrained=<hub id or folder>"
+        )

@@ -1,0 +1,1 @@
+"""Forward passes: models with their caches, and what makes them fast."""

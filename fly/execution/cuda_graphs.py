@@ -1,0 +1,210 @@
+"""Passes of fixed shapes, captured once as CUDA graphs and replayed.
+
+On a GPU a small model's decoding pass is bound by launching kernels, not by memory. A graph
+launches a whole pass at once; `chain` puts K draft steps, each feeding the next on the device, into
+one. Graphs are captured at the first use of a shape. Where capture fails (data-dependent control
+flow, for one) decoding goes on with eager passes and one log line says why.
+
+Shapes: B rows (padded to a bucket), Q new tokens per row, T readable tokens, K draft tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fly.execution.kv_cache import SlotCache
+from fly.execution.memory import is_out_of_memory
+
+logger = logging.getLogger(__name__)
+
+_SHORTEST_READ = 256
+
+
+@dataclass
+class _Captured:
+    """Static inputs and outputs of one shape, and what computes the one from the other."""
+
+    ids: Tensor
+    lengths: Tensor
+    counts: Tensor
+    outputs: tuple[Tensor, ...]
+    replay: Callable[[], None]
+
+
+class Runner(Protocol):
+    """Whose passes these are: fly.execution.model_runner.ModelRunner."""
+
+    cache: SlotCache
+    lengths: list[int]
+    device: torch.device
+
+    @property
+    def slots(self) -> int: ...
+
+    def reserve(self, tokens: int) -> None: ...
+
+    def static_pass(self, ids_BQ: Tensor, lengths_B: Tensor, read_length: int) -> Tensor: ...
+
+
+class StaticPasses:
+    """Fixed-shape passes of one runner.
+
+    capture: False computes the same static passes without a graph (any device; for tests).
+    `all_seconds`: time spent capturing by every instance, which is compile time, never decode time.
+    """
+
+    all_seconds = 0.0
+
+    def __init__(self, runner: Runner, *, capture: bool) -> None:
+        self._runner_of = weakref.ref(runner)  # no cycle: the K/V are freed with the runner
+        self._capture = capture
+        self._captured: dict[tuple[Any, ...], _Captured] = {}
+        self._pool: Any = None
+        self.failure: str | None = None
+
+    @property
+    def _runner(self) -> Runner:
+        runner = self._runner_of()
+        assert runner is not None
+        return runner
+
+    def clear(self) -> None:
+        """Drop all graphs: the tensors that they read were replaced."""
+        self._captured.clear()
+        self._pool = None
+
+    def extend(self, ids_BQ: Tensor) -> Tensor | None:
+        """Logits [B, Q, V] of one pass; None if it has to be run eagerly."""
+        rows, width = ids_BQ.shape
+        padded = _width_bucket(width)
+        captured = self._get("extend", rows, padded, self._longest(rows) + padded)
+        if captured is None:
+            return None
+        self._fill(captured, ids_BQ)
+        captured.replay()
+        return captured.outputs[0][:rows, :width]
+
+    def chain(self, ids_BQ: Tensor, counts_B: Tensor, steps: int) -> Tensor | None:
+        """K greedy tokens per row, [B, K], after feeding row b its first `counts_B[b]` ids."""
+        rows, width = ids_BQ.shape
+        read = self._longest(rows) + self.reach(width, steps)
+        width, bucket = _width_bucket(width), 1 << (steps - 1).bit_length()
+        captured = self._get("chain", rows, width, read, bucket)
+        if captured is None:
+            return None
+        self._fill(captured, ids_BQ)
+        captured.counts[:rows] = counts_B
+        captured.replay()
+        return captured.outputs[0][:rows, :steps]
+
+    @staticmethod
+    def reach(width: int, steps: int = 0) -> int:
+        """How far past the longest row such a pass, or chain of passes, may read."""
+        return _width_bucket(width) + (1 << (steps - 1).bit_length() if steps else 0)
+
+    def _longest(self, rows: int) -> int:
+        return max(self._runner.lengths[: self._rows_bucket(rows)])
+
+    def _rows_bucket(self, rows: int) -> int:
+        """Graphs exist for powers of two: finished rows do not cost a capture each."""
+        return min(self._runner.slots, 1 << (rows - 1).bit_length())
+
+    def _fill(self, captured: _Captured, ids_BQ: Tensor) -> None:
+        rows, width = ids_BQ.shape
+        captured.ids[:rows, :width] = ids_BQ
+        lengths = self._runner.lengths[: captured.ids.shape[0]]
+        captured.lengths.copy_(torch.tensor(lengths), non_blocking=True)
+
+    def _get(self, kind: str, rows: int, width: int, read: int, steps: int = 0) -> _Captured | None:
+        if self.failure is not None or not self._runner.cache.bytes_per_token:
+            return None
+        bucket = self._rows_bucket(rows)
+        self._runner.reserve(read)
+        read = max(_SHORTEST_READ, 1 << (read - 1).bit_length())
+        read = min(read, self._runner.cache.capacity)
+        key = (kind, bucket, width, read, steps)
+        if key not in self._captured:
+            start = time.perf_counter()
+            try:
+                self._captured[key] = self._make(kind, bucket, width, read, steps)
+            except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+                if is_out_of_memory(error):
+                    raise
+                self.failure = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                self.clear()
+                logger.warning("compile=auto: eager passes from here on: %s", self.failure)
+                return None
+            finally:
+                StaticPasses.all_seconds += time.perf_counter() - start
+        return self._captured[key]
+
+    def _make(self, kind: str, rows: int, width: int, read: int, steps: int) -> _Captured:
+        device = self._runner.device
+        ids = torch.zeros(rows, width, dtype=torch.long, device=device)
+        # Trial passes write past what any of these rows holds.
+        lengths = torch.full((rows,), read - width - steps, device=device)
+        counts = torch.ones(rows, dtype=torch.long, device=device)
+
+        def compute() -> tuple[Tensor, ...]:
+            if kind == "extend":
+                return (self._runner.static_pass(ids, lengths, read),)
+            return (self._draft(ids, lengths, counts, read, steps),)
+
+        if not self._capture:
+            captured = _Captured(ids, lengths, counts, compute(), lambda: None)
+
+            def run() -> None:
+                captured.outputs = compute()
+
+            captured.replay = run
+            return captured
+        return self._record(_Captured(ids, lengths, counts, (), lambda: None), compute)
+
+    def _record(self, captured: _Captured, compute: Callable[[], tuple[Tensor, ...]]) -> _Captured:
+        device = self._runner.device
+        with torch.cuda.device(device):  # lm-eval leaves the current device at the first one
+            side = torch.cuda.Stream(device=device)
+            side.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(side):
+                for _ in range(2):  # libraries allocate and tune at their first calls
+                    compute()
+            torch.cuda.current_stream(device).wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            with torch.cuda.graph(graph, pool=self._pool, stream=side):
+                captured.outputs = compute()
+
+        def replay() -> None:
+            with torch.cuda.device(device):
+                graph.replay()
+
+        captured.replay = replay
+        return captured
+
+    def _draft(self, ids: Tensor, lengths: Tensor, counts: Tensor, read: int, steps: int) -> Tensor:
+        """The draft loop on the device: step i + 1 is fed step i's choice."""
+        runner = self._runner
+        logits_BQV = runner.static_pass(ids, lengths, read)
+        rows_B = torch.arange(ids.shape[0], device=ids.device)
+        choice_B = logits_BQV[rows_B, (counts - 1).clamp(min=0)].float().argmax(dim=-1)
+        chosen = [choice_B]
+        at_B = lengths + counts
+        for _ in range(steps - 1):
+            logits_BQV = runner.static_pass(choice_B[:, None], at_B, read)
+            choice_B = logits_BQV[:, 0].float().argmax(dim=-1)
+            chosen.append(choice_B)
+            at_B = at_B + 1
+        return torch.stack(chosen, dim=1)
+
+
+def _width_bucket(width: int) -> int:
+    """1, 2, 3, 5, 9, 17, ...: a pass over 2^n drafted tokens and the one before them fits."""
+    return 1 if width == 1 else 1 + (1 << (width - 2).bit_length())

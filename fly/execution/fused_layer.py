@@ -1,0 +1,167 @@
+"""Decoder layers of the Llama, Mistral, Qwen2 and Qwen3 families with fly's kernels in between.
+
+transformers' layers spend some fifty small operations between their products; on a CPU these are
+two fifths of a small draft model's pass. Here there are nine calls per layer. Each layer is checked
+against transformers' own when it is made, and transformers' own still serves passes without fly's
+cache (loglikelihood).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fly.execution import kernels
+from fly.execution.grouped_attention import grouped_attention
+from fly.execution.kv_cache import SlotCache
+from fly.execution.merged_linear import Sibling
+
+logger = logging.getLogger(__name__)
+
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+class LeanLayer(nn.Module):
+    """One decoder layer; `original`, whose weights it uses, must be packed by fly's kernels."""
+
+    def __init__(self, original: nn.Module, run: kernels.LayerKernels) -> None:
+        super().__init__()
+        self.original = original
+        attention: Any = original.self_attn
+        mlp: Any = original.mlp
+        norms: tuple[Any, Any] = (original.input_layernorm, original.post_attention_layernorm)
+        if hasattr(original, "attention_type"):  # transformers 4 chooses the mask by it
+            self.attention_type = original.attention_type
+        self._run = run
+        self._attention = attention
+        self._joined = attention.q_proj.product
+        self._output = attention.o_proj
+        self._gate_up, self._down = mlp.gate_proj.product, mlp.down_proj
+        self._norms = [(n.weight.detach().float(), n.variance_epsilon) for n in norms]
+        self._size = attention.head_dim
+        self._heads = attention.q_proj.out_features // self._size
+        self._kv_heads = attention.k_proj.out_features // self._size
+        # per head, before the rotation (Qwen3)
+        self._head_norms = [
+            (norm.weight.detach().float(), norm.variance_epsilon)
+            for name in ("q_norm", "k_norm")
+            if (norm := getattr(attention, name, None)) is not None
+        ]
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = False,
+        position_embeddings: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        if not isinstance(past_key_values, SlotCache):
+            return self.original(
+                hidden_states,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                position_embeddings=position_embeddings,
+                **kwargs,
+            )
+        hidden = hidden_states.contiguous()
+        _, normed = self._run.norm(hidden, *self._norms[0])
+        joined = self._normed_heads(self._joined(normed))
+        index = self._attention.layer_idx
+        keys, values = past_key_values.layer(index, self._kv_heads, self._size, joined.dtype)
+        query = self._run.rotate(
+            joined, position_embeddings, (keys, values), *past_key_values.destination, self._heads
+        )
+        keys, values = past_key_values.readable(index)
+        mixed, _ = grouped_attention(
+            self._attention, query, keys, values, attention_mask, scaling=self._attention.scaling
+        )
+        output = self._output(mixed.flatten(-2))
+        hidden, normed = self._run.norm(hidden, *self._norms[1], delta=output)
+        return hidden.add_(self._down(self._run.gated(self._gate_up(normed))))
+
+    def _normed_heads(self, joined: Tensor) -> Tensor:
+        """Queries and keys normalised per head, where the family does so."""
+        if not self._head_norms:
+            return joined
+        sizes = [heads * self._size for heads in (self._heads, self._kv_heads, self._kv_heads)]
+        query, key, value = joined.split(sizes, dim=-1)
+        parts = []
+        for part, norm in zip((query, key), self._head_norms):
+            heads = part.contiguous().view(-1, self._size)
+            parts.append(self._run.norm(heads, *norm)[1].view(part.shape))
+        return torch.cat([*parts, value], dim=-1)
+
+
+@torch.inference_mode()
+def replace(model: PreTrainedModel) -> bool:
+    """Give a model packed by fly's kernels lean layers, in place; whether it fits and was done."""
+    layers = getattr(model.get_decoder(), "layers", None)
+    if layers is None or not all(_fits(layer) for layer in layers):
+        return False
+    run = kernels.LayerKernels()
+    lean = [LeanLayer(layer, run) for layer in layers]
+    if not _agrees(model, lean[0]):
+        logger.warning(
+            "%s: fly's layers do not agree with transformers': the model's own are used",
+            model.config.model_type,
+        )
+        return False
+    for index, layer in enumerate(lean):
+        layers[index] = layer
+    return True
+
+
+def _fits(layer: Any) -> bool:
+    module = type(layer).__module__
+    known = tuple(f"transformers.models.{family}." for family in _FAMILIES)
+    if not module.startswith(known):
+        return False
+    attention, mlp = layer.self_attn, layer.mlp
+    joined = (attention.q_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj)
+    if not all(isinstance(linear, Sibling) for linear in joined):
+        return False
+    widths = (attention.o_proj.out_features, mlp.gate_proj.out_features)
+    is_silu = isinstance(mlp.act_fn, nn.SiLU) or type(mlp.act_fn).__name__ == "SiLUActivation"
+    return is_silu and attention.head_dim % 32 == 0 and all(width % 16 == 0 for width in widths)
+
+
+def _agrees(model: PreTrainedModel, lean: LeanLayer) -> bool:
+    """Whether the layer gives and caches what transformers' does, for two rows at their own
+    positions."""
+    config = model.config.get_text_config()
+    dtype = kernels.activation_dtype()
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 5, config.hidden_size, generator=generator).to(dtype)
+    positions = torch.tensor([[0, 1, 2, 3, 4], [3, 4, 5, 6, 7]])
+    mask = torch.where(torch.arange(8) > positions[:, :, None], -1e4, 0.0).to(dtype)[:, None]
+    angles = model.get_decoder().rotary_emb(hidden, positions)
+    results: list[list[Tensor]] = []
+    for layer in (lean.original, lean):
+        cache = SlotCache(2)
+        cache.reserve(8)
+        cache.begin(0, positions)
+        result = layer(
+            hidden.clone(),
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            position_embeddings=angles,
+        )
+        output = result[0] if isinstance(result, tuple) else result
+        results.append([output.float(), *(part.float() for part in cache.readable(0))])
+    # int8 inputs may round to their neighbour for a difference in the last bit before
+    is_int8 = any(isinstance(module, kernels.Int8Linear) for module in lean.modules())
+    limit = 1e-4 if dtype == torch.float32 and not is_int8 else 2e-2
+    return all(
+        bool((ours - theirs).norm() <= limit * theirs.norm()) for theirs, ours in zip(*results)
+    )

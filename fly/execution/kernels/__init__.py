@@ -1,0 +1,270 @@
+"""Linear layers for CPUs at the memory's speed, in kernels that fly compiles for the machine.
+
+Decoding reads every weight once per pass, so a pass over few tokens costs its bytes. PyTorch's own
+kernels reach that speed for a single token at best; these stay at it for 4 tokens on AVX2, some 8
+on AVX-512 and 16 on AMX, which is what verification asks for (docs/performance.md).
+
+    Bfloat16Linear   the checkpoint's own bfloat16 weights, unchanged
+    Int8Linear       int8 weights and inputs, scaled per row and column, for drafts
+
+On AMX both take and give bfloat16; elsewhere float32, in which the sums are kept everywhere. The
+result for a row does not depend, by a bit, on how many rows share the pass.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor, nn
+
+from fly.execution.kernels import blocks, build, tiles
+from fly.execution.kernels.build import instructions
+from fly.execution.kernels.vector import PANEL
+
+__all__ = [
+    "Bfloat16Linear",
+    "Int8Linear",
+    "LayerKernels",
+    "activation_dtype",
+    "instructions",
+    "why_not",
+]
+
+_LEVELS = 63  # int8 weights lie within -63..63: see vector._Int8
+_TINY = torch.finfo(torch.float32).tiny
+_GRABS = 8  # how often a thread comes for more panels
+_ARGUMENTS = 14  # as `product` of vector.py and tiles.py reads them
+_Arguments = ctypes.c_int64 * _ARGUMENTS
+_QuantizeArguments = ctypes.c_int64 * 6
+_PackArguments = ctypes.c_int64 * 5
+
+
+@functools.cache
+def why_not() -> str | None:
+    """Why the kernels cannot be used here; None if they can. They are tried once on small sums."""
+    if (reason := build.why_not()) is not None:
+        return reason
+    try:
+        works = all(_is_right(kind) for kind in (Bfloat16Linear, Int8Linear))
+    except (RuntimeError, OSError) as error:  # LLVM's
+        return f"fly's kernels cannot be compiled here: {str(error).strip().splitlines()[0]}"
+    return None if works else "fly's kernels compute wrongly here"
+
+
+def _is_right(kind: type[Bfloat16Linear] | type[Int8Linear]) -> bool:
+    """Whether a product of ones and minus ones, which every dtype holds, comes out as it should."""
+    layer = nn.Linear(64, 48, bias=False, device="meta")
+    signs = torch.arange(48 * 64).view(48, 64) * 7919 % 3 - 1
+    layer.weight = nn.Parameter(signs.bfloat16(), requires_grad=False)
+    x = (torch.arange(37 * 64).view(37, 64) * 104729 % 3 - 1).to(activation_dtype())
+    expected = x.float() @ signs.float().T
+    packed, limit = kind(layer), 0.01 * expected.abs().max()
+    return all(  # few rows and many are different code
+        bool((packed(x[:rows]).float() - expected[:rows]).abs().max() <= limit) for rows in (5, 37)
+    )
+
+
+def activation_dtype() -> torch.dtype:
+    """What the linears take and give, and so what the rest of the model has to compute in."""
+    return torch.bfloat16 if instructions() == "amx" else torch.float32
+
+
+@functools.cache
+def _configurations() -> Tensor:
+    """Tile configurations of 1 to 32 rows, one after the other."""
+    data = b"".join(tiles.configuration(rows) for rows in range(1, 33))
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _floats(count: int) -> Tensor:
+    """Zeros that compiled code may read as float32, whatever PyTorch's defaults are."""
+    return torch.zeros(count, dtype=torch.float32, device="cpu")
+
+
+class _PackedLinear(nn.Module):
+    """A weight in panels, and the call of its kernel. [..., in] -> [..., out]."""
+
+    def __init__(self, linear: nn.Linear, *, int8: bool) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        isa = instructions()
+        assert isa is not None, "callers ask why_not() first"
+        self._dtype = activation_dtype()
+        self._product = build.product(int8=int8, instructions=isa)
+        self._product_of_many = build.product_of_many(int8=int8) if isa == "amx" else None
+        per_step = (4 if int8 else 2) * (16 if isa == "amx" else 1)
+        align = max(per_step, 16)  # whole vectors of inputs are quantised at a time
+        self._width = -(-self.in_features // align) * align
+        self._steps = self._width // per_step
+        self._panels = -(-self.out_features // PANEL)
+        self._bias = _floats(self._panels * PANEL)
+        if linear.bias is not None:
+            self._bias[: self.out_features] = linear.bias.detach().float()
+
+    def _pack(self, weight: Tensor) -> Tensor:
+        """[out, in] -> 32 bits of consecutive inputs each, [panels, in / 2 or 4, 16]."""
+        missing = (self._width - self.in_features, self._panels * PANEL - self.out_features)
+        if any(missing):
+            weight = nn.functional.pad(weight, (0, missing[0], 0, missing[1]))
+        steps = weight.contiguous().view(torch.int32).view(self._panels, PANEL, -1)
+        return steps.transpose(1, 2).contiguous()
+
+    def _rows(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features)
+        if self._width != self.in_features:
+            rows = nn.functional.pad(rows, (0, self._width - self.in_features))
+        return rows.to(self._dtype).contiguous()
+
+    def _multiply(self, rows: Tensor, weight: Tensor, scales: tuple[int, int, int]) -> Tensor:
+        """`scales`: addresses of the columns' scales and offsets and the rows' scales, or zeros."""
+        count, columns = rows.shape[0], self._panels * PANEL
+        out = torch.empty(count, columns, dtype=self._dtype, device="cpu")
+        if count == 0:
+            return out
+        product, threads = self._product, torch.get_num_threads()
+        grab = max(4, self._panels // (_GRABS * threads) // 4 * 4)
+        if self._product_of_many is not None and count > blocks.CHUNK:
+            product, pack = self._product_of_many
+            rows = self._packed(rows, pack)
+            grab = blocks.grab(self._panels, threads)
+        arguments = _Arguments(
+            rows.data_ptr(), weight.data_ptr(), self._bias.data_ptr(), out.data_ptr(),
+            self._steps, count, self._panels, columns * out.element_size(), grab, 0,
+            *scales, _configurations().data_ptr(),
+        )  # fmt: skip
+        build.run(product, arguments)
+        return out
+
+    def _packed(self, rows: Tensor, pack: int) -> Tensor:
+        """Rows in whole chunks, in the order of blocks.py's product."""
+        chunks = -(-rows.shape[0] // blocks.CHUNK)
+        packed = rows.new_empty(chunks * blocks.CHUNK, rows.shape[1])
+        arguments = _PackArguments(
+            rows.data_ptr(), packed.data_ptr(), rows.shape[0], self._steps, 0
+        )
+        build.run(pack, arguments, work=rows.numel())
+        return packed
+
+    def _shaped(self, out: Tensor, x: Tensor) -> Tensor:
+        if out.shape[1] != self.out_features:
+            out = out[:, : self.out_features]
+        return out.view(*x.shape[:-1], self.out_features)
+
+
+class Bfloat16Linear(_PackedLinear):
+    """A linear whose weights are bfloat16 and stay what they are."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        if linear.weight.dtype != torch.bfloat16:
+            raise ValueError(f"weights are {linear.weight.dtype}: only bfloat16 is packed")
+        super().__init__(linear, int8=False)
+        self._weight = self._pack(linear.weight.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._shaped(self._multiply(self._rows(x), self._weight, (0, 0, 0)), x)
+
+
+class Int8Linear(_PackedLinear):
+    """A linear in int8: weights scaled per output column, inputs per row.
+
+    Rows do not influence each other. Weights have 127 levels, which one AVX2 instruction needs and
+    all machines share, so that drafts do not differ between them by more than rounding.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear, int8=True)
+        isa = instructions()
+        assert isa is not None
+        weight = linear.weight.detach().float()
+        scale = weight.abs().amax(dim=1).clamp_min(_TINY) / _LEVELS
+        levels = (weight / scale[:, None]).round().to(torch.int8)
+        columns = self._panels * PANEL
+        self._scale = _floats(columns)
+        self._scale[: self.out_features] = scale
+        # the inputs' 128 added times the weights, taken off again
+        self._offset = torch.zeros(columns, dtype=torch.int32, device="cpu")
+        self._offset[: self.out_features] = levels.sum(dim=1, dtype=torch.int32) * 128
+        self._weight = self._pack(levels)
+        self._quantize = build.quantize(instructions=isa)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self._rows(x)
+        int8 = torch.empty(rows.shape, dtype=torch.uint8, device="cpu")
+        scales = _floats(rows.shape[0])
+        arguments = _QuantizeArguments(
+            rows.data_ptr(), int8.data_ptr(), scales.data_ptr(), rows.shape[0], self._width, 0
+        )
+        build.run(self._quantize, arguments, work=rows.numel())
+        addresses = (self._scale.data_ptr(), self._offset.data_ptr(), scales.data_ptr())
+        return self._shaped(self._multiply(int8, self._weight, addresses), x)
+
+
+class LayerKernels:
+    """What stands between the products of a Llama-like layer; see elementwise.py.
+
+    Tensors are contiguous, of `activation_dtype()`; norms' weights are float32.
+    """
+
+    def __init__(self) -> None:
+        isa = instructions()
+        assert isa is not None, "callers ask why_not() first"
+        self._norm = build.layer_function("norm", instructions=isa)
+        self._gated = build.layer_function("gated", instructions=isa)
+        self._rotate = build.layer_function("rotate", instructions=isa)
+
+    def norm(
+        self, x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(x + delta, its RMS norm), both like x; without delta the first is x itself."""
+        out = torch.empty_like(x)
+        total = x if delta is None else torch.empty_like(x)
+        width = x.shape[-1]
+        arguments = (ctypes.c_int64 * 9)(
+            x.data_ptr(), 0 if delta is None else delta.data_ptr(), total.data_ptr(),
+            weight.data_ptr(), out.data_ptr(), x.numel() // width, width, _float_bits(eps), 0,
+        )  # fmt: skip
+        build.run(self._norm, arguments, work=x.numel())
+        return total, out
+
+    def gated(self, x: Tensor) -> Tensor:
+        """silu(gate) * up of [..., gate | up]: [..., 2 I] -> [..., I]."""
+        width = x.shape[-1] // 2
+        out = torch.empty(*x.shape[:-1], width, dtype=x.dtype)
+        arguments = (ctypes.c_int64 * 5)(
+            x.data_ptr(), out.data_ptr(), out.numel() // width, width, 0
+        )
+        build.run(self._gated, arguments, work=x.numel())
+        return out
+
+    def rotate(
+        self,
+        x: Tensor,
+        angles: tuple[Tensor, Tensor],
+        cached: tuple[Tensor, Tensor],
+        positions_BQ: Tensor,
+        first_slot: int,
+        heads: int,
+    ) -> Tensor:
+        """Queries [B, heads, Q, D] of x [B, Q, queries | keys | values], turned to their positions.
+
+        Keys, turned, and values go to the cache's [slots, kv heads, capacity, D]. angles: cosines
+        and sines, [B, Q, D].
+        """
+        rows, width = positions_BQ.shape
+        _, kv_heads, capacity, size = cached[0].shape
+        out = torch.empty(rows, heads, width, size, dtype=x.dtype)
+        cos, sin = (part.expand(rows, width, size).contiguous() for part in angles)
+        arguments = (ctypes.c_int64 * 15)(
+            x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr(), cached[0].data_ptr(),
+            cached[1].data_ptr(), positions_BQ.data_ptr(), rows * width, width, heads, kv_heads,
+            size, capacity, first_slot, 0,
+        )  # fmt: skip
+        build.run(self._rotate, arguments, work=x.numel())
+        return out
+
+
+@functools.cache
+def _float_bits(value: float) -> int:
+    return ctypes.c_uint32.from_buffer(ctypes.c_float(value)).value

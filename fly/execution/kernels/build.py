@@ -1,0 +1,150 @@
+"""Machine code for fly's kernels: LLVM (llvmlite) compiles them in memory, PyTorch's OpenMP runs
+them.
+
+PyTorch's own thread pool is used because a second pool would fight it for the cores: OpenMP's
+threads spin for a while after each parallel region.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import platform
+from typing import Any
+
+import torch
+
+from fly.execution.kernels import blocks, elementwise, tiles, vector
+
+try:
+    import llvmlite.binding as llvm
+except ImportError:  # no wheel for this platform
+    llvm = None
+
+_MUCH = 1 << 15  # elements of work for which waking other threads pays
+_INSTRUCTIONS = {"amx": "sapphirerapids", "avx512": "skylake-avx512", "avx2": "haswell"}
+
+
+@functools.cache
+def why_not() -> str | None:
+    """Why kernels cannot be compiled or run here; None if they can."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return f"fly's kernels are written for x86-64, this is {platform.machine()}"
+    if llvm is None:
+        return "llvmlite cannot be imported"
+    if _open_mp() is None:
+        return "this build of PyTorch does not use an OpenMP with GOMP_parallel"
+    if instructions() is None:
+        return "this CPU has no AVX2 (or ATEN_CPU_CAPABILITY hides it)"
+    return None
+
+
+@functools.cache
+def instructions() -> str | None:
+    """`amx`, `avx512` or `avx2`: the instructions that kernels are compiled for; None without.
+
+    Restrictions of PyTorch (ATEN_CPU_CAPABILITY) and oneDNN (ONEDNN_MAX_CPU_ISA) hold here, too.
+    """
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability == "AVX2":
+        return "avx2"
+    if capability != "AVX512":
+        return None
+    return "amx" if _has_amx() else "avx512"
+
+
+def _has_amx() -> bool:
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "ALL")).upper()
+    if not (limit in ("ALL", "DEFAULT") or "AMX" in limit):
+        return False
+    # bfloat16 comes with every CPU that has tiles; the system has to allow them to a process
+    return bool(torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx())
+
+
+@functools.cache
+def _open_mp() -> Any:
+    """The loaded OpenMP, as ctypes sees it; None if it cannot start a function on its threads."""
+    if platform.system() != "Linux":
+        return None
+    library = ctypes.CDLL(None)
+    try:
+        start = library.GOMP_parallel
+    except AttributeError:
+        return None
+    start.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    start.restype = None
+    return start
+
+
+def run(function: int, arguments: Any, *, work: int = _MUCH) -> None:
+    """Call the compiled `function` with a pointer to `arguments` on every thread of PyTorch's, or
+    on this one alone, if the elements that it has to go through are few."""
+    threads = torch.get_num_threads() if work >= _MUCH else 1
+    _open_mp()(function, ctypes.addressof(arguments), threads, 0)
+
+
+@functools.cache
+def product(*, int8: bool, instructions: str) -> int:
+    """Address of the matrix product's code, to be called by `run` with `kernels.Arguments`."""
+    if instructions == "amx":
+        return _compile(tiles.product(int8=int8), instructions, "product")
+    vectors = vector.AVX2 if instructions == "avx2" else vector.AVX512
+    if int8 and instructions == "avx512":
+        has_dot = torch.cpu._is_vnni_supported()
+        vectors = vector.AVX512_VNNI if has_dot else vector.AVX2
+    return _compile(vector.product(vectors, int8=int8), instructions, "product")
+
+
+@functools.cache
+def product_of_many(*, int8: bool) -> tuple[int, int]:
+    """Addresses of AMX's product for more than 32 rows and of the code that packs its inputs."""
+    return (
+        _compile(blocks.product(int8=int8), "amx", "product"),
+        _compile(blocks.pack(), "amx", "pack"),
+    )
+
+
+@functools.cache
+def quantize(*, instructions: str) -> int:
+    """Address of the code that turns inputs into int8, see vector.quantize."""
+    is_amx = instructions == "amx"
+    source = vector.quantize("bfloat" if is_amx else "float", unsigned=not is_amx)
+    return _compile(source, instructions, "quantize")
+
+
+@functools.cache
+def layer_function(name: str, *, instructions: str) -> int:
+    """Address of one of elementwise.py's functions: norm, gated or rotate."""
+    element = "bfloat" if instructions == "amx" else "float"
+    source = {
+        "norm": elementwise.norm,
+        "gated": elementwise.gated,
+        "rotate": elementwise.rotate,
+    }[name](element)
+    return _compile(source, instructions, name)
+
+
+_engines: list[Any] = []  # hold the code: it is freed with them
+
+
+def _compile(source: str, instructions: str, name: str) -> int:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    module = llvm.parse_assembly(source)
+    module.verify()
+    features = "-prefer-256-bit" + (",+avx512vnni" if "vpdpbusd" in source else "")
+    machine = llvm.Target.from_default_triple().create_target_machine(
+        cpu=_INSTRUCTIONS[instructions], features=features, opt=3, jit=True
+    )
+    # The loops are written as they shall run: LLVM only allots registers.
+    tuning = llvm.create_pipeline_tuning_options(speed_level=2)
+    tuning.loop_unrolling = tuning.loop_vectorization = tuning.slp_vectorization = False
+    llvm.create_pass_builder(machine, tuning).getModulePassManager().run(
+        module, llvm.create_pass_builder(machine, tuning)
+    )
+    engine = llvm.create_mcjit_compiler(module, machine)
+    engine.finalize_object()
+    _engines.append(engine)
+    address: int = engine.get_function_address(name)
+    return address

@@ -1,0 +1,1 @@
+"""lm-eval's side: its requests in, its results out."""

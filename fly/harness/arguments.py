@@ -1,0 +1,357 @@
+"""What lm-eval's flags and model_args may hold: refused here, before anything loads.
+
+lm-eval itself meets most of it with a traceback, some of it after hours, or takes it for something
+else.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from lm_eval._cli.utils import key_val_to_dict, split_top_level
+from lm_eval.config.evaluate_config import EvaluatorConfig
+from lm_eval.utils import simple_parse_args_string
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    StringConstraints,
+    TypeAdapter,
+    with_config,
+)
+from typing_extensions import TypedDict
+
+from fly import reading
+from fly.config import FlyConfig
+from fly.errors import FlyError
+
+HF_NAMES = ("hf", "hf-auto", "huggingface")
+MODELS = (*HF_NAMES, "fly")
+_JSON_FLAGS = ("--model_args", "-a", "--gen_kwargs", "--metadata", "--samples", "-E")
+# what ast.literal_eval raises for texts that are no values
+NO_LITERAL = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)
+_STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
+
+
+def _listed(value: Any) -> Any:
+    return value if isinstance(value, (list, tuple)) else [value]
+
+
+def _whole(value: Any) -> Any:
+    """1e3 is a number of tokens, 1.5 is none."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _limit(value: float) -> float:
+    if value >= 1 and not value.is_integer():
+        raise ValueError("give a whole number of documents, or a share of them below 1")
+    return value
+
+
+def _batch_size(value: Any) -> Any:
+    kind, _, times = str(value).partition(":")
+    number = times or "1" if kind == "auto" else str(value)
+    if isinstance(value, bool) or not (number.isdecimal() and int(number) >= 1):
+        raise ValueError("give a whole number, at least 1, or auto")
+    return value
+
+
+_Text = Annotated[str, StringConstraints(min_length=1)]
+_Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
+_Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what numpy takes
+
+
+@with_config(_STRICT)
+class _Flags(TypedDict, total=False):
+    """As `--config` may give them as well; None is not given."""
+
+    model: _Text
+    model_args: dict[str, Any] | str
+    tasks: Annotated[list[_Text | dict[str, Any]], BeforeValidator(_listed), Field(min_length=1)]
+    num_fewshot: NonNegativeInt
+    batch_size: Annotated[Any, AfterValidator(_batch_size)]
+    max_batch_size: PositiveInt
+    device: _Text
+    limit: Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_limit)]
+    samples: dict[str, Annotated[list[NonNegativeInt], Field(min_length=1)]]
+    use_cache: _Text
+    output_path: _Text
+    system_instruction: str
+    apply_chat_template: bool | str
+    fewshot_as_multiturn: bool
+    include_path: Annotated[list[_Text], BeforeValidator(_listed)]
+    gen_kwargs: dict[str, Any] | str
+    seed: Annotated[list[_Seed | None], BeforeValidator(_listed)]
+    log_samples: bool
+    predict_only: bool
+    write_out: bool
+    show_config: bool
+    check_integrity: bool
+    trust_remote_code: bool
+    confirm_run_unsafe_code: bool
+
+
+@with_config(_STRICT)
+class _ModelArgs(TypedDict, total=False):
+    """HFLM's own that would be misunderstood or met late."""
+
+    max_length: PositiveInt | None
+    batch_size: Annotated[Any, AfterValidator(_batch_size)]
+    max_batch_size: PositiveInt | None
+    revision: str | None
+    subfolder: str
+    tokenizer: str | None
+    peft: str | None
+    delta: str | None
+    truncation: bool | None
+    logits_cache: bool | None
+    trust_remote_code: bool | None
+    use_fast_tokenizer: bool | None
+    add_bos_token: bool | None
+    parallelize: bool | None
+    enable_thinking: bool | None
+
+
+@with_config(_STRICT)
+class _GenKwargs(TypedDict, total=False):
+    """What fly reads of them; max_gen_toks under all of lm-eval's names."""
+
+    until: Annotated[list[_Text], BeforeValidator(_listed)]
+    do_sample: bool | None
+    temperature: float
+    top_k: float | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    max_length: _Count | None
+    max_gen_toks: _Count | None
+    max_new_tokens: _Count | None
+    max_tokens: _Count | None
+    max_completion_tokens: _Count | None
+
+
+_FLAGS: TypeAdapter[Any] = TypeAdapter(_Flags)
+_MODEL_ARGS: TypeAdapter[Any] = TypeAdapter(_ModelArgs)
+_GEN_KWARGS: TypeAdapter[Any] = TypeAdapter(_GenKwargs)
+
+
+def check_flags(given: Mapping[str, Any], where: str) -> None:
+    """Refuse values of lm-eval's flags that mean nothing; what is not its own is left alone."""
+    reading.check_shape({k: v for k, v in given.items() if v is not None}, _FLAGS, where)
+    if device := given.get("device"):
+        check_device("--device", device)
+
+
+def check_gen_kwargs(given: Any, where: str) -> None:
+    """Refuse gen_kwargs, of a task or the command line, that fly or lm-eval would stumble over."""
+    reading.check_shape(given, _GEN_KWARGS, where)
+
+
+def check_model_args(config: FlyConfig, hf_args: Mapping[str, Any]) -> None:
+    """Refuse what HFLM or the loading of a model would meet late, or misunderstand.
+
+    Arguments that HFLM does not know go on to from_pretrained; a misspelt key of fly's must not.
+    """
+    from lm_eval.models.huggingface import HFLM
+
+    known = inspect.signature(HFLM.__init__).parameters
+    for key in hf_args:
+        near = difflib.get_close_matches(key, FlyConfig.model_fields, n=1, cutoff=0.75)
+        if key not in known and near:
+            raise FlyError(f"unknown model_args key {key!r}: did you mean {near[0]!r}?")
+    reading.check_shape(dict(hf_args), _MODEL_ARGS, "model_args")
+    autocast = hf_args.get("mixed_precision_dtype")
+    if autocast not in (None, ""):  # HFLM runs its passes under it
+        raise FlyError(
+            f"mixed_precision_dtype={autocast}: fly's passes have one dtype: set "
+            f"dtype={str(autocast).removeprefix('torch.')}, or run lm-eval's hf (no config_path)"
+        )
+    for field, dtype in (("dtype", hf_args.get("dtype")), ("draft_dtype", config.draft_dtype)):
+        _check_dtype(field, dtype)
+    if config.draft_device is not None:
+        check_device("draft_device", config.draft_device)
+
+
+def _check_dtype(field: str, dtype: object) -> None:
+    import torch
+
+    if dtype is None or isinstance(dtype, torch.dtype) or dtype == "auto":
+        return
+    if not isinstance(getattr(torch, str(dtype), None), torch.dtype):
+        raise FlyError(f"{field}={dtype}: no such dtype: use e.g. bfloat16, float16, float32")
+
+
+def check_device(field: str, name: str) -> None:
+    """Refuse a device that this machine does not have."""
+    import torch
+
+    count = torch.cuda.device_count()
+    here = ["cpu", *(["cuda"] if count else []), *(f"cuda:{index}" for index in range(count))]
+    here += ["mps"] if torch.backends.mps.is_available() else []
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    # other makers' accelerators are left to PyTorch
+    is_known = device is not None and device.type not in ("cpu", "cuda", "mps", "meta")
+    if not is_known and name not in (*here, "cpu:0", "mps:0"):
+        raise FlyError(f"{field}={name}: not to be had here: choose from {', '.join(here)}")
+
+
+def yaml_values(path: str | None) -> dict[str, Any]:
+    """What --config sets; lm-eval reads the file again."""
+    if not path:
+        return {}
+    where = f"--config {path}"
+    values = _yaml(reading.text_of(Path(path), where), where)
+    if not isinstance(values, dict):
+        raise FlyError(f"{where}: must hold `flag: value` lines, got {type(values).__name__}")
+    known = [field.name for field in fields(EvaluatorConfig)]
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "`fly run --help` lists the flags"
+            raise FlyError(f"{where}: unknown key {reading.shown(name)}: {hint}")
+    return values
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML whose keys may not repeat; lm-eval's `!function` is text.
+
+    Not libyaml's, which crashes where Python's raises RecursionError.
+    """
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
+        for key in set(keys):
+            if keys.count(key) > 1:
+                problem = f"key {key!r} is there twice: remove one"
+                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_constructor("!function", lambda loader, node: loader.construct_scalar(node))
+
+
+def _yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise FlyError(f"{where}: not valid YAML{place}: {error.problem}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = (str(error).splitlines() or ["nested too deeply"])[0]
+        raise FlyError(f"{where}: not valid YAML: {reason}") from None
+
+
+def check_task_files(tasks: Iterable[Any], folders: Sequence[str]) -> None:
+    """Refuse a user's task files that cannot be read, or whose gen_kwargs make no sense.
+
+    lm-eval passes over files that it cannot read, and does not find their tasks. Here, too, a
+    broken file is no matter unless it names one of these tasks.
+    """
+    names = [task for task in tasks if isinstance(task, str)]
+    for folder in folders:
+        if not Path(folder).expanduser().is_dir():
+            raise FlyError(f"--include_path {folder}: no such folder: give one that holds tasks")
+    named = [Path(name) for name in names if name.endswith(".yaml") and Path(name).is_file()]
+    files = [file for folder in folders for file in Path(folder).expanduser().rglob("*.yaml")]
+    for file in [*named, *sorted(files)]:
+        where = f"task file {file}"
+        if file not in named and not any(name.encode() in file.read_bytes() for name in names):
+            continue
+        values = _yaml(reading.text_of(file, where), where)
+        if not isinstance(values, dict):
+            raise FlyError(f"{where}: must hold `key: value` lines, got {type(values).__name__}")
+        if file in named or values.get("task") in names:
+            check_gen_kwargs(values.get("generation_kwargs") or {}, f"generation_kwargs of {file}")
+
+
+def key_values(text: str, flag: str) -> dict[str, Any]:
+    """`key=value,key=value` of fly's own flags; lm-eval's are parsed by itself."""
+    names = [part.partition("=")[0] for part in split_top_level(text)]
+    if len(set(names)) < len(names):
+        raise FlyError(f"{flag} {reading.shown(text)}: a key is given twice: remove one")
+    try:
+        found: dict[str, Any] = key_val_to_dict(text)
+    except NO_LITERAL as error:
+        raise FlyError(f"{flag} {reading.shown(text)}: {error}") from None
+    return found
+
+
+def check_json(arguments: Sequence[str]) -> None:
+    """Refuse JSON on the command line that lm-eval would read otherwise than it says, or not."""
+    for flag, text in pairwise(arguments):
+        if flag in _JSON_FLAGS and text.lstrip().startswith("{"):
+            reading.parse(text, flag)
+
+
+def check_run(args: Any, given: Mapping[str, Any]) -> None:
+    """All that can be told of `fly run`'s flags before anything loads. given: --config's values.
+
+    --samples is replaced by what it holds.
+    """
+    on_line = {name: value for name, value in vars(args).items() if value is not None}
+    flags = {**given, **on_line}
+
+    def where(name: str) -> str:
+        return f"--{name}" if name in on_line else f"--config {args.config}"
+
+    if flags.get("samples") is not None:
+        args.samples = _samples(flags["samples"], where("samples"))
+        flags["samples"] = args.samples
+        given, on_line = ({**part, "samples": args.samples} for part in (given, on_line))
+    check_flags(given, f"--config {args.config}")
+    check_flags(on_line, "fly run")
+    model_args = as_dict(flags.get("model_args"))
+    for name in ("batch_size", "device"):
+        if name in model_args:
+            raise FlyError(f"model_args {name}={model_args[name]}: give it as --{name}")
+    if "max_batch_size" in model_args and flags.get("max_batch_size") is not None:
+        raise FlyError("--max_batch_size is also in model_args: remove one")
+    if flags.get("model", "hf") in MODELS:
+        check_gen_kwargs(as_dict(flags.get("gen_kwargs")), where("gen_kwargs"))
+    from fly.harness import evaluate
+
+    tasks = [task for part in _listed(flags.get("tasks") or []) for task in _names(part)]
+    folders = [*_listed(flags.get("include_path") or [])]
+    check_task_files(tasks, folders)
+    confirmed = bool(flags.get("confirm_run_unsafe_code"))
+    evaluate.check_before_models_load(tasks, folders, flags.get("samples"), confirmed)
+
+
+def _names(part: Any) -> list[Any]:
+    return part.split(",") if isinstance(part, str) else [part]
+
+
+def as_dict(value: Any) -> dict[str, Any]:
+    """model_args and gen_kwargs, which --config may have as text."""
+    return simple_parse_args_string(value) if isinstance(value, str) else dict(value or {})
+
+
+def _samples(given: Any, where: str) -> dict[str, list[int]]:
+    """--samples as JSON, or as the path of a JSON file, checked and in the documents' order."""
+    if isinstance(given, str):
+        if not Path(given).is_file():
+            raise FlyError(
+                f"--samples {given}: no such file: give one, or JSON such as '{{\"task\": [0, 1]}}'"
+            )
+        given = reading.read_object(Path(given), f"--samples {given}")
+    check_flags({"samples": given}, where)
+    for task, numbers in given.items():
+        for number in numbers:
+            if numbers.count(number) > 1:
+                raise FlyError(f"--samples: document {number} of {task} is there twice: remove one")
+    # lm-eval goes through the documents in their own order, and numbers them by this list
+    return {task: sorted(numbers) for task, numbers in given.items()}

@@ -1,0 +1,184 @@
+"""Where fetched pairs lie, and the fetch itself: locked, resumable, nothing half-written.
+
+Layout under FLY_HOME/pairs/NAME: `draft/` and `target/` appear by one rename each, after
+everything in them is written and checked, so their presence means complete. `.download/` holds
+verified parts while a fetch is under way and is removed at its end.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fly.errors import FlyError
+from fly.models.pairs import convert, download
+from fly.models.pairs.download_progress import Reporter, reporter
+from fly.models.pairs.registry import PAIRS, ModelFiles, Pair
+from fly.paths import fly_home
+
+_PREFIX = "pair:"
+
+
+@dataclass(frozen=True)
+class PairPaths:
+    draft: Path
+    target: Path
+
+
+def get_pair(name: str) -> Pair:
+    if name not in PAIRS:
+        raise FlyError(f"pair {name!r} is not known: known pairs are {', '.join(PAIRS)}")
+    return PAIRS[name]
+
+
+def folder_of(name: str) -> Path:
+    return fly_home() / "pairs" / name
+
+
+def locate(name: str) -> PairPaths | None:
+    """The fetched pair's folders, or None if it is not (completely) there. No side effects."""
+    folder = folder_of(get_pair(name).name)
+    paths = PairPaths(folder / "draft", folder / "target")
+    return paths if paths.draft.is_dir() and paths.target.is_dir() else None
+
+
+def role_of(text: str) -> tuple[str, str] | None:
+    """(name of a known pair, draft or target) of `pair:NAME/draft` and its like; else None."""
+    if not text.startswith(_PREFIX):
+        return None
+    name, _, role = text[len(_PREFIX) :].rpartition("/")
+    if role not in ("draft", "target"):
+        raise FlyError(f"{text}: write pair:NAME/draft or pair:NAME/target")
+    get_pair(name)
+    return name, role
+
+
+def resolve_model_path(text: str) -> str:
+    """`pair:NAME/draft` or `pair:NAME/target` as a local folder; other strings unchanged.
+
+    Raises FlyError with the command to run if the pair was not fetched.
+    """
+    named = role_of(text)
+    if named is None:
+        return text
+    name, role = named
+    paths = locate(name)
+    if paths is None:
+        raise FlyError(f"{text}: the pair is not here yet: run `fly pair fetch {name}` first")
+    return str(paths.draft if role == "draft" else paths.target)
+
+
+def how_to_fetch(file: Path) -> str:
+    """What to do about a model's file that is damaged."""
+    folder = file.parent
+    if folder.parent.parent == fly_home() / "pairs":
+        return f"remove {folder} and run `fly pair fetch {folder.parent.name}`"
+    return "fetch it again"
+
+
+def fetch(name: str, *, progress: bool = True) -> PairPaths:
+    """Download, check and convert a pair; returns at once if it is there.
+
+    Raises FlyError for an unknown name, too little disk, no network, or bytes whose checksum is
+    wrong. Verified parts survive a failure: the same call continues from them.
+    """
+    pair = get_pair(name)
+    folder = folder_of(name)
+    paths = locate(name)
+    if paths is not None and not (folder / ".download").exists():
+        return paths
+    with _clear_disk_errors(folder), _lock(folder, progress), reporter(progress) as show:
+        missing = {r: f for r, f in pair.roles.items() if not (folder / r).is_dir()}
+        if missing:  # else another process has done it meanwhile
+            _remove_leftovers(folder)
+            _check_space(pair, folder)
+            use_hub = download.hub_reachable(pair.draft)
+            for role, files in missing.items():
+                _fetch_model(folder, role, files, use_hub, show)
+        shutil.rmtree(folder / ".download", ignore_errors=True)
+    paths = locate(name)
+    assert paths is not None
+    return paths
+
+
+def _fetch_model(folder: Path, role: str, files: ModelFiles, use_hub: bool, show: Reporter) -> None:
+    work = folder / ".download" / role
+    work.mkdir(parents=True, exist_ok=True)
+    gguf = download.gguf_file(files, work, role, use_hub, show)
+    show.say(f"{role}: converting to safetensors (about a minute)")
+    converted = work / "converted"
+    try:
+        convert.gguf_to_safetensors(gguf, converted, files.eos_token_ids)
+        _flush(converted)
+        converted.rename(folder / role)
+    except BaseException:
+        shutil.rmtree(converted, ignore_errors=True)
+        raise
+    shutil.rmtree(work)
+
+
+def _flush(folder: Path) -> None:
+    """Data reach the disk before the rename does: no empty model after a power cut."""
+    for path in folder.iterdir():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """What a killed fetch left and the next cannot continue from."""
+    for pattern in ("converted", "wheel-*", "*.partial"):
+        for path in folder.glob(f".download/*/{pattern}"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@contextmanager
+def _lock(folder: Path, progress: bool) -> Iterator[None]:
+    from filelock import FileLock, Timeout
+
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        if progress:
+            print("another process is fetching this pair: waiting for it", file=sys.stderr)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def _clear_disk_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise FlyError(
+                f"{folder}: the disk is full: free some space or set FLY_HOME to another disk, "
+                "then run the same command again (finished parts are kept)"
+            ) from error
+        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EEXIST):
+            raise FlyError(
+                f"FLY_HOME={fly_home()}: cannot be written ({error.strerror}): "
+                "set FLY_HOME to a folder of yours"
+            ) from error
+        raise
+
+
+def _check_space(pair: Pair, folder: Path) -> None:
+    present = sum(item.stat().st_size for item in folder.rglob("*") if item.is_file())
+    needed = max(0, pair.disk_bytes - present)
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise FlyError(
+            f"pair {pair.name} needs {needed / 1e9:.1f} GB free in {folder}, "
+            f"{free / 1e9:.1f} GB are: set FLY_HOME to another disk"
+        )

@@ -1,8 +1,0 @@
-"""Embedded pairs: `fly pair fetch NAME` once, then `pair:NAME/draft` and `pair:NAME/target`.
-
-Importing this package is cheap; torch and transformers load only while a pair is converted.
-"""
-
-from fly.pairs.store import PairPaths, fetch, how_to_fetch, locate, resolve_model_path, role_of
-
-__all__ = ["PairPaths", "fetch", "how_to_fetch", "locate", "resolve_model_path", "role_of"]

@@ -1,0 +1,341 @@
+"""Finished runs read back from disk: lm-eval's results and samples, fly's records beside them.
+
+A run's folder (what lm-eval makes of --output_path) holds `results_*.json`, one
+`samples_<task>_*.jsonl` per task (with --log_samples), and, if fly's backend decoded,
+`fly_requests_<started>*.jsonl` and perhaps `fly_trace_<started>*.jsonl` with
+`fly_vocabulary_<started>*.jsonl`; `config.fly.started` of the results says which.
+`fly_run_<started>.json` says whether it has ended. Runs of lm-eval's own `hf` are read, too, and
+have none of these.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from lm_eval.utils import hash_string, simple_parse_args_string
+from pydantic import TypeAdapter
+
+from fly import reading
+from fly.errors import FlyError
+from fly.runs import manifest, shapes
+from fly.runs.vocabulary import read_entry
+
+logger = logging.getLogger(__name__)
+
+_RESULTS = "*results_[0-9][0-9][0-9][0-9]-*.json"  # lm-eval puts the date behind the name
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One document of a task under one filter, as lm-eval scored it.
+
+    scores: by metric, numbers only. responses: the model's texts, one per repeat, before the
+    filter; answer: after it. hashes: lm-eval's, of document, prompt and target.
+    """
+
+    doc_id: int
+    doc: dict[str, Any]
+    hashes: tuple[str, str, str]
+    prompt: str
+    target: str
+    responses: tuple[str, ...]
+    answer: str
+    scores: dict[str, float]
+
+
+@dataclass(frozen=True)
+class TaskRun:
+    """One task of a run under one filter. aggregated: by metric, (value, standard error)."""
+
+    name: str
+    filter: str
+    version: str
+    num_fewshot: int
+    higher_is_better: dict[str, bool]
+    aggregated: dict[str, tuple[float, float | None]]
+    samples: dict[int, Sample] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One results file. `name`: what tables call it. `entry`: `config.fly`, None for other models.
+
+    `tasks`: by (task, filter), in the order of the results file.
+    """
+
+    path: Path
+    name: str
+    results: dict[str, Any] = field(repr=False)
+    tasks: dict[tuple[str, str], TaskRun] = field(repr=False)
+
+    @property
+    def folder(self) -> Path:
+        return self.path.parent
+
+    @property
+    def entry(self) -> dict[str, Any] | None:
+        return self.results["config"].get("fly")
+
+    @property
+    def mode(self) -> str:
+        """`target-only`, `strict`, `fly`, ... or the name of another backend, such as `hf`."""
+        return str(self.entry["mode"] if self.entry else self.results["config"]["model"])
+
+    @property
+    def resumed(self) -> dict[str, Any] | None:
+        """Of a run that was killed and went on: `requests` finished before the last time, and `at`,
+        when it was resumed. Its counts are of all requests; memory and `compile` of the last part.
+        """
+        return self.entry.get("resumed") if self.entry else None
+
+    @cached_property
+    def requests(self) -> list[dict[str, Any]]:
+        """fly's record of every request; empty for other models, or with enable_statistics=false.
+
+        docs/definitions.md defines the keys.
+        """
+        return self._records("fly_requests", shapes.REQUEST)
+
+    @cached_property
+    def rounds(self) -> list[dict[str, Any]]:
+        """The trace, one line per row and round (docs/traces.md); empty without trace=true."""
+        return self._records("fly_trace", shapes.ROUND)
+
+    @cached_property
+    def vocabulary(self) -> dict[int, bytes]:
+        """The bytes of every token id in the trace; empty without one."""
+        lines = self._records("fly_vocabulary", shapes.TOKEN)
+        return {line["id"]: read_entry(line) for line in lines}
+
+    def _records(self, kind: str, shape: TypeAdapter[Any]) -> list[dict[str, Any]]:
+        started = self.entry.get("started") if self.entry else None
+        if started is None:
+            return []
+        paths = sorted(self.folder.glob(f"{kind}_{started}*.jsonl"))
+        return [record for path in paths for record in read_lines(path, shape)]
+
+
+def read_lines(path: Path, shape: TypeAdapter[Any] = shapes.OBJECT) -> list[dict[str, Any]]:
+    """The JSON objects of a JSONL file. A torn last line is dropped; any other is an error."""
+    lines = reading.text_of(path, str(path)).split("\n")
+    with suppress(ValueError):  # empty unless the writer was killed in the middle of a line
+        json.loads(lines[-1])
+        lines.append("")
+    records = []
+    for number, line in enumerate(lines[:-1], 1):
+        where = f"{path}, line {number}"
+        records.append(reading.parse(line, where))
+        reading.check_shape(records[-1], shape, where)
+    return records
+
+
+def find_results(path: str | Path) -> Path:
+    """The results file that `path` names: itself, or the newest in the folder or one below it.
+
+    Raises FlyError if a newer run in the folder has not ended: its results are yet to come.
+    """
+    given = Path(path).expanduser()
+    if given.is_file():
+        return given
+    if not given.is_dir():
+        raise FlyError(f"{path}: no such run: give a results_*.json or the folder that holds it")
+    found = [*given.glob(_RESULTS), *given.glob(f"*/{_RESULTS}")]
+    newest = max(found, key=_date, default=None)
+    started = manifest.all_in(given)
+    if started and not started[-1].finished and not _is_of_another_later(newest, started[-1]):
+        raise FlyError(
+            f"{path}: the run of {started[-1].started} has not ended: `fly --resume "
+            f"{shlex.quote(str(path))}` goes on with it"
+            + (" (or name an older run's results file)" if newest else "")
+        )
+    if newest is None:
+        raise FlyError(
+            f"{path}: holds no results_*.json: the run has not ended, or had no --output_path"
+        )
+    return newest
+
+
+def _is_of_another_later(results: Path | None, run: manifest.Manifest) -> bool:
+    """Whether these results are newer than the unfinished run, and not its own.
+
+    Its own may be there and incomplete: lm-eval writes the samples after the results.
+    """
+    if results is None or _date(results) < run.started:
+        return False
+    try:
+        return started_of(results) != run.started
+    except FlyError:
+        return False
+
+
+def started_of(results: Path) -> str | None:
+    """When the run of these results started, which its other files are named by; None for other
+    backends. Raises FlyError if the file is no results file, or not a whole one."""
+    entry = _read(results)["config"].get("fly")
+    started: str | None = entry.get("started") if isinstance(entry, dict) else None
+    if started is not None:
+        reading.check_shape(started, shapes.NAME, f"{results}, config.fly.started")
+    return started
+
+
+def _read(results: Path) -> dict[str, Any]:
+    found = reading.read_object(results)
+    if not isinstance(found.get("config"), dict):
+        raise FlyError(f"{results}: not a results file of lm-eval")
+    return found
+
+
+def _date(file: Path) -> str:
+    _, is_named, date = file.stem.rpartition("results_")
+    if not is_named:
+        raise FlyError(f"{file}: its name was results_DATE.json, as its samples': give it back")
+    return date
+
+
+def named(text: str) -> tuple[str | None, str]:
+    """`NAME=PATH` or a path alone, as (name, path)."""
+    name, equals, path = text.partition("=")
+    if not (equals and name) or Path(text).expanduser().exists():
+        return None, text
+    if not name.isprintable():
+        raise FlyError(f"{text!r}: its name holds control characters: give one without")
+    return name, path
+
+
+def load(path: str | Path, name: str | None = None) -> Run:
+    """Read a finished run; `name` defaults to its mode. Raises FlyError if its samples are gone."""
+    file = find_results(path)
+    results = _read(file)
+    reading.check_shape(results, shapes.RESULTS, f"{file}, lm-eval's results")
+    if isinstance(given := results["config"].get("model_args"), str):  # as older lm-eval wrote it
+        results["config"]["model_args"] = simple_parse_args_string(given)
+    tasks = {}
+    for task in results["configs"]:
+        for filter_name, lines in _by_filter(_samples(file, results, task)).items():
+            tasks[task, filter_name] = _task_run(results, task, filter_name, lines)
+    run = Run(file, name or "", results, tasks)
+    return run if name else Run(file, run.mode, results, tasks)
+
+
+def check_samples(file: Path) -> None:
+    """Raise FlyError unless all samples of this results file are beside it."""
+    results = _read(file)
+    for task in results["configs"]:
+        _samples(file, results, task)
+
+
+def _samples(file: Path, results: dict[str, Any], task: str) -> list[dict[str, Any]]:
+    path = file.parent / f"samples_{task}_{_date(file)}.jsonl"
+    if not path.is_file():
+        raise FlyError(f"{file}: {path.name} is not beside it: run with --log_samples")
+    lines = read_lines(path, shapes.SAMPLE)
+    names = ("doc_hash", "prompt_hash", "target_hash")
+    found = hash_string("".join(line[name] for line in lines for name in names))
+    if results.get("task_hashes", {}).get(task, found) != found:
+        raise FlyError(
+            f"{path}: not the samples that were scored: their writing was cut short, or they were "
+            "changed: run it again"
+        )
+    return lines
+
+
+def of_results(results: dict[str, Any], name: str) -> Run:
+    """A run as lm-eval returned it in this process, samples included; nothing is on disk."""
+    tasks = {
+        (task, filter_name): _task_run(results, task, filter_name, lines)
+        for task, samples in results["samples"].items()
+        for filter_name, lines in _by_filter([_as_written(line) for line in samples]).items()
+    }
+    return Run(Path(name), name, results, tasks)
+
+
+def _as_written(line: dict[str, Any]) -> dict[str, Any]:
+    """A sample with its arguments as lm-eval's samples file has them."""
+    named = {
+        f"gen_args_{i}": {f"arg_{j}": value for j, value in enumerate(arguments)}
+        for i, arguments in enumerate(line["arguments"])
+    }
+    return {**line, "arguments": named, "target": str(line["target"])}
+
+
+def load_all(path: str | Path) -> list[Run]:
+    """Every run at or below `path` (a results file, or a folder of any depth), oldest first.
+
+    What a kill left of a run that has not ended, or that ended later, is no run of its own.
+    """
+    given = Path(path).expanduser()
+    files = sorted(given.rglob(_RESULTS), key=_date) if given.is_dir() else []
+    newest = {}
+    for file in files:
+        try:
+            started = started_of(file)
+        except FlyError as error:
+            logger.warning("%s: left out", error)
+            continue
+        of_run = file.with_name(f"fly_run_{started}.json")
+        if of_run.is_file() and not manifest.Manifest.read(of_run).finished:
+            logger.warning("%s: its run has not ended: left out (`fly --resume` ends it)", file)
+        else:
+            newest[file.parent, started or file] = file
+    return [load(file) for file in sorted(newest.values(), key=_date)] or [load(given)]
+
+
+def _by_filter(lines: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for line in lines:
+        groups.setdefault(line["filter"], []).append(line)
+    return groups
+
+
+def _task_run(
+    results: dict[str, Any], task: str, filter_name: str, lines: list[dict[str, Any]]
+) -> TaskRun:
+    aggregated = {}
+    of_task = results["results"].get(task, {})
+    for metric in lines[0]["metrics"]:
+        value = of_task.get(f"{metric},{filter_name}")
+        error = of_task.get(f"{metric}_stderr,{filter_name}")
+        if isinstance(value, (int, float)):
+            aggregated[metric] = (value, error if isinstance(error, (int, float)) else None)
+    known = results.get("higher_is_better", {}).get(task) or {}
+    return TaskRun(
+        name=task,
+        filter=filter_name,
+        version=str(results.get("versions", {}).get(task)),
+        num_fewshot=int(results.get("n-shot", {}).get(task) or 0),
+        higher_is_better={m: known.get(m) is not False for m in lines[0]["metrics"]},
+        aggregated=aggregated,
+        samples={line["doc_id"]: _sample(line) for line in lines},
+    )
+
+
+def _sample(line: dict[str, Any]) -> Sample:
+    arguments = line["arguments"].get("gen_args_0", {})
+    responses = line["resps"][0] if line["resps"] else []
+    return Sample(
+        doc_id=line["doc_id"],
+        doc=line["doc"] if isinstance(line["doc"], dict) else {"doc": line["doc"]},
+        hashes=(line["doc_hash"], line["prompt_hash"], line["target_hash"]),
+        prompt=_text(arguments.get("arg_0", "")),
+        target=line["target"],
+        responses=tuple(_text(response) for response in responses),
+        answer=_text(line["filtered_resps"][0] if line["filtered_resps"] else ""),
+        scores={
+            metric: float(line[metric])
+            for metric in line["metrics"]
+            if isinstance(line.get(metric), (bool, int, float))
+        },
+    )
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list) and len(value) == 1:
+        return _text(value[0])
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

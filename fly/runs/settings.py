@@ -1,0 +1,84 @@
+"""What sets finished runs apart: the settings in force in each, and the ones that differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fly.config import KEYS_OF_RULE
+from fly.runs.reader import Run
+
+MODES = {"fly": "FLy", "strict": "exact"}  # names for print; others go by their own
+
+_ALWAYS = (
+    "target_model_path", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed",
+    "total_gen_tok", "compile", "execution", "prefix_reuse",
+)  # fmt: skip
+_WITH_DRAFT = (
+    "draft_model_path", "draft_policy", "draft_quantization", "draft_device", "draft_dtype",
+)  # fmt: skip
+_OF_NGRAM = ("max_ngram_size", "min_ngram_size", "num_ngram_pred_tokens")
+_SHORT = {
+    "spd_k": "K", "win_len": "W", "entropy_thre": "\u03b8", "entropy_kind": "entropy",
+    "margin_thre": "margin", "draft_ratio_thre": "ratio", "draft_rank_max": "rank",
+    "defer_across_rounds": "across rounds", "typical_epsilon": "\u03b5", "typical_delta": "\u03b4",
+    "relaxed_top_k": "top", "relaxed_delta": "\u03b4", "draft_quantization": "draft",
+    "draft_policy": "policy", "draft_model_path": "draft model", "batch_size": "rows",
+    "max_ngram_size": "n-gram", "num_ngram_pred_tokens": "n-gram tokens",
+}  # fmt: skip
+
+
+def in_force(run: Run) -> dict[str, Any]:
+    """The settings that matter in this run, by configuration key: W only under FLy's rule, ...
+
+    Besides the configuration's keys: `drafter` (resolved), `dtype`, `device`, `capability` (of a
+    CPU), `threads`, `batch_size`. Empty for models that are not fly's.
+    """
+    if run.entry is None:
+        return {}
+    config, device = run.entry["config"], run.entry["device"]
+    keys = [key for key in KEYS_OF_RULE.get(run.mode, ()) if key != "abla_no_window"]
+    found: dict[str, Any] = {}
+    if run.entry["drafter"] is not None:
+        keys += ["spd_k", *_WITH_DRAFT]
+        keys += _OF_NGRAM if run.entry["drafter"] in ("ngram", "cascade") else ()
+        found["drafter"] = run.entry["drafter"]
+    found |= {key: config[key] for key in (*keys, *_ALWAYS) if key in config}
+    if config.get("abla_no_window") and "win_len" in found:
+        found["win_len"] = 0
+    found |= {"dtype": run.entry["dtype"], "device": device["name"], "threads": device["threads"]}
+    if "capability" in device:
+        found["capability"] = device["capability"]
+    found["batch_size"] = run.results["config"].get("batch_size")
+    return found
+
+
+def labels(runs: list[Run], without: tuple[str, ...] = ()) -> list[str]:
+    """One short label per run: its mode if modes differ, and the settings that differ.
+
+    without: keys that no label may hold. Runs that differ in nothing have equal labels.
+    """
+    all_settings = [in_force(run) for run in runs]
+    several_modes = len({run.mode for run in runs}) > 1
+    result = []
+    for run, settings in zip(runs, all_settings):
+        differing = [
+            key
+            for key in settings
+            if key not in without
+            and len({repr(other[key]) for other in all_settings if key in other}) > 1
+        ]
+        parts = [_in_words(key, settings[key]) for key in differing]
+        mode = MODES.get(run.mode, run.mode)
+        result.append(", ".join([mode, *parts] if several_modes or not parts else parts))
+    return result
+
+
+def _in_words(key: str, value: Any) -> str:
+    name = _SHORT.get(key, key)
+    if value is None:
+        return f"{name} off"
+    if isinstance(value, bool):
+        return name if value else f"not {name}"
+    if isinstance(value, float):
+        return f"{name}={value:g}"
+    return f"{name}={str(value).rstrip('/').rsplit('/', 1)[-1]}" if value != "" else name

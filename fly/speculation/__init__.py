@@ -1,0 +1,1 @@
+"""The method: drafting, verification, and the one decode loop."""

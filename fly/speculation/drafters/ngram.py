@@ -1,0 +1,101 @@
+"""Prompt lookup: the row's own text proposes what followed last time (PLD; arXiv 2304.04487)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+
+from fly.speculation.drafters.base import Draft
+from fly.speculation.sequence import RowVerdict, Sequence
+
+
+class NgramIndex:
+    """Where each n-gram of a growing token list was last followed by another token.
+
+    `extend` costs one dictionary write per size and token; `lookup` costs at most one read per
+    size, however long the text is.
+    """
+
+    def __init__(self, min_size: int, max_size: int) -> None:
+        self._sizes = range(max_size, min_size - 1, -1)
+        self._last: dict[tuple[int, ...], int] = {}
+        self._tokens: list[int] = []
+
+    def extend(self, tokens: Seq[int]) -> None:
+        """Append tokens; an n-gram is entered once the token after it is known."""
+        for token in tokens:
+            end = len(self._tokens)
+            for size in self._sizes:
+                if size <= end:
+                    self._last[tuple(self._tokens[end - size :])] = end
+            self._tokens.append(token)
+
+    def sync(self, tokens: Seq[int]) -> None:
+        """Append what `tokens` holds beyond the text so far (final text never changes)."""
+        self.extend(tokens[len(self._tokens) :])
+
+    def lookup(self, pending: Seq[int], count: int) -> list[int]:
+        """The tokens of `match`."""
+        return self.match(pending, count)[1]
+
+    def match(self, pending: Seq[int], count: int) -> tuple[int, list[int]]:
+        """(size of the longest suffix found, up to `count` tokens after its most recent match).
+
+        The suffix is that of the text so far plus `pending` (draft tokens, not yet in the index).
+        """
+        longest = self._sizes.start
+        suffix = [*self._tokens[-longest:], *pending][-longest:]
+        for size in self._sizes:
+            if size > len(suffix):
+                continue
+            if (start := self._last.get(tuple(suffix[-size:]))) is not None:
+                return size, self._tokens[start : start + count]
+        return 0, []
+
+
+class NgramDrafter:
+    """N-gram lookup alone: drafts cost nothing and need no second model."""
+
+    devices: tuple[torch.device, ...] = ()
+
+    def __init__(
+        self, slots: int, min_size: int, max_size: int, count: int, eos_ids: frozenset[int]
+    ) -> None:
+        self._sizes = (min_size, max_size)
+        self._count = count
+        self._eos_ids = eos_ids
+        self._indexes = [NgramIndex(*self._sizes) for _ in range(slots)]
+
+    def reserve(self, longest: int, spd_k: int) -> None:
+        pass
+
+    def admit(self, slot: int, row: Sequence, *, soon: bool = True) -> None:
+        self._indexes[slot] = NgramIndex(*self._sizes)
+
+    def propose(self, rows: list[Sequence], limits: list[int]) -> Draft:
+        tokens = [self._propose(slot, *pair) for slot, pair in enumerate(zip(rows, limits))]
+        return Draft(tokens, by=["n" * len(chain) for chain in tokens])
+
+    def _propose(self, slot: int, row: Sequence, limit: int) -> list[int]:
+        index = self._indexes[slot]
+        index.sync(row.tokens[: row.final_length])
+        provisional = row.tokens[row.final_length :]
+        return until_eos(index.lookup(provisional, min(limit, self._count)), self._eos_ids)
+
+    def commit(self, rows: list[Sequence], verdicts: list[RowVerdict]) -> None:
+        pass
+
+    def move(self, source: int, destination: int) -> None:
+        self._indexes[destination] = self._indexes[source]
+
+    def resize(self, slots: int) -> None:
+        del self._indexes[slots:]
+
+
+def until_eos(tokens: list[int], eos_ids: frozenset[int]) -> list[int]:
+    """The tokens up to and including the first EOS: nothing after it could be emitted."""
+    for index, token in enumerate(tokens):
+        if token in eos_ids:
+            return tokens[: index + 1]
+    return tokens

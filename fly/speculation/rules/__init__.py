@@ -1,0 +1,1 @@
+"""Verification rules: which draft tokens stand."""

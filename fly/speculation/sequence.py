@@ -1,0 +1,264 @@
+"""One row in flight: its tokens, its budget, and what a round adds to it.
+
+While a deferral's window is open, its token and all after it are provisional: they are decoded
+from, but neither final, counted nor returned until the window closes. A rollback replaces the
+deferred token by the target's own and drops what followed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+
+from fly.runs.records import Counts, RequestRecord, zero_seconds
+from fly.speculation.rules.verification import Resolution
+from fly.speculation.sampling import GREEDY, Noise, Sampling
+from fly.speculation.stop_strings import Decode, StopMatcher
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to decode. `budget`: most new tokens (>= 1). `tag`: the caller's own, handed back.
+
+    seed: where a sampling row's random numbers start; nothing else influences them.
+    repeat: how many equal requests of the same document came before it.
+    """
+
+    prompt: tuple[int, ...]
+    budget: int
+    stops: tuple[str, ...] = ()
+    tag: Any = None
+    sampling: Sampling = GREEDY
+    seed: int = 0
+    repeat: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ValueError("prompt is empty: give at least one token")
+        if self.budget < 1:
+            raise ValueError(f"budget={self.budget}: must be at least 1")
+
+
+class Source(Enum):
+    """Why a token is in the output."""
+
+    NATIVE = "native"  # drafted, and the target's own choice
+    DEFERRED = "deferred"  # drafted, not the target's choice, let in
+    CORRECTION = "correction"  # the target's own, at a rejection
+    ROLLBACK = "rollback"  # the same, where a deferral was rolled back
+    BONUS = "bonus"  # the target's own, after a draft that stands whole
+
+
+@dataclass(frozen=True)
+class RowVerdict:
+    """One row's judgement and resolution, on the host. Lists are as long as the row's draft.
+
+    choice: the target's own tokens, one more than the draft. entropy: of the target before every
+    one of them, for traces (None when nothing asks).
+    """
+
+    draft: list[int]
+    native: list[bool]
+    choice: list[int]
+    resolution: Resolution
+    entropy: list[float] | None = None
+
+    @property
+    def accepted(self) -> int:
+        return self.resolution.accepted
+
+    @property
+    def native_run(self) -> int:
+        """Leading draft tokens that are native matches."""
+        return [*self.native, False].index(False)
+
+
+@dataclass(frozen=True)
+class OpenDeferral:
+    """at: its index in the generated tokens. own_token: the target's, should it be rolled back.
+
+    matches: native matches that its window has seen.
+    """
+
+    at: int
+    own_token: int
+    matches: int
+
+
+class Sequence:
+    """The state of one request while it is decoded."""
+
+    def __init__(self, request: Request, eos_ids: frozenset[int], decode: Decode) -> None:
+        self.request = request
+        self.tokens = list(request.prompt)
+        self.finish_reason: str | None = None
+        self.prompt_tokens_reused = 0
+        self.is_reported = False
+        self.counts = Counts()
+        self.seconds = zero_seconds()
+        self.open: OpenDeferral | None = None
+        self.noise: Noise | None = None
+        self.sources: list[Source] = []  # one per generated token
+        self._counted = 0  # generated tokens that are final
+        self._eos_ids = eos_ids
+        self._stops = StopMatcher(request.stops, decode)
+        self._generator: torch.Generator | None = None
+        if not request.sampling.is_greedy:
+            self._generator = torch.Generator().manual_seed(request.seed)
+
+    @property
+    def is_open(self) -> bool:
+        return self.finish_reason is None
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[len(self.request.prompt) :]
+
+    @property
+    def remaining(self) -> int:
+        return self.request.budget - (len(self.tokens) - len(self.request.prompt))
+
+    @property
+    def final_length(self) -> int:
+        """How many of `tokens` no rollback can take back."""
+        return len(self.request.prompt) + self._counted
+
+    def draft_until_stop(self, draft: list[int]) -> int | None:
+        """How many of the draft tokens complete the row's first stop string, if all are let in."""
+        provisional = self.generated[self._counted :]
+        new = [*provisional, *draft]
+        matched = self._stops.tokens_until_match(self.generated[: self._counted], new)
+        if matched is None or matched <= len(provisional):
+            return None
+        return matched - len(provisional)
+
+    def begin_round(self, limit: int) -> None:
+        """Draw the row's random numbers for a round of at most `limit` draft tokens.
+
+        A round that failed (out of memory) is done again with the numbers it had.
+        """
+        if self._generator is not None and self.noise is None:
+            self.noise = Noise.drawn(limit, self._generator)
+
+    def commit(self, verdict: RowVerdict) -> Counts:
+        """Append or roll back what the round decided; clip at EOS, stop and budget; its counts.
+
+        Counts are of tokens that became final in this round.
+        """
+        counts = Counts(rounds=1, drafted=len(verdict.draft))
+        before = len(self.generated)
+        if verdict.resolution.reopened:
+            counts.discarded += self._roll_back(before)
+        else:
+            self._extend(verdict)
+        if not self._end() and self.open is not None and self.remaining <= 0:
+            counts.discarded += self._roll_back(before)  # the window cannot be filled any more
+            self._end()
+        self._count(counts)
+        self.counts.add(counts)
+        self.noise = None
+        return counts
+
+    def _extend(self, verdict: RowVerdict) -> None:
+        resolution, start = verdict.resolution, len(self.generated)
+        block = [*verdict.draft[: resolution.accepted], verdict.choice[resolution.accepted]]
+        self.tokens += block
+        self.sources += [
+            Source.DEFERRED if position in resolution.deferred else Source.NATIVE
+            for position in range(resolution.accepted)
+        ]
+        if resolution.accepted == len(verdict.draft):
+            self.sources.append(Source.BONUS)
+        else:
+            self.sources.append(Source.ROLLBACK if resolution.rolled_back else Source.CORRECTION)
+        if resolution.open_at is None:
+            self.open = None
+            return
+        assert resolution.open_matches is not None
+        if resolution.open_at >= 0:
+            own_token = verdict.choice[resolution.open_at]
+            at = start + resolution.open_at
+        else:
+            assert self.open is not None
+            at, own_token = self.open.at, self.open.own_token
+        self.open = OpenDeferral(at, own_token, resolution.open_matches)
+
+    def _roll_back(self, before: int) -> int:
+        """Put the target's own token in place of the open deferral.
+
+        Returns how many tokens of earlier rounds that drops; the row had `before` of them.
+        """
+        assert self.open is not None
+        at, dropped = self.open.at, max(0, before - self.open.at)
+        self._truncate(at)
+        self.tokens.append(self.open.own_token)
+        self.sources.append(Source.ROLLBACK)
+        self.open = None
+        return dropped
+
+    def _truncate(self, count: int) -> None:
+        del self.tokens[len(self.request.prompt) + count :]
+        del self.sources[count:]
+
+    def _end(self) -> bool:
+        """Clip at the first EOS, stop or budget and set the finish reason, if the row ends.
+
+        An open deferral before that end stands: what ended the row was natively accepted. Not so
+        if the budget ended it, or a stop string that the deferred token itself completes.
+        """
+        end, reason = self._first_end()
+        if self.open is not None and end is not None:
+            if reason == "length" and self.open.at < end:
+                return False
+            if end - 1 == self.open.at and not self._eos_after(end):
+                return False
+        if end is None:
+            return False
+        self._truncate(end)
+        self.open = None
+        self.finish_reason = reason
+        return True
+
+    def _first_end(self) -> tuple[int | None, str | None]:
+        """(count of generated tokens up to the first EOS, stop or budget, its name)."""
+        generated, start = self.generated, self._counted
+        end = min(len(generated), self.request.budget)
+        reason = "length" if end == self.request.budget else None
+        for index in range(start, end):
+            if generated[index] in self._eos_ids:
+                end, reason = index + 1, "eos"
+                break
+        matched = self._stops.tokens_until_match(generated[:start], generated[start:end])
+        if matched is not None and (start + matched < end or reason != "eos"):
+            end, reason = start + matched, "stop"
+        return (end, reason) if reason is not None else (None, None)
+
+    def _eos_after(self, start: int) -> bool:
+        return any(token in self._eos_ids for token in self.generated[start:])
+
+    def _count(self, counts: Counts) -> None:
+        """Count the tokens that became final, by their sources."""
+        final = self.open.at if self.open is not None else len(self.sources)
+        fresh = self.sources[self._counted : final]
+        self._counted = final
+        counts.native_accepted = fresh.count(Source.NATIVE)
+        counts.deferred_accepted = fresh.count(Source.DEFERRED)
+        counts.deferred_rolled_back = fresh.count(Source.ROLLBACK)
+        counts.corrections = fresh.count(Source.CORRECTION) + counts.deferred_rolled_back
+        counts.bonus = fresh.count(Source.BONUS)
+        counts.emitted = len(fresh)
+
+    def record(self) -> RequestRecord:
+        assert self.finish_reason is not None
+        return RequestRecord(
+            request=self.request,
+            tokens=self.generated,
+            finish_reason=self.finish_reason,
+            prompt_tokens=len(self.request.prompt),
+            prompt_tokens_reused=self.prompt_tokens_reused,
+            counts=self.counts,
+            seconds=self.seconds,
+        )
