@@ -1,4 +1,4 @@
-"""Plain lm-eval hf, fly target-only, strict and FLy on one task: scores and time in one run.
+"""Plain lm-eval hf, fly target-only, exact and FLy on one task: scores and time in one run.
 
     python benchmarks/modes.py --config qwen2.5-coder.json --tasks humaneval_instruct --limit 20
 
@@ -31,7 +31,7 @@ from fly.runs.records import TIMED, RunStats
 MODES: dict[str, dict[str, Any]] = {
     "hf": {},
     "target_only": {"use_sd": False},
-    "strict": {"enable_fly": False},
+    "exact": {"enable_fly": False},
     "fly": {},
 }
 
@@ -140,16 +140,16 @@ def check(summary: dict[str, Any]) -> None:
     """A short regression for CI. bfloat16 ties may change a text; broken decoding changes most."""
     modes, problems = summary["modes"], summary["problems"]
     solved = {mode: round(row["score"] * problems) for mode, row in modes.items()}
-    same = modes["strict"]["texts_equal_to_target_only"]
+    same = modes["exact"]["texts_equal_to_target_only"]
     failures = [
         f"{mode} solves {solved[mode]} of {problems}, target-only {solved['target_only']}"
-        for mode, allowed in (("strict", 1), ("fly", 2))  # FLy is lossy by design
+        for mode, allowed in (("exact", 1), ("fly", 2))  # FLy is lossy by design
         if solved[mode] < solved["target_only"] - allowed
     ]
     if same < problems / 2:
-        failures.append(f"strict gives target-only's text on {same} of {problems} problems only")
-    if modes["strict"]["stats"]["tau"] < 2:
-        failures.append(f"strict's tau is {modes['strict']['stats']['tau']}, below 2")
+        failures.append(f"exact gives target-only's text on {same} of {problems} problems only")
+    if modes["exact"]["stats"]["tau"] < 2:
+        failures.append(f"exact's tau is {modes['exact']['stats']['tau']}, below 2")
     if failures:
         sys.exit("regression: " + "; ".join(failures))
 
@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--metric", default="pass@1")
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
     parser.add_argument(
-        "--check", action="store_true", help="fail if strict or FLy lost what target-only solves"
+        "--check", action="store_true", help="fail if exact or FLy lost what target-only solves"
     )
     parser.add_argument("--limit", type=int, default=20)
     parser.add_argument("--chunk", type=int, default=5, help="problems per mode and turn")

@@ -280,7 +280,7 @@ DEFAULT: dict[str, Peer] = {
     "assisted": Peer(Assisted, batches=False),
     "prompt_lookup": Peer(PromptLookup, batches=False),
     "target_only": Peer(Fly, overrides={"use_sd": False}),
-    "strict": Peer(Fly, overrides={"enable_fly": False}),
+    "exact": Peer(Fly, overrides={"enable_fly": False}),
     "fly": Peer(Fly),
 }
 MORE: dict[str, Peer] = {

@@ -267,8 +267,8 @@ def pairs() -> list[tuple[str, str]]:
     others = ("assisted", "prompt_lookup", "target_only", "vllm")
     return [
         *((name, "hf") for name in (*PEERS, *_GROUPS) if name != "hf" and name != "vllm_draft"),
-        *((name, other) for name in ("fly", "fly_across", "strict") for other in others),
-        *((name, "hf_float32") for name in ("target_only", "strict", "fly", "fly_across")),
+        *((name, other) for name in ("fly", "fly_across", "exact") for other in others),
+        *((name, "hf_float32") for name in ("target_only", "exact", "fly", "fly_across")),
         *(("fly", lever) for lever in LEVERS),
     ]
 

@@ -237,8 +237,8 @@ class FlyConfig(BaseModel):
     )
     draft_quantization: Quantization = Field(
         "auto",
-        description="Weights of the draft model; strict decoding stays exact, FLy may accept other "
-        "tokens. int8: on a CPU that packs weights (see execution), or on a GPU, by torchao. int4: "
+        description="Weights of the draft model; exact verification stays lossless, FLy may accept "
+        "other tokens. int8: on a CPU that packs weights (see execution), or on a GPU, by torchao. int4: "
         "with oneDNN's passes. fp8: on a GPU. auto: int8 with fly's kernels, int4 with oneDNN's "
         "passes, else none.",
     )
@@ -289,10 +289,8 @@ class FlyConfig(BaseModel):
 
     @property
     def mode(self) -> str:
-        """`target-only`, `strict`, `fly` or a rival rule: what the printed tables call this run."""
-        if self.drafter_name is None:
-            return "target-only"
-        return "strict" if self.rule == "exact" else self.rule
+        """`target-only`, or the rule in force: what the printed tables call this run."""
+        return "target-only" if self.drafter_name is None else self.rule
 
     def hash(self) -> str:
         """First 12 hex digits of the SHA-256 of the resolved configuration, without what only

@@ -2,7 +2,7 @@
 
 Decoding reads every weight once per pass, so a pass costs its bytes. oneDNN reads a weight laid
 out in its own blocks about 1.5 times faster than the row-major one (docs/performance.md). A draft
-may have fewer bits: its errors cost acceptance, never the exactness of strict decoding.
+may have fewer bits: its errors cost acceptance, never the exactness of exact verification.
 """
 
 from __future__ import annotations

@@ -85,8 +85,9 @@ class Run:
 
     @property
     def mode(self) -> str:
-        """`target-only`, `strict`, `fly`, ... or the name of another backend, such as `hf`."""
-        return str(self.entry["mode"] if self.entry else self.results["config"]["model"])
+        """`target-only`, `exact`, `fly`, ... or the name of another backend, such as `hf`."""
+        mode = str(self.entry["mode"] if self.entry else self.results["config"]["model"])
+        return "exact" if mode == "strict" else mode  # as runs of November 2026 call it
 
     @property
     def resumed(self) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ from typing import Any
 from fly.config import KEYS_OF_RULE
 from fly.runs.reader import Run
 
-MODES = {"fly": "FLy", "strict": "exact"}  # names for print; others go by their own
+MODES = {"fly": "FLy"}  # names for print; others go by their own
 
 _ALWAYS = (
     "target_model_path", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed",

@@ -58,7 +58,7 @@ def tokens(records):
     return [records[tag].tokens for tag in sorted(records)]
 
 
-@pytest.mark.parametrize("relaxation", [None, tiny.relaxed(2, 0.3)], ids=["strict", "fly"])
+@pytest.mark.parametrize("relaxation", [None, tiny.relaxed(2, 0.3)], ids=["exact", "fly"])
 @pytest.mark.parametrize("slots", [1, 3, 8])
 def test_rows_in_flight_and_order_change_nothing(pair, slots, relaxation):
     wanted = requests()

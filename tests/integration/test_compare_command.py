@@ -90,7 +90,7 @@ def test_modes_are_run_once_compared_and_judged(
     assert "every document scored the same" in printed
     assert "--- exact (2 of 2) ---" in printed
     entry = json.loads(next(out.glob("exact/*/results_*.json")).read_text())["config"]["fly"]
-    assert (entry["mode"], entry["stats"]["requests"]) == ("strict", 12)
+    assert (entry["mode"], entry["stats"]["requests"]) == ("exact", 12)
     assert run(*common, "--modes", "target-only", "exact", *gate) == 0
     assert capfd.readouterr().out.count("finished before") == 2
     junit = tmp_path / "junit.xml"

@@ -29,7 +29,7 @@ def outcome(records):
     return [(record.tokens, record.counts, record.prompt_tokens_reused) for record in records]
 
 
-@pytest.mark.parametrize("relaxation", [None, tiny.relaxed(2, 0.3)], ids=["strict", "fly"])
+@pytest.mark.parametrize("relaxation", [None, tiny.relaxed(2, 0.3)], ids=["exact", "fly"])
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("name", ["none", "model", "ngram", "cascade"])
 def test_static_passes_decode_as_eager_ones_do(pair, name, slots, relaxation):

@@ -291,8 +291,8 @@ def test_exact_mode_is_the_target_alone():
     """Speculation that changes the text; drafts are taken and refused, so it could."""
     total = Counter()
     for case in seeded(100):
-        strict = replace(case, rule=Rule(case.rule.spd_k))
-        for tag, (tokens, reason, counts) in run(strict).items():
+        exact = replace(case, rule=Rule(case.rule.spd_k))
+        for tag, (tokens, reason, counts) in run(exact).items():
             request = case.requests[tag]
             alone = plain(case.script, request.prompt, request.budget, request.stops)
             assert (tokens, reason) == alone, case

@@ -378,7 +378,7 @@ def varied_requests():
 @pytest.mark.parametrize(
     "relaxation",
     [None, tiny.relaxed(2, 0.3), tiny.relaxed(2, 0.3, across=True)],
-    ids=["strict", "within", "across"],
+    ids=["exact", "within", "across"],
 )
 @pytest.mark.parametrize("name", ["none", "model", "ngram", "cascade"])
 def test_a_rows_tokens_do_not_depend_on_its_neighbours(target, draft, name, relaxation):
@@ -415,8 +415,8 @@ def test_fly_whose_gates_never_pass_is_exact_verification(name, across):
         table_engine(name, ANOTHER, k=4, relaxation=relaxation).run(table_requests(60, 40))
         for relaxation in (None, never)
     ]
-    strict, fly = ({record.request.tag: record for record in run} for run in runs)
-    assert {tag: row.tokens for tag, row in strict.items()} == {
+    exact, fly = ({record.request.tag: record for record in run} for run in runs)
+    assert {tag: row.tokens for tag, row in exact.items()} == {
         tag: row.tokens for tag, row in fly.items()
     }
     assert settled(fly.values())

@@ -237,7 +237,7 @@ def test_a_metric_that_a_run_breaks_does_not_vanish(tmp_path, capsys):
     torn = {"t": {"f": [float("nan")] * 200 + [0.5] * 100, "acc": SOLVED}, "u": {"acc": SOLVED}}
     gone = {"t": {"acc": SOLVED}, "u": {"acc": SOLVED}}
     folders = [write(tmp_path / n, m, tasks=t) for n, m, t in [
-        ("a", "target-only", good), ("b", "strict", good), ("c", "fly", torn),
+        ("a", "target-only", good), ("b", "exact", good), ("c", "fly", torn),
         ("d", "top_k", gone)]]  # fmt: skip
     base, *others = map(load, folders)
     result = compare.compare(base, others)

@@ -165,7 +165,7 @@ def test_modes_and_drafters():
     assert build(use_ngram=True).drafter_name == "cascade"
     assert build(drafter="ngram").needs_draft_model is False
     assert build(use_sd=False).mode == build(spd_k=0, win_len=0, enable_fly=False).mode
-    assert build(enable_fly=False, spd_k=1).mode == "strict"
+    assert build(enable_fly=False, spd_k=1).mode == "exact"
     assert build(abla_no_window=True, spd_k=2).window == 0
     assert build().hash() != build(spd_k=9).hash()
 

@@ -241,7 +241,7 @@ def test_the_figures_hold_every_point_line_and_label(folder, capsys):
     assert "time x over target-only, end to end" in shown
     points = [name for name in ids(out / "frontier.svg") if name.startswith("point-")]
     assert sorted(points) == [
-        "point-fly-0", "point-fly-1", "point-fly-2", "point-strict-0", "point-target-only-0",
+        "point-exact-0", "point-fly-0", "point-fly-1", "point-fly-2", "point-target-only-0",
     ]  # fmt: skip
     lines = [name for name in ids(out / "by_k.svg") if name.startswith("line-")]
     assert lines == ["line-0", "line-1"] * 2  # exact and FLy, above and below
