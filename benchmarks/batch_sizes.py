@@ -20,9 +20,10 @@ import torch
 from provenance import commit
 
 from fly import config as fly_config
-from fly.harness import summary
+from fly.execution.device import device_facts
 from fly.harness.evaluate import evaluate
 from fly.harness.hf import FlyLM
+from fly.runs.environment import versions
 from fly.runs.records import RunStats
 
 MODES: dict[str, dict[str, Any]] = {
@@ -52,7 +53,7 @@ def main() -> None:
     records: list[dict[str, Any]] = []
     names = list(MODES)
     for turn, size in enumerate(args.batch_sizes):
-        lm.batch_size_per_gpu = size
+        lm.engines.batch_size = size
         shift = turn % len(names)
         for mode in names[shift:] + names[:shift]:
             lm.fly_config = fly_config.build({**base, **MODES[mode]}, mode)
@@ -69,7 +70,7 @@ def main() -> None:
                     "batch_size": size,
                     "mode": mode,
                     "stats": lm.stats.as_dict(),
-                    "draft_length": lm.draft_length,
+                    "draft_length": lm.engines.draft_length,
                 }
             )
             print(f"batch size {size}, {mode}: done", flush=True)
@@ -94,9 +95,9 @@ def main() -> None:
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "commit": commit(),
             "arguments": {k: v for k, v in vars(args).items() if k != "output"},
-            "device": summary.device_facts(torch.device("cpu")),
-            "preparation": lm.preparation.as_dict(),
-            "versions": summary.versions(),
+            "device": device_facts(torch.device("cpu")),
+            "preparation": lm.packed.as_dict(),
+            "versions": versions(),
             "ratios": ratios,
             "records": records,
         }

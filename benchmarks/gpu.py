@@ -4,12 +4,13 @@
     python benchmarks/gpu.py --dry-run
 
 Needs one accelerator and no downloads; --dry-run is toy shapes on a CPU. A pass's floor is the
-bytes that it cannot but read, its weights and its rows' K/V, over the bandwidth of a large copy.
+bytes that it must read, its weights and its sequences' K/V, over the bandwidth of a large copy.
 Random weights never agree, so rounds replay recorded numbers of accepted tokens: every pass,
 verification kernel, host sync and commit runs, only the outcome is replaced. Rounds are timed with
-all rows in flight, without prefill and capture. In `ratios`, X/ceiling is time over the floor (1.3
-is 1.3 times as long); every other X/Y is X's speed over Y's, graph/eager too. The last line printed
-is one JSON object. Exit status: 1 if a check or a measurement failed, 2 without an accelerator.
+all sequences running, without prefill and capture. In `ratios`, X/ceiling is time over the floor
+(1.3 is 1.3 times as long); every other X/Y is X's speed over Y's, graph/eager too. The last line
+printed is one JSON object. Exit status: 1 if a check or a measurement failed, 2 without an
+accelerator.
 """
 
 from __future__ import annotations
@@ -41,18 +42,22 @@ from transformers import (
     Qwen2Config,
 )
 
-from fly.execution.cuda_graphs import StaticPasses
-from fly.execution.memory import free_bytes
+from fly.execution.cuda_graphs import CudaGraphRunner
+from fly.execution.device import device_facts
 from fly.execution.model_runner import ModelRunner
-from fly.harness import summary as report
+from fly.execution.oom import free_bytes
+from fly.runs.environment import versions
+from fly.settings import FlySettings, Settings
 from fly.speculation.drafters.base import Draft, Drafter, NoDrafter
 from fly.speculation.drafters.draft_model import ModelDrafter
 from fly.speculation.engine import Engine
-from fly.speculation.rules.gates import EntropyGate
-from fly.speculation.rules.verification import Relaxation, Resolution
-from fly.speculation.sequence import Request, RowVerdict, Sequence
+from fly.speculation.rules.base import Resolution
+from fly.speculation.rules.exact import ExactRule
+from fly.speculation.rules.fly import FlyRule
+from fly.speculation.sequence import Request, Sequence, Verdict
 
-FLY = Relaxation((EntropyGate(0.3),), window=6, room=6)  # the shipped configurations' values
+# the shipped configurations' values
+FLY = FlyRule(FlySettings.model_validate({"entropy_thre": 0.3, "win_len": 6}))
 WARM_UP, SLACK = 4, 8  # rounds: before the measured ones, and for those that captured a graph
 PHASES = ("draft", "verify", "other")
 PERIOD = 32  # of the built-in acceptance stream
@@ -170,43 +175,43 @@ class EnoughRounds(Exception):  # noqa: N818 - not an error
 
 
 class ReplayEngine(Engine):
-    """The real loop; only how many draft tokens stood comes from `stream`, in row order."""
+    """The real loop; only how many draft tokens stood comes from `stream`, in slot order."""
 
     def __init__(self, *args: Any, stream: Iterator[int], rounds: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._stream, self._rounds, self._warm_up = stream, rounds, WARM_UP
         self.measured: list[dict[str, float]] = []
 
-    def _verify(self, rows: list[Sequence], draft: Draft) -> tuple[list[RowVerdict], Tensor]:
-        verdicts, logits_BKV = super()._verify(rows, draft)
+    def _verify(self, running: list[Sequence], draft: Draft) -> tuple[list[Verdict], Tensor]:
+        verdicts, logits_BKV = super()._verify(running, draft)
         return [self._replayed(verdict) for verdict in verdicts], logits_BKV
 
-    def _replayed(self, verdict: RowVerdict) -> RowVerdict:
+    def _replayed(self, verdict: Verdict) -> Verdict:
         drafted = len(verdict.draft)
         accepted = min(next(self._stream), drafted)
-        native = [index < accepted for index in range(drafted)]
-        return replace(verdict, native=native, resolution=Resolution(accepted))
+        matches = [index < accepted for index in range(drafted)]
+        return replace(verdict, matches=matches, resolution=Resolution(accepted))
 
-    def _round(self, rows: list[Sequence]) -> None:
-        captured, before = StaticPasses.all_seconds, _sums(rows)
+    def _round(self, running: list[Sequence]) -> None:
+        captured, before = CudaGraphRunner.all_seconds, _sums(running)
         start = time.perf_counter()
-        super()._round(rows)  # ends synchronised
+        super()._round(running)  # ends synchronised
         seconds = time.perf_counter() - start
         if self._warm_up > 0:
             self._warm_up -= 1
-        elif StaticPasses.all_seconds == captured:
-            spent = {key: value - before[key] for key, value in _sums(rows).items()}
+        elif CudaGraphRunner.all_seconds == captured:
+            spent = {key: value - before[key] for key, value in _sums(running).items()}
             self.measured.append({"s": seconds, **spent})
         if len(self.measured) == self._rounds:
             raise EnoughRounds
 
     def _halve(self, error: Exception) -> None:
-        raise torch.OutOfMemoryError(str(error)) from None  # fewer rows would be another batch
+        raise torch.OutOfMemoryError(str(error)) from None  # fewer sequences would be another batch
 
 
-def _sums(rows: list[Sequence]) -> dict[str, float]:
-    phases = {key: sum(row.seconds[key] for row in rows) for key in PHASES}
-    return {"emitted": sum(len(row.tokens) for row in rows), **phases}
+def _sums(running: list[Sequence]) -> dict[str, float]:
+    phases = {key: sum(sequence.seconds[key] for sequence in running) for key in PHASES}
+    return {"emitted": sum(len(sequence.tokens) for sequence in running), **phases}
 
 
 class StepClock(LogitsProcessor):
@@ -258,16 +263,16 @@ def eager_chain(runner: ModelRunner, feeds: list[list[int]], steps: int) -> list
     """Greedy drafts by one eager pass and one word from the host per token: chain's oracle."""
     drafted: list[list[int]] = [[] for _ in feeds]
     for _ in range(steps):
-        choices = runner.extend(feeds).float().argmax(dim=-1).tolist()
+        own_tokens = runner.extend(feeds).float().argmax(dim=-1).tolist()
         for slot, feed in enumerate(feeds):
-            runner.keep(slot, runner.lengths[slot] + len(feed))
-            drafted[slot].append(choices[slot][len(feed) - 1])
-        feeds = [[row[-1]] for row in drafted]
+            runner.truncate(slot, runner.lengths[slot] + len(feed))
+            drafted[slot].append(own_tokens[slot][len(feed) - 1])
+        feeds = [[chain[-1]] for chain in drafted]
     return drafted
 
 
 def toy_model(seed: int, device: torch.device, dtype: torch.dtype) -> Any:
-    """The same weights on every machine, large enough that choices are no near-ties."""
+    """The same weights on every machine, large enough that argmaxes are no near-ties."""
     torch.manual_seed(seed)
     model = build(TOY, torch.device("cpu"), torch.float32)
     for weight in model.parameters():
@@ -276,7 +281,7 @@ def toy_model(seed: int, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def check_passes(device: torch.device, dtype: torch.dtype, tolerance: float) -> dict[str, Any]:
-    """Graph passes against eager ones: ragged rows, several widths, after rollbacks.
+    """Graph passes against eager ones: ragged feeds, several widths, after rollbacks.
 
     Logits within `tolerance` of the largest; in float32 also the very tokens of chains.
     """
@@ -287,8 +292,8 @@ def check_passes(device: torch.device, dtype: torch.dtype, tolerance: float) -> 
     runner.use_static_passes(capture=device.type == "cuda")
     static, worst, chains, same = runner.static, 0.0, 0, 0
     assert static is not None
-    for rows, width, longest in itertools.product((1, 3, 8), (1, 2, 5, 9), (60, 250, 590)):
-        widths = [width, *(rng.randint(1, width) for _ in range(rows - 1))]
+    for sequences, width, longest in itertools.product((1, 3, 8), (1, 2, 5, 9), (60, 250, 590)):
+        widths = [width, *(rng.randint(1, width) for _ in range(sequences - 1))]
         feeds = [rng.choices(range(TOY_VOCAB), k=count) for count in widths]
         for path in (None, static):
             runner.lengths[:] = [longest - 7 * slot for slot in range(8)]  # rolled back
@@ -324,8 +329,8 @@ def check_engine(device: torch.device) -> dict[str, Any]:
         runners = [ModelRunner(model, 2, 1024) for model in (target, draft)]
         for runner in runners if static else ():
             runner.use_static_passes(capture=device.type == "cuda")
-        rest: dict[str, Any] = {"relaxation": FLY, "eos_ids": none, "decode": lambda ids: ""}
-        engine = Engine(runners[0], ModelDrafter(runners[1], none), spd_k=8, **rest)
+        rest: dict[str, Any] = {"eos_ids": none, "decode": lambda ids: ""}
+        engine = Engine(runners[0], ModelDrafter(runners[1], none), FLY, spd_k=8, **rest)
         records = list(engine.run(Request(prompt, 48) for prompt in prompts))
         outputs.append({record.request.prompt: record.tokens for record in records})
         accepted = sum(record.counts.native_accepted for record in records)
@@ -336,7 +341,7 @@ def check_engine(device: torch.device) -> dict[str, Any]:
 
 
 class DoesNotFit(Exception):  # noqa: N818 - a line, and the rest goes on
-    """The models or the rows need more memory than there is."""
+    """The models or the K/V need more memory than there is."""
 
 
 @dataclass
@@ -356,7 +361,7 @@ class Bench:
         self.tau = 1 + statistics.fmean(min(count, k) for count in self.stream)
         self.rounds = math.ceil(self.args.tokens / self.tau)
         room = max((self.rounds + WARM_UP + SLACK) * (k + 1), self.args.tokens + WARM_UP + SLACK)
-        # Tokens per row: the bucket of the graphs in which the longest row ends.
+        # Tokens per sequence: the bucket of the graphs in which the longest one ends.
         self.capacity = max(256, 1 << (self.args.context + room + 2 * k + 4).bit_length())
 
     def keep(self, **record: Any) -> None:
@@ -387,7 +392,7 @@ class Bench:
         shapes = [SHAPES[shape] for shape in PAIRS[name]]
         metas = [build(shape, torch.device("meta"), self.dtype) for shape in shapes]
         weights = sum(weight.nbytes for meta in metas for weight in meta.parameters())
-        self.must_fit(weights + min(self.args.batches) * self.row_bytes(shapes))
+        self.must_fit(weights + min(self.args.batches) * self.sequence_bytes(shapes))
         models = [build(shape, self.device, self.dtype) for shape in shapes]
         for batch in self.args.batches:
             self.attempt(f"{name} batch {batch}", self.batch, name, batch, shapes, models)
@@ -400,8 +405,8 @@ class Bench:
             self.attempt(label, self.transformers, name, batch, models[0])
             forget_compiled(models[0])
 
-    def row_bytes(self, shapes: list[Any]) -> int:
-        """One row's K/V in both models and the workspace of its verification."""
+    def sequence_bytes(self, shapes: list[Any]) -> int:
+        """One sequence's K/V in both models and the workspace of its verification."""
         kv = sum(kv_bytes(shape, self.dtype) for shape in shapes)
         return self.capacity * kv + 6 * 4 * (self.args.k + 1) * shapes[1].vocab_size
 
@@ -415,7 +420,7 @@ class Bench:
 
     def batch(self, pair: str, batch: int, shapes: list[Any], models: list[Any]) -> None:
         """All of fly's measurements of one pair at one batch size, eager and as graphs."""
-        self.must_fit(batch * self.row_bytes(shapes))
+        self.must_fit(batch * self.sequence_bytes(shapes))
         longest = 2 * self.capacity + self.args.tokens  # never reached
         draft, target = (ModelRunner(model, batch, longest) for model in models)
         for runner in (draft, target):
@@ -451,33 +456,35 @@ class Bench:
         }
         for what, (runner, steps, call) in calls.items():
             runner.lengths[:] = [context] * batch
-            captured = StaticPasses.all_seconds
+            captured = CudaGraphRunner.all_seconds
             found = measure(call, self.device, self.args.repeats)
             must_be_static(runner)
             moved = read_bytes(runner.model) + batch * context * runner.cache.bytes_per_token
             found["floor_ms"] = 1e3 * steps * moved / self.bandwidth
             found["x_ceiling"] = found["ms"] / found["floor_ms"]
-            found["capture_seconds"] = round(StaticPasses.all_seconds - captured, 3)
+            found["capture_seconds"] = round(CudaGraphRunner.all_seconds - captured, 3)
             self.keep(kind="pass", what=what, **where, **found)
 
     def play(
         self, where: dict[str, Any], what: str, target: ModelRunner, draft: ModelRunner | None
     ) -> None:
         """Whole rounds through the engine."""
-        k, batch, captured = self.args.k if draft else 0, where["batch"], StaticPasses.all_seconds
+        k, batch = self.args.k if draft else 0, where["batch"]
+        captured = CudaGraphRunner.all_seconds
         rounds = self.rounds if draft else self.args.tokens
         no_token = frozenset({target.model.config.vocab_size})
         drafter: Drafter = ModelDrafter(draft, no_token) if draft else NoDrafter()
         # The warm-up's outcomes bring about every shape of feed: all accepted, and none.
         warm_up = [k] * (2 * batch) + [0] * ((WARM_UP - 2) * batch)
         stream = itertools.chain(warm_up, itertools.cycle(self.stream))
-        rest = {"relaxation": FLY if draft else None, "eos_ids": no_token, "decode": lambda ids: ""}
-        engine = ReplayEngine(target, drafter, spd_k=k, stream=stream, rounds=rounds, **rest)
+        rule = FLY if draft else ExactRule(Settings())
+        rest: dict[str, Any] = {"eos_ids": no_token, "decode": lambda ids: ""}
+        engine = ReplayEngine(target, drafter, rule, spd_k=k, stream=stream, rounds=rounds, **rest)
         prompt = tuple(self.prompt(self.args.context + 1))
         budget = (WARM_UP + rounds + SLACK) * (k + 1) + k + 1
         try:
-            for _ in engine.run(Request(prompt, budget, tag=row) for row in range(batch)):
-                raise RuntimeError("a row ended before all rounds were measured")
+            for _ in engine.run(Request(prompt, budget, tag=index) for index in range(batch)):
+                raise RuntimeError("a sequence ended before all rounds were measured")
         except EnoughRounds:
             pass
         for runner in (target, draft):
@@ -488,7 +495,7 @@ class Bench:
             "tok_s": sums["emitted"] / sums["s"],
             "tau": sums["emitted"] / rounds / batch,
             "phases_ms": {key: 1e3 * sums[key] / rounds for key in PHASES},
-            "capture_seconds": round(StaticPasses.all_seconds - captured, 3),
+            "capture_seconds": round(CudaGraphRunner.all_seconds - captured, 3),
             "samples_ms": [round(1e3 * r["s"], 4) for r in engine.measured],
         }
         self.keep(kind="rounds", what=what, **where, **found)
@@ -550,8 +557,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--device", help="default: cuda (ROCm too), or cpu with --dry-run")
     add("--pairs", nargs="*", choices=real, default=real, help="none: only the checks")
     add("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
-    add("--context", type=int, default=512, help="tokens already cached per row")
-    add("--tokens", type=int, default=256, help="new tokens per row")
+    add("--context", type=int, default=512, help="tokens already cached per sequence")
+    add("--tokens", type=int, default=256, help="new tokens per sequence")
     add("--repeats", type=int, default=30, help="timed calls of each pass")
     add("--k", type=int, default=8, help="draft tokens per round")
     add("--tau", type=float, default=8.0, help="of the built-in stream, at most K + 1")
@@ -603,7 +610,7 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device(args.device)
     if args.dry_run:
         torch.set_num_threads(1)
-    facts = report.device_facts(device)
+    facts = device_facts(device)
     bench = Bench(args, device, read_stream(args))
     args.output = open_output(args.output, facts["name"])
     captured = device.type == "cuda"
@@ -621,7 +628,7 @@ def main(argv: list[str] | None = None) -> int:
     hidden = ("output", "stream")  # paths of this machine
     summary = {
         "commit": commit(),
-        "versions": report.versions(),
+        "versions": versions(),
         "device": facts,
         "captured": captured,
         "arguments": {key: value for key, value in vars(args).items() if key not in hidden},

@@ -21,8 +21,10 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from fly.execution.model_runner import ModelRunner
-from fly.speculation.drafters.draft_model import CascadeDrafter
+from fly.settings import Settings
+from fly.speculation.drafters.cascade import CascadeDrafter
 from fly.speculation.engine import Engine
+from fly.speculation.rules.exact import ExactRule
 from fly.speculation.sequence import Request
 
 _WARM = 50
@@ -49,8 +51,8 @@ def engine(slots: int) -> Engine:
     return Engine(
         ModelRunner(target, slots, 2048),
         CascadeDrafter(runner, frozenset(), 1, 4, 6),
+        ExactRule(Settings()),
         spd_k=8,
-        relaxation=None,
         eos_ids=frozenset(),
         decode=lambda ids: "",
     )

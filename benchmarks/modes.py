@@ -22,10 +22,11 @@ from lm_eval.models.huggingface import HFLM
 from provenance import commit
 
 from fly import config as fly_config
-from fly.harness import summary as report
+from fly.execution.device import device_facts
 from fly.harness.evaluate import evaluate
 from fly.harness.hf import FlyLM
 from fly.models import sources
+from fly.runs.environment import versions
 from fly.runs.records import TIMED, RunStats
 
 MODES: dict[str, dict[str, Any]] = {
@@ -112,8 +113,8 @@ class Bench:
             "task": self.args.tasks,
             "problems": len(reference),
             "config": self.base.model_dump(),
-            "versions": report.versions(),
-            "device": report.device_facts(self.fly.device),
+            "versions": versions(),
+            "device": device_facts(self.fly.device),
             "commit": commit(),
             "modes": modes,
             "ratios": {name: round(value, 3) for name, value in ratios.items()},

@@ -2,7 +2,7 @@
 
     python benchmarks/passes.py --config qwen2.5-coder.json --execution kernels onednn eager
 
-Each way runs in a process of its own; passes of one row at --context tokens, the median of some.
+Each way runs in a process of its own; passes of one sequence at --context tokens, by their median.
 Beside them: the rate of PyTorch's float32 matrix product (1024 x 1536 x 8960), which bounds a CPU's
 passes over many tokens where it has no bfloat16 instructions. The last line printed is one JSON
 object; restrict the instructions with ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA and
@@ -57,7 +57,7 @@ def worker(args: argparse.Namespace) -> None:
         runner.prefill(0, [7] * args.context)
         passes[role] = {}
         for tokens in args.tokens:
-            runner.keep(0, args.context)
+            runner.truncate(0, args.context)
             feed = [list(range(100, 100 + tokens))]
             passes[role][tokens] = seconds_of(lambda r=runner, f=feed: r.extend(f), args.budget)
     runner = ModelRunner(lm.model, 1, 4096, reuse_prefixes=False)
@@ -73,7 +73,7 @@ def worker(args: argparse.Namespace) -> None:
         "passes": passes,
         "prefill_256": prefill,
         "prefill_256_flops": 2 * 256 * weights / prefill,
-        "preparation": lm.preparation.as_dict(),
+        "preparation": lm.packed.as_dict(),
     }
     print("RESULT " + json.dumps(result))
 

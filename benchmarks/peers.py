@@ -8,9 +8,9 @@ its own and so a script of its own, vllm_peer.py.
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -23,9 +23,10 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
-from fly.harness import summary
+from fly.execution.device import peak_memory_bytes
 from fly.harness.hf import FlyLM
 from fly.models.sources import ModelSource
+from fly.runs.environment import versions
 from fly.runs.records import RequestRecord, RunStats
 
 
@@ -207,7 +208,7 @@ class KeepingFly(FlyLM):
         super().__init__(**kwargs)
         self.kept: dict[int, RequestRecord] = {}
 
-    def _keep(self, instance: Instance, text: str, record: RequestRecord, log: Any) -> None:
+    def keep(self, instance: Instance, text: str, record: RequestRecord, log: Any) -> None:
         assert instance.doc_id is not None
         self.kept[instance.doc_id] = record
 
@@ -311,15 +312,18 @@ def measure(spec: Spec) -> dict[str, Any]:
         "warm_up_seconds": warm - loaded,
         "outputs": [asdict(output) for output in outputs],
         "threads": torch.get_num_threads(),
-        "peak_memory_bytes": summary.peak_memory_bytes(torch.device(spec.device)),
-        "versions": summary.versions(),
+        "peak_memory_bytes": peak_memory_bytes(torch.device(spec.device)),
+        "versions": versions(),
         **peer.facts(),
     }
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("spec", type=Path, metavar="SPEC.json", help="a Spec, by throughput.py")
+    path: Path = parser.parse_args().spec
     logging.basicConfig(level=logging.INFO)
-    spec = Spec(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    spec = Spec(**json.loads(path.read_text(encoding="utf-8")))
     try:
         result = measure(spec)
     except Exception as error:

@@ -40,10 +40,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from fly import config as fly_config
 from fly.errors import FlyError
-from fly.harness import summary as report
-from fly.models.loading import eos_token_ids
+from fly.execution.device import device_facts
 from fly.models.sources import ModelSource, resolve_source
+from fly.models.tokenizers import eos_token_ids
 from fly.paths import data_dir
+from fly.runs import environment
 from fly.runs.records import DECODING
 
 Run = tuple[str, int]  # peer, batch size
@@ -369,7 +370,7 @@ def summarize(bench: Bench, facts: dict[str, Any]) -> dict[str, Any]:
             "dtype": last.get("dtype"),
             "threads": last["threads"],
         }
-    versions = dict(report.versions())
+    versions = dict(environment.versions())
     for records in done.values():
         versions |= {key: value for key, value in records[0]["versions"].items() if key == "vllm"}
     speeds = {
@@ -540,7 +541,7 @@ def main(argv: list[str] | None = None) -> None:
         "commit": commit(),
         "arguments": {**arguments, "with_vllm": bool(args.with_vllm)},
         "config": config.model_dump(),
-        "device": report.device_facts(torch.device(args.device)),
+        "device": device_facts(torch.device(args.device)),
     }
     try:
         bench.run_all()

@@ -59,7 +59,7 @@ class Command:
     def start(self, out: Path) -> killing.Run:
         return killing.Run(self.arguments(out), self.place)
 
-    def go_on(self, out: Path) -> killing.Run:
+    def resume(self, out: Path) -> killing.Run:
         return self.start(out)
 
     def moment(self, rng: random.Random, out: Path) -> str:
@@ -82,7 +82,7 @@ class Command:
         self.check_nobody_is_left(run, number, group)
         kept = self.kept(out)
         done = self.done(out)
-        status, output = self.go_on(out).end()
+        status, output = self.resume(out).end()
         assert status == 0, output[-3000:]
         for path, data in kept.items():
             assert path.read_bytes().startswith(data), f"{path}: what was finished has changed"
@@ -115,7 +115,7 @@ class Command:
             if path.suffix == ".json" and not path.name.startswith("results_"):  # lm-eval's own
                 json.loads(path.read_text())
             if path.suffix == ".jsonl" and not path.name.startswith("samples_"):
-                assert reader.read_lines(path)
+                assert reader.read_lines(path, dict)
                 assert path.read_bytes().endswith(b"\n")
 
 
@@ -129,7 +129,7 @@ class Run(Command):
     def done(self, out):
         return None
 
-    def go_on(self, out):
+    def resume(self, out):
         if list(out.rglob("fly_run_*.json")):
             return killing.Run(["--resume", out], self.place)
         return self.start(out)

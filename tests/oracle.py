@@ -1,7 +1,7 @@
-"""FLy decoding by the book: slow, one token at a time, for greedy rows; the tests' reference.
+"""FLy decoding by the book: slow, one token at a time, greedy; the tests' reference.
 
-Written from the semantics (shared design, section 3), not from fly/decoding: it knows no tensor, no
-cache and no batch, and imports nothing of fly. Words: see fly/speculation/rules/verification.py.
+Written from the semantics (docs/definitions.md), not from fly/speculation: it knows no tensor, no
+cache and no batch, and imports nothing of fly. Words: see fly/speculation/rules/fly.py.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections import Counter
 from dataclasses import dataclass
 
 KINDS = {  # why a token is in the output -> the count that it belongs to
-    "native": "native_accepted",
+    "match": "native_accepted",
     "deferred": "deferred_accepted",
-    "correction": "corrections",
+    "recovered": "corrections",
     "rollback": "corrections",
     "bonus": "bonus",
 }
@@ -25,7 +25,7 @@ class Script:
     """A target and a drafter whose behaviour is a pseudo-random function of the whole prefix.
 
     Tokens 0..vocab-2 are the letters a, b, c, ...; the last one is EOS, "." in text. agree: how
-    often the draft is the target's own choice. eos: how often either says EOS.
+    often the draft is the target's own token. eos: how often either says EOS.
     """
 
     seed: int
@@ -37,7 +37,7 @@ class Script:
     def eos_id(self) -> int:
         return self.vocab - 1
 
-    def choice(self, prefix: list[int]) -> int:
+    def target_token(self, prefix: list[int]) -> int:
         """The target's argmax after `prefix`."""
         return self._token("choice", prefix)
 
@@ -50,7 +50,7 @@ class Script:
         if self._chance("stop", prefix) < 0.04:
             return None
         if self._chance("agree", prefix) < self.agree:
-            return self.choice(prefix)
+            return self.target_token(prefix)
         return self._token("other", prefix)
 
     def decode(self, tokens) -> str:
@@ -72,17 +72,17 @@ class Script:
 
 @dataclass(frozen=True)
 class Rule:
-    """window None: exact verification. room: draft tokens that must follow a deferral in its round;
-    None: windows stay open across rounds. theta None: every mismatch may be deferred."""
+    """window None: exact verification. lookahead: draft tokens that must follow a deferral in its
+    round; None: windows stay open across rounds. theta None: every mismatch may be deferred."""
 
     spd_k: int
     window: int | None = None
     theta: float | None = None
-    room: int | None = None
+    lookahead: int | None = None
 
     @property
     def is_across(self) -> bool:
-        return self.window is not None and self.room is None
+        return self.window is not None and self.lookahead is None
 
 
 @dataclass(frozen=True)
@@ -97,15 +97,15 @@ class Placed:
 class Oracle:
     """Decodes one request: after `decode`, its tokens, finish_reason, counts and events.
 
-    out: what was generated so far. waiting: where in it the deferral lies whose window is open;
-    all that follows it in `out` are native matches, so they need not be counted separately.
+    out: what was generated so far. open_at: where in it the deferral lies whose window is open;
+    all that follow it in `out` are matches, so they need not be counted separately.
     """
 
     def __init__(self, script: Script, rule: Rule, prompt, budget: int, stops=()) -> None:
         self.script, self.rule = script, rule
         self.prompt, self.budget, self.stops = list(prompt), budget, stops
         self.out: list[Placed] = []
-        self.waiting: int | None = None
+        self.open_at: int | None = None
         self.finish_reason: str | None = None
         self.rounds = self.drafted = self.discarded = 0
         self.events: Counter[str] = Counter()
@@ -155,30 +155,30 @@ class Oracle:
     def verify(self, draft: list[int]) -> None:
         """Go through the draft until the first rejection or the end of the text."""
         for place, token in enumerate(draft, start=1):
-            own = self.script.choice(self.prefix())
+            own = self.script.target_token(self.prefix())
             if token == own:
-                self.put(token, "native")
-            elif self.waiting is not None:
+                self.put(token, "match")
+            elif self.open_at is not None:
                 self.events["rolled back " + self.where()] += 1
                 return self.roll_back()
-            elif self.may_be_deferred(token, following=len(draft) - place):
+            elif self.is_deferrable(token, following=len(draft) - place):
                 self.put(token, "deferred")
             else:
-                return self.put(own, "correction")
+                return self.put(own, "recovered")
             # Within a round a window asks for W matches in the draft, wherever the text ends.
             if self.rule.is_across and self.end_if_over():
                 return None
-        return self.put(self.script.choice(self.prefix()), "bonus")
+        return self.put(self.script.target_token(self.prefix()), "bonus")
 
-    def may_be_deferred(self, token: int, following: int) -> bool:
-        """Asked for a native mismatch while no window is open."""
-        window, room, theta = self.rule.window, self.rule.room, self.rule.theta
+    def is_deferrable(self, token: int, following: int) -> bool:
+        """Asked for a mismatch while no window is open."""
+        window, lookahead, theta = self.rule.window, self.rule.lookahead, self.rule.theta
         if window is None:
             return False
         if theta is not None and math.log(self.script.rivals(self.prefix())) < theta:
             return False
-        if room is not None and following < room:
-            self.events["refused: no room in the round"] += 1
+        if lookahead is not None and following < lookahead:
+            self.events["refused: too few drafted after it"] += 1
             return False
         if token == self.script.eos_id and window > 0:
             self.events["refused: EOS"] += 1
@@ -191,41 +191,41 @@ class Oracle:
         if kind == "deferred" and self.rule.window == 0:
             self.events["stood at once"] += 1
         elif kind == "deferred":
-            self.waiting = len(self.out) - 1
-        elif self.waiting is not None and self.matches() == self.rule.window:
+            self.open_at = len(self.out) - 1
+        elif self.open_at is not None and self.matches() == self.rule.window:
             self.stand(self.where())
 
     def matches(self) -> int:
-        assert self.waiting is not None
-        return len(self.out) - 1 - self.waiting
+        assert self.open_at is not None
+        return len(self.out) - 1 - self.open_at
 
     def stand(self, why: str) -> None:
         self.events["stood " + why] += 1
-        self.waiting = None
+        self.open_at = None
 
     def roll_back(self) -> None:
         """The target's own token for the deferred one, and nothing after it."""
-        at = self.waiting
+        at = self.open_at
         assert at is not None
         if self.first_end() == (at + 1, "stop"):
             self.events["stop by a deferral, rolled back"] += 1
         self.discarded += sum(placed.round < self.rounds for placed in self.out[at:])
         del self.out[at:]
-        self.waiting = None
-        self.put(self.script.choice(self.prefix()), "rollback")
+        self.open_at = None
+        self.put(self.script.target_token(self.prefix()), "rollback")
 
     def end_if_over(self) -> bool:
         """Cut the text at its first EOS, stop string or budget; tell whether it ends there."""
         count, reason = self.first_end()
         if reason is None:
             return False
-        if self.waiting is not None and self.is_undecided(count, reason):
+        if self.open_at is not None and self.is_undecided(count, reason):
             if len(self.out) < self.budget:
                 return False
             self.events["rolled back by the budget"] += 1
             self.roll_back()
             return self.end_if_over()
-        if self.waiting is not None:
+        if self.open_at is not None:
             self.stand(f"by the end: {'eos' if self.last_is_eos() else reason}, {self.where()}")
         last = self.out[count - 1]
         self.events[f"{last.kind} token ends: {reason}"] += 1
@@ -237,10 +237,10 @@ class Oracle:
 
     def is_undecided(self, count: int, reason: str) -> bool:
         """The open window may yet be broken: the end is not the target's own doing."""
-        assert self.waiting is not None
+        assert self.open_at is not None
         if reason == "length":
             return True
-        return count == self.waiting + 1 and not self.last_is_eos()
+        return count == self.open_at + 1 and not self.last_is_eos()
 
     def first_end(self) -> tuple[int, str | None]:
         """(how many tokens the text has where it first ends, why)."""
@@ -258,8 +258,8 @@ class Oracle:
         return self.out[-1].token == self.script.eos_id
 
     def where(self) -> str:
-        assert self.waiting is not None
-        return "within a round" if self.out[self.waiting].round == self.rounds else "across rounds"
+        assert self.open_at is not None
+        return "within a round" if self.out[self.open_at].round == self.rounds else "across rounds"
 
     def prefix(self) -> list[int]:
         return self.prompt + self.tokens
@@ -269,7 +269,7 @@ def plain(script: Script, prompt, budget: int, stops=()) -> tuple[list[int], str
     """The target alone: (tokens, finish_reason)."""
     tokens: list[int] = []
     while len(tokens) < budget:
-        tokens.append(script.choice(list(prompt) + tokens))
+        tokens.append(script.target_token(list(prompt) + tokens))
         if tokens[-1] == script.eos_id:
             return tokens, "eos"
         if any(stop in script.decode(tokens) for stop in stops):

@@ -1,7 +1,7 @@
 """A scripted pair whose tokens depend on the position alone, and runners that speak it.
 
-What follows a deferral is then the same as what follows the target's own token, so a replay's one
-approximation (behind a branch the text goes on at the same offset) is exact.
+What follows a deferral is then the same as what follows the target's own token, so a recording's
+one approximation (behind a branch the text goes on at the same offset) is exact.
 """
 
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from tests.oracle import Script
 
 @dataclass(frozen=True)
 class Positional(Script):
-    """Script by position. is_draft: `choice` is what the draft would say there."""
+    """Script by position. is_draft: `target_token` is what the draft would say there."""
 
     is_draft: bool = False
 
     def _hash(self, what, prefix):
         return super()._hash(what, [len(prefix) % 200, len(prefix) // 200])
 
-    def choice(self, prefix):
-        own = super().choice(prefix)
+    def target_token(self, prefix):
+        own = super().target_token(prefix)
         if not self.is_draft or self._chance("agree", prefix) < self.agree:
             return own
         return self._token("other", prefix)

@@ -8,12 +8,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from fly.execution.model_runner import ModelRunner
+from fly.settings import FlySettings, Settings
 from fly.speculation.drafters.base import NoDrafter
-from fly.speculation.drafters.draft_model import CascadeDrafter, ModelDrafter
+from fly.speculation.drafters.cascade import CascadeDrafter
+from fly.speculation.drafters.draft_model import ModelDrafter
 from fly.speculation.drafters.ngram import NgramDrafter
 from fly.speculation.engine import Engine
+from fly.speculation.rules.base import Rule
+from fly.speculation.rules.exact import ExactRule
+from fly.speculation.rules.fly import FlyRule
 from fly.speculation.rules.gates import EntropyGate
-from fly.speculation.rules.verification import Relaxation
 from fly.speculation.sequence import Request
 
 EOS = 2
@@ -113,16 +117,33 @@ def drafter(name: str, slots: int, draft_model, eos=frozenset({EOS}), max_length
     return CascadeDrafter(draft, eos, 1, 4, 6) if name == "cascade" else ModelDrafter(draft, eos)
 
 
-def relaxed(window: int, threshold: float | None, across=False, kind="top3") -> Relaxation:
+EXACT = ExactRule(Settings())
+
+
+def fly_rule(gates=(), window=0, lookahead=0) -> FlyRule:
+    """FLy's rule with any gates. lookahead: None lets the window stay open across rounds."""
+    rule = FlyRule(FlySettings())
+    rule.gates, rule.window, rule.lookahead = tuple(gates), window, lookahead
+    return rule
+
+
+def relaxed(window: int, threshold: float | None, across=False, kind="top3") -> FlyRule:
     """FLy's rule with its entropy gate alone."""
     gates = () if threshold is None else (EntropyGate(threshold, kind),)
-    return Relaxation(gates, window, None if across else window)
+    return fly_rule(gates, window, None if across else window)
 
 
-def engine(target, drafter_, k, relaxation=None, slots=1, eos=frozenset({EOS}), decode=str, **kw):
+def gated_rule(*gates) -> Rule:
+    """Lets in every mismatch that passes, also when sampling."""
+    rule = Rule(Settings())
+    rule.gates = gates
+    return rule
+
+
+def engine(target, drafter_, k, rule=EXACT, slots=1, eos=frozenset({EOS}), decode=str, **kw):
     """target: a model, or a runner of its own (`slots` is the runner's then)."""
     own = target if isinstance(target, ModelRunner) else runner(target, slots)
-    return Engine(own, drafter_, spd_k=k, relaxation=relaxation, eos_ids=eos, decode=decode, **kw)
+    return Engine(own, drafter_, rule, spd_k=k, eos_ids=eos, decode=decode, **kw)
 
 
 def decode_all(engine_, prompts_, budget=60, stops=()):

@@ -1,33 +1,38 @@
-"""What traces say about drafts: acceptance by position, tokens per round, entropy at mismatches."""
+"""What traces say of drafts: acceptance by position, tokens per round, entropy at mismatches."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from fly.runs.replay import Generation
+from fly.runs.replay import Generation, Token
 
 
 @dataclass
 class Position:
-    """One draft position over all rounds: how often it was drafted, and what stood in the end.
+    """One draft position over all rounds.
 
-    reached: drafted where everything before it in the same draft stood in the end.
+    drafted: how often. reached: how often everything before it in the same draft stood in the end.
+    matches, deferred: tokens that stood, as the target token or as a deferred mismatch.
     """
 
     drafted: int = 0
     reached: int = 0
-    native: int = 0
+    matches: int = 0
     deferred: int = 0
+
+    @property
+    def stood(self) -> int:
+        return self.matches + self.deferred
 
 
 @dataclass
 class Acceptance:
     """positions: by place in the draft, from the first. blocks: rounds by tokens that stood.
 
-    stood, rolled_back, rejected: the target's entropies at mismatches, by their fate. A mismatch
-    that fell only because it was in another deferral's window is in none of them.
+    stood, rolled_back, rejected: the target's entropies at mismatches, by what became of them. A
+    mismatch that was dropped only because it was in another deferral's window is in none of them.
     """
 
     positions: list[Position] = field(default_factory=list)
@@ -47,34 +52,29 @@ def measure(generations: Iterable[Generation]) -> Acceptance:
 
 
 def _add(result: Acceptance, generation: Generation) -> None:
-    kept: dict[int, dict[int, str]] = {}  # by round and position, of draft tokens that stood
-    per_round: Counter[int] = Counter()
-    for token in generation.shown:
-        if token.stands:
-            per_round[token.round] += 1
-            if token.position is not None:
-                kept.setdefault(token.round, {})[token.position] = token.source
+    per_round: dict[int, list[Token]] = defaultdict(list)
+    for token in generation.tokens:
+        per_round[token.round].append(token)
     for line in generation.rounds:
-        number = line["round"]
-        result.blocks[per_round[number]] += 1
-        _add_positions(result.positions, len(line["draft"]), kept.get(number, {}))
+        tokens = per_round[line["round"]]
+        result.blocks[len(tokens)] += 1
+        stood = {t.position: t.source for t in tokens if t.position is not None}
+        _add_positions(result.positions, len(line["draft"]), stood)
     _add_entropies(result, generation)
 
 
-def _add_positions(positions: list[Position], drafted: int, kept: dict[int, str]) -> None:
+def _add_positions(positions: list[Position], drafted: int, stood: dict[int, str]) -> None:
     while len(positions) < drafted:
         positions.append(Position())
-    for at in range(drafted):
-        here = positions[at]
-        here.drafted += 1
-        here.reached += at == 0 or at - 1 in kept
-        if at in kept:
-            here.deferred += kept[at] == "deferred"
-            here.native += kept[at] != "deferred"
+    for at, position in enumerate(positions[:drafted]):
+        position.drafted += 1
+        position.reached += at == 0 or at - 1 in stood
+        position.deferred += stood.get(at) == "deferred"
+        position.matches += at in stood and stood[at] != "deferred"
 
 
 def _add_entropies(result: Acceptance, generation: Generation) -> None:
-    fallen_at: set[int] = set()
+    rolled_back_at: set[int] = set()
     for token in generation.shown:
         if token.entropy is None:
             continue
@@ -82,6 +82,6 @@ def _add_entropies(result: Acceptance, generation: Generation) -> None:
             result.stood.append(token.entropy)
         elif token.source == "rolled_back" and token.was_deferred:
             result.rolled_back.append(token.entropy)
-            fallen_at.add(token.index)
-        elif token.source == "correction" and token.index not in fallen_at:
+            rolled_back_at.add(token.index)
+        elif token.source == "recovered" and token.index not in rolled_back_at:
             result.rejected.append(token.entropy)

@@ -8,50 +8,37 @@ from statistics import fmean
 
 from fly.analysis import statistics
 from fly.analysis.scores import Measured, Metric, Task, Work, why_not_reusable
+from fly.analysis.statistics import DEFAULT_DEMAND, Comparison, Demand, Ratio, Verdict
 from fly.errors import FlyError
 
-_WEAKEST_FIRST: tuple[statistics.Verdict, ...] = (
-    "fell",
-    "not enough evidence",
-    "unchanged",
-    "held",
-)
-# Facts of a machine without which seconds do not compare, and those that are only worth a note.
+_WEAKEST_FIRST: tuple[Verdict, ...] = ("fell", "not enough evidence", "unchanged", "held")
+# Where these facts differ, seconds do not compare; where those of _METHOD do, a note says so.
 _MACHINE = {"device": "device", "capability": "CPU capability", "threads": "threads"}
-_WAY = {
+_METHOD = {
     "processes": "processes", "batch_size": "batch size", "dtype": "dtype",
     "passes": "passes of the target", "compile": "compile",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Demand:
-    """What the scores must do: keep this share of the baseline's, shown with this confidence."""
-
-    min_recovery: float = 0.99
-    confidence: float = 0.95
-
-
-@dataclass(frozen=True)
-class Row:
+class ScoreRow:
     """One metric of one task. primary: it stands for the task in the overall row."""
 
     task: str
     metric: str
     primary: bool
     higher_is_better: bool
-    scores: statistics.Comparison
+    scores: Comparison
 
     @property
     def is_judged(self) -> bool:
-        """False where nothing was lost because the baseline scores nothing."""
+        """False where nothing can be lost because the baseline scores nothing."""
         scores = self.scores
         nothing = scores.baseline == 0 and scores.lost == 0
         return not (self.higher_is_better and nothing and scores.recovery is None)
 
     @property
     def verdict(self) -> str:
-        """That of its scores, or what people read where it does not judge."""
         return self.scores.verdict if self.is_judged else "decides nothing"
 
     @property
@@ -61,10 +48,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Pace:
-    """What a run decoded of a task, and how fast: rates of sums over documents. None: no records.
+    """What a run decoded of a task, and how fast: sums over documents and their rates.
 
-    decode, end_to_end: seconds, without and with prefill. saved: share of the emitted tokens that
-    took no target pass of their own, 1 - rounds/emitted.
+    decode, end_to_end: seconds, without and with prefill. saved: the share of the emitted tokens
+    that took no target pass of their own, 1 - rounds / emitted.
     """
 
     tokens: int
@@ -79,39 +66,39 @@ class Pace:
 
 @dataclass(frozen=True)
 class Speed:
-    """A task's pace in a run, and against the baseline; None where there are no records, and where
-    the runs' seconds do not compare.
+    """A task's pace in a run, and against the baseline.
 
-    decode, end_to_end: time x, the baseline's seconds over the run's for the same documents.
+    decode, end_to_end: time x, the baseline's seconds over the run's for the same documents; None
+    without records of both, and where the runs' seconds do not compare (`withheld` says why).
     tokens: the run's emitted tokens over the baseline's. A run that talks more takes longer,
     however many tokens per second it makes.
     """
 
     task: str
     pace: Pace
-    decode: statistics.Ratio | None = None
-    end_to_end: statistics.Ratio | None = None
-    tokens: statistics.Ratio | None = None
-    withheld: str = ""  # why there is no time x, though both runs have records
+    decode: Ratio | None = None
+    end_to_end: Ratio | None = None
+    tokens: Ratio | None = None
+    withheld: str = ""
 
 
 @dataclass(frozen=True)
 class Against:
-    """One run against the baseline. overall: the mean of the primary scores, None for one row.
+    """One run against the baseline. overall: the mean of the primary scores, None for one task.
     notes: what a reader of its time x has to know."""
 
     name: str
-    rows: list[Row]
-    overall: Row | None
+    rows: list[ScoreRow]
+    overall: ScoreRow | None
     speeds: list[Speed]
     notes: list[str] = field(default_factory=list)
 
     @property
-    def verdict(self) -> statistics.Verdict:
+    def verdict(self) -> Verdict:
         return weakest(row.scores.verdict for row in self.all_rows if row.is_judged)
 
     @property
-    def all_rows(self) -> list[Row]:
+    def all_rows(self) -> list[ScoreRow]:
         return [*self.rows, *([self.overall] if self.overall else [])]
 
 
@@ -127,17 +114,13 @@ class Result:
     notes: list[str] = field(default_factory=list)
 
     @property
-    def verdict(self) -> statistics.Verdict:
+    def verdict(self) -> Verdict:
         return weakest(other.verdict for other in self.others)
 
 
-def weakest(verdicts: Iterable[statistics.Verdict]) -> statistics.Verdict:
-    """Of several verdicts, what can be said of all: fell if anything fell, held if all held.
-
-    Without any, not enough evidence.
-    """
-    found = set(verdicts)
-    return next((verdict for verdict in _WEAKEST_FIRST if verdict in found), "not enough evidence")
+def weakest(verdicts: Iterable[Verdict]) -> Verdict:
+    """What can be said of all: fell if any fell, held if all held. Not enough evidence if empty."""
+    return min(verdicts, key=_WEAKEST_FIRST.index, default="not enough evidence")
 
 
 def choose_baseline(runs: Sequence[Measured], name: str | None = None) -> Measured:
@@ -154,36 +137,28 @@ def choose_baseline(runs: Sequence[Measured], name: str | None = None) -> Measur
 def compare(
     baseline: Measured,
     others: Sequence[Measured],
-    demand: Demand | None = None,
+    demand: Demand = DEFAULT_DEMAND,
     metrics: Sequence[str] | None = None,
 ) -> Result:
     """Compare every run with the baseline. metrics: only these, by name or `name,filter`.
 
     Raises FlyError if documents, prompts, targets or task versions differ, naming the first.
     """
-    demand = demand or Demand()
     for other in others:
         check_pairs(baseline, other)
-    _check_metrics(baseline, metrics)
     chosen = _chosen(baseline, metrics)
     notes = list(dict.fromkeys(note for run in (baseline, *others) for note in run.notes))
     for other in others:
         if reason := why_not_reusable(baseline, other):
             notes.append(f"{other.name} against {baseline.name}: {reason}")
-    verdicts = len(others) * _count_rows(chosen)
-    result = Result(
-        baseline=baseline.name,
-        baseline_speeds=_speeds(baseline, None),
-        others=[_against(baseline, other, demand, chosen, verdicts) for other in others],
-        demand=demand,
-        verdicts=verdicts,
-        notes=notes,
-    )
-    for against in result.others:
-        result.notes.extend(against.notes)
-        if not against.rows:
-            raise FlyError(f"{against.name}: no metric to compare ({'; '.join(notes) or 'none'})")
-    return result
+    tasks = [found for found in chosen.values() if found]
+    rows_per_run = sum(map(len, tasks)) + (len(tasks) > 1)
+    if others and not tasks:
+        raise FlyError(f"{others[0].name}: no metric to compare ({'; '.join(notes) or 'none'})")
+    verdicts = len(others) * max(1, rows_per_run)
+    compared = [against(baseline, other, demand, chosen, verdicts) for other in others]
+    notes += [note for each in compared for note in each.notes]
+    return Result(baseline.name, _speeds(baseline, None), compared, demand, verdicts, notes)
 
 
 def check_pairs(baseline: Measured, other: Measured) -> None:
@@ -216,7 +191,8 @@ def _check_documents(who: str, name: str, ours: Task, theirs: Task) -> None:
                 raise FlyError(f"{who}: {name}, document {doc_id}: the {what} differs")
 
 
-def _check_metrics(baseline: Measured, wanted: Sequence[str] | None) -> None:
+def _chosen(baseline: Measured, wanted: Sequence[str] | None) -> dict[str, list[Metric]]:
+    """The metrics to compare, by task: every run has the same rows."""
     found = [metric for task in baseline.tasks.values() for metric in task.metrics]
     known = {metric.name for metric in found} | {metric.label for metric in found}
     for name in wanted or ():
@@ -224,80 +200,92 @@ def _check_metrics(baseline: Measured, wanted: Sequence[str] | None) -> None:
             raise FlyError(
                 f"--metric {name}: no such metric: choose from {', '.join(sorted(known))}"
             )
-
-
-def _chosen(baseline: Measured, wanted: Sequence[str] | None) -> dict[str, list[Metric]]:
-    """The metrics to compare, by task: every run has the same rows."""
+    names = known if not wanted else set(wanted)
     return {
-        name: [
-            metric
-            for metric in task.metrics
-            if not metric.left_out
-            and (not wanted or metric.name in wanted or metric.label in wanted)
-        ]
+        name: [m for m in task.metrics if not m.left_out and {m.name, m.label} & names]
         for name, task in baseline.tasks.items()
     }
-
-
-def _find(task: Task, metric: Metric) -> Metric | None:
-    same = (m for m in task.metrics if (m.name, m.filter) == (metric.name, metric.filter))
-    return next(same, None)
 
 
 # ------------------------------------------------------------------------------------- scores
 
 
-def _against(
+@dataclass(frozen=True)
+class _Scores:
+    """A metric's scores of both runs, document by document; `lacking` says why other has none."""
+
+    baseline: list[float]
+    other: list[float]
+    lacking: str = ""
+
+
+def _paired(ours: Metric, task: Task) -> _Scores:
+    theirs = next((m for m in task.metrics if m.label == ours.label), None)
+    base = list(ours.scores.values())
+    if theirs is None:
+        return _Scores(base, [], "the run has no such metric")
+    if theirs.left_out:
+        return _Scores(base, [], theirs.left_out)
+    return _Scores(base, [theirs.scores[doc_id] for doc_id in ours.scores])
+
+
+def against(
     baseline: Measured,
     other: Measured,
-    demand: Demand,
-    chosen: dict[str, list[Metric]],
-    verdicts: int,
+    demand: Demand = DEFAULT_DEMAND,
+    chosen: dict[str, list[Metric]] | None = None,
+    verdicts: int = 1,
 ) -> Against:
-    rows = []
-    primaries: list[_Primary] = []
-    for name, metrics in chosen.items():
+    """One run, which must have answered the same questions (`check_pairs`).
+
+    chosen: the baseline's metrics to compare, by task; None for all. verdicts: as in
+    `statistics.compare_tasks`.
+    """
+    rows, primaries = [], []
+    for name, metrics in (chosen or _chosen(baseline, None)).items():
         first = primary(metrics)
         for metric in metrics:
-            theirs = _find(other.tasks[name], metric)
-            better, is_primary = metric.higher_is_better, metric is first
-            if theirs is None or theirs.left_out:
-                why = theirs.left_out if theirs else "the run has no such metric"
-                missing = statistics.Comparison.missing(list(metric.scores.values()), why)
-                row = Row(name, metric.label, is_primary, better, missing)
-                rows.append(row)
-                if is_primary:
-                    primaries.append(_Primary(row, list(metric.scores.values()), None))
-                continue
-            pair = _paired(metric, theirs)
-            scores = statistics.compare_scores(
-                *pair,
-                higher_is_better=better,
-                min_recovery=demand.min_recovery,
-                confidence=demand.confidence,
-                verdicts=verdicts,
-            )
-            row = Row(name, metric.label, is_primary, better, scores)
-            rows.append(row)
-            if is_primary:
-                primaries.append(_Primary(row, *pair))
-    overall = _overall(primaries, demand, verdicts)
-    notes = _speed_notes(baseline, other)
-    return Against(other.name, rows, overall, _speeds(other, baseline), notes)
+            higher = metric.higher_is_better
+            found = _paired(metric, other.tasks[name])
+            scores = _judged([found], demand, higher, verdicts)
+            rows.append(ScoreRow(name, metric.label, metric is first, higher, scores))
+            if metric is first:
+                primaries.append((rows[-1], found))
+    return Against(
+        other.name,
+        rows,
+        _overall(primaries, demand, verdicts),
+        _speeds(other, baseline),
+        _speed_notes(baseline, other),
+    )
 
 
-@dataclass(frozen=True)
-class _Primary:
-    """A task's row in the mean over tasks, and its scores; other: None if the run lacks any."""
+def _judged(tasks: list[_Scores], demand: Demand, higher: bool, verdicts: int) -> Comparison:
+    lacking = next((task.lacking for task in tasks if task.lacking), "")
+    if lacking:  # a mean of the other tasks would hide it
+        return Comparison(
+            documents=sum(len(task.baseline) for task in tasks),
+            baseline=fmean(fmean(task.baseline) for task in tasks),
+            reason=lacking,
+        )
+    pairs = [(task.baseline, task.other) for task in tasks]
+    return statistics.compare_tasks(pairs, demand, higher_is_better=higher, verdicts=verdicts)
 
-    row: Row
-    baseline: list[float]
-    other: list[float] | None
 
-
-def _count_rows(chosen: dict[str, list[Metric]]) -> int:
-    tasks = [metrics for metrics in chosen.values() if metrics]
-    return max(1, sum(map(len, tasks)) + (len(tasks) > 1))
+def _overall(
+    primaries: list[tuple[ScoreRow, _Scores]], demand: Demand, verdicts: int
+) -> ScoreRow | None:
+    """The mean over tasks. Those where lower is better have no place in it, unless all are such."""
+    higher = any(row.higher_is_better for row, _ in primaries)
+    tasks = [
+        replace(found, lacking=found.lacking and f"{row.label}: {found.lacking}")
+        for row, found in primaries
+        if row.higher_is_better == higher
+    ]
+    if len(tasks) < 2:
+        return None
+    scores = _judged(tasks, demand, higher, verdicts)
+    return ScoreRow("overall", f"mean of {len(tasks)} tasks", False, higher, scores)
 
 
 def primary(metrics: list[Metric]) -> Metric | None:
@@ -305,35 +293,6 @@ def primary(metrics: list[Metric]) -> Metric | None:
     known = [metric for metric in metrics if not metric.left_out]
     scoring = (m for m in known if not m.higher_is_better or any(m.scores.values()))
     return next(scoring, next(iter(known), None))
-
-
-def _paired(ours: Metric, theirs: Metric) -> tuple[list[float], list[float]]:
-    return list(ours.scores.values()), [theirs.scores[doc_id] for doc_id in ours.scores]
-
-
-def _overall(primaries: list[_Primary], demand: Demand, verdicts: int) -> Row | None:
-    """Tasks where lower is better have no place in a mean of scores, unless all are such."""
-    higher = any(primary.row.higher_is_better for primary in primaries)
-    tasks = [primary for primary in primaries if primary.row.higher_is_better == higher]
-    if len(tasks) < 2:
-        return None
-    lacking = next((primary.row for primary in tasks if primary.other is None), None)
-    if lacking is not None:  # a mean of the other tasks would hide it
-        scores = replace(
-            lacking.scores,
-            documents=sum(len(primary.baseline) for primary in tasks),
-            baseline=fmean(fmean(primary.baseline) for primary in tasks),
-            reason=f"{lacking.label}: {lacking.scores.reason}",
-        )
-    else:
-        scores = statistics.compare_tasks(
-            [(primary.baseline, primary.other or []) for primary in tasks],
-            higher_is_better=higher,
-            min_recovery=demand.min_recovery,
-            confidence=demand.confidence,
-            verdicts=verdicts,
-        )
-    return Row("overall", f"mean of {len(tasks)} tasks", False, higher, scores)
 
 
 # -------------------------------------------------------------------------------------- speed
@@ -346,53 +305,52 @@ def _speeds(run: Measured, baseline: Measured | None) -> list[Speed]:
 
 
 def _speed(run: Measured, baseline: Measured | None, names: list[str]) -> Speed | None:
-    work = {(name, i): item for name in names for i, item in run.tasks[name].work.items()}
+    work = _work_of(run, names)
     if not work:
         return None
-    label = names[0] if len(names) == 1 else "overall"
-    pace = _pace(list(work.values()))
-    base = {
-        (name, i): item
-        for name in names
-        for i, item in (baseline.tasks[name].work if baseline else {}).items()
-    }
+    speed = Speed(names[0] if len(names) == 1 else "overall", _pace(list(work.values())))
+    base = _work_of(baseline, names) if baseline else {}
     if baseline is None or base.keys() != work.keys():
-        return Speed(label, pace)
+        return speed
     pairs = [(base[key], work[key]) for key in work]
     tokens = statistics.compare_sums([b.tokens for _, b in pairs], [a.tokens for a, _ in pairs])
     if apart := _differences(baseline, run, _MACHINE):
-        return Speed(label, pace, tokens=tokens, withheld="; ".join(apart))
-    decode = statistics.compare_sums([a.decode for a, _ in pairs], [b.decode for _, b in pairs])
-    end_to_end = statistics.compare_sums(
-        [a.end_to_end for a, _ in pairs], [b.end_to_end for _, b in pairs]
+        return replace(speed, tokens=tokens, withheld=apart)
+    return replace(
+        speed,
+        decode=statistics.compare_sums([a.decode for a, _ in pairs], [b.decode for _, b in pairs]),
+        end_to_end=statistics.compare_sums(
+            [a.end_to_end for a, _ in pairs], [b.end_to_end for _, b in pairs]
+        ),
+        tokens=tokens,
     )
-    return Speed(label, pace, decode, end_to_end, tokens)
 
 
-def _differences(baseline: Measured, run: Measured, facts: dict[str, str]) -> list[str]:
-    """In words, which of these facts of two runs differ; what one of them does not tell does not.
+def _work_of(run: Measured, names: list[str]) -> dict[tuple[str, int], Work]:
+    return {(name, i): work for name in names for i, work in run.tasks[name].work.items()}
 
-    A stored baseline of an earlier fly tells none.
-    """
+
+def _differences(baseline: Measured, run: Measured, facts: dict[str, str]) -> str:
+    """In words, which of these facts both runs tell and differ in; empty if none."""
     ours, theirs = baseline.machine, run.machine
-    return [
+    return "; ".join(
         f"{words}: {ours[key]} and {theirs[key]}"
         for key, words in facts.items()
         if key in ours and key in theirs and ours[key] != theirs[key]
-    ]
+    )
 
 
 def _speed_notes(baseline: Measured, run: Measured) -> list[str]:
-    """What a reader of the ratios has to know; nothing where there are none."""
+    """What a reader of the ratios has to know; empty where there are none."""
     if not all(any(task.work for task in found.tasks.values()) for found in (baseline, run)):
         return []
     who = f"{baseline.name} and {run.name}"
     if apart := _differences(baseline, run, _MACHINE):
-        return [f"no time x: {who} ran on different machines ({'; '.join(apart)})"]
-    if not baseline.machine or not run.machine:
+        return [f"no time x: {who} ran on different machines ({apart})"]
+    if not baseline.machine or not run.machine:  # a stored baseline of an earlier fly
         return [f"time x of {who}: it is not known that they ran on one machine"]
-    if apart := _differences(baseline, run, _WAY):
-        return [f"time x of {who} is not of decoding alone: they differ in {'; '.join(apart)}"]
+    if apart := _differences(baseline, run, _METHOD):
+        return [f"time x of {who} is not of decoding alone: they differ in {apart}"]
     return []
 
 

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import sys
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich import box
-from rich.console import Console, JustifyMethod
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fly.analysis.compare import Demand, Pace, Result, Row
-from fly.analysis.statistics import Comparison, Interval, Ratio, bound_of_no_loss
+from fly.analysis.compare import Result, ScoreRow, Speed
+from fly.analysis.statistics import Comparison, Demand, Interval, Ratio, bound_of_no_loss
 
 _WIDTH = 100
 _COLOURS = {
     "held": "green", "unchanged": "green", "fell": "red", "not enough evidence": "yellow",
 }  # fmt: skip
-_SCORES = ("run", "score", "recovery [95 %]", "lost/won", "p", "verdict")
-_SPEED = ("task", "run", "decoding x", "end to end x", "tokens x", "tok/s", "tau", "saved")
-_INTERVALS = ("decoding x", "end to end x")
-_WIDTHS = {"run": 14, "score": 7, "recovery [95 %]": 20, "lost/won": 8, "p": 6, "verdict": 33}
+# The columns, with their widths where they are fixed.
+_SCORES: dict[str, int | None] = {
+    "run": 14, "score": 7, "recovery [95 %]": 20, "lost/won": 8, "p": 6, "verdict": 33,
+}  # fmt: skip
+_SPEED: dict[str, int | None] = dict.fromkeys(
+    ("task", "run", "decoding x", "end to end x", "tokens x", "tok/s", "tau", "saved")
+)
+_UNFOLDED = ("decoding x", "end to end x")  # a task name may fold, an interval may not
 _NUMBERS = ("score", "lost/won", "p", "tokens x", "tok/s", "tau", "saved")
 
 
@@ -38,8 +42,7 @@ def print_result(result: Result) -> None:
     console.print(f"\n{_title(result)}\n", markup=False)
     for label, rows in _score_rows(result):
         console.print(_table(label, _SCORES, rows))
-    speed = list(_speed_rows(result))
-    if speed:
+    if speed := list(_speed_rows(result)):
         console.print(_table(f"time x, against {result.baseline}", _SPEED, speed))
     for line in _notes(result):
         console.print(line, markup=False)
@@ -52,25 +55,27 @@ def markdown(result: Result) -> str:
         for label, group in _score_rows(result)
         for index, row in enumerate(group)
     ]
-    parts = [f"### {_title(result)}", _markdown(("task", *_SCORES), rows)]
-    speed = list(_speed_rows(result))
-    if speed:
-        parts += [f"Time x, against {visible(result.baseline)}:", _markdown(_SPEED, speed)]
+    parts = [f"### {_title(result)}", _markdown(["task", *_SCORES], rows)]
+    if speed := list(_speed_rows(result)):
+        parts += [f"Time x, against {visible(result.baseline)}:", _markdown([*_SPEED], speed)]
     return "\n\n".join([*parts, "\n".join(f"- {line}" for line in _notes(result))]) + "\n"
 
 
-def _table(title: str, header: tuple[str, ...], rows: list[list[str]]) -> Table:
+def _table(title: str, columns: dict[str, int | None], rows: list[list[str]]) -> Table:
     table = Table(
         title=Text(visible(title), style="bold"),  # names are no markup
         title_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    for name in header:
-        justify: JustifyMethod = "right" if name in _NUMBERS else "left"
-        width = _WIDTHS.get(name) if header is _SCORES else None
-        whole = name in _INTERVALS  # rather a folded task name than a folded interval
-        table.add_column(name, justify=justify, overflow="fold", width=width, no_wrap=whole)
+    for name, width in columns.items():
+        table.add_column(
+            name,
+            justify="right" if name in _NUMBERS else "left",
+            overflow="fold",
+            width=width,
+            no_wrap=name in _UNFOLDED,
+        )
     for row in rows:
         table.add_row(*(_coloured(cell) for cell in row))
     return table
@@ -84,12 +89,12 @@ def _coloured(cell: str) -> Text:
     return text
 
 
-def _markdown(header: tuple[str, ...], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    for row in rows:
-        cells = [visible(cell).replace("\n", "<br>").replace("|", "\\|") for cell in row]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+def _markdown(header: Sequence[str], rows: list[list[str]]) -> str:
+    def line(cells: Sequence[str]) -> str:
+        shown = (visible(cell).replace("\n", "<br>").replace("|", "\\|") for cell in cells)
+        return f"| {' | '.join(shown)} |"
+
+    return "\n".join([line(header), "|" + "---|" * len(header), *map(line, rows)])
 
 
 def _title(result: Result) -> str:
@@ -102,21 +107,18 @@ def _title(result: Result) -> str:
 
 def _score_rows(result: Result) -> Iterator[tuple[str, list[list[str]]]]:
     """Task by task, a label and lines: the baseline's, then every other run's."""
-    for index, row in enumerate(result.others[0].all_rows):
-        first = row.scores
+    for rows in zip(*(other.all_rows for other in result.others)):
+        row, scores = rows[0], rows[0].scores
         label = f"{row.task}: {row.metric}" + ("" if row.higher_is_better else " (lower is better)")
-        count = f"{first.documents:,} document{'s' if first.documents != 1 else ''}"
-        lines = [[result.baseline, _number(first.baseline), "", "", "", count]]
-        for other in result.others:
-            lines.append([other.name, *_cells(other.all_rows[index], result)])
-        yield label, lines
+        count = f"{scores.documents:,} document{'s' if scores.documents != 1 else ''}"
+        baseline = [result.baseline, f"{scores.baseline:.4g}", "", "", "", count]
+        others = [
+            [other.name, *_score_cells(row, result)] for other, row in zip(result.others, rows)
+        ]
+        yield label, [baseline, *others]
 
 
-def _number(score: float) -> str:
-    return f"{score:.4g}"
-
-
-def _cells(row: Row, result: Result) -> list[str]:
+def _score_cells(row: ScoreRow, result: Result) -> list[str]:
     scores = row.scores
     if scores.other is None:
         return ["-", "-", "-", "-", f"{row.verdict}\n{scores.reason}"]
@@ -124,7 +126,7 @@ def _cells(row: Row, result: Result) -> list[str]:
     if scores.recovery is not None:
         recovery = f"{scores.recovery:.3f}{_interval(scores.interval, 3)}"
     return [
-        _number(scores.other),
+        f"{scores.other:.4g}",
         recovery,
         f"{scores.lost} / {scores.won}",
         f"{scores.p:.3f}" if scores.p >= 0.001 else "<0.001",
@@ -133,9 +135,7 @@ def _cells(row: Row, result: Result) -> list[str]:
 
 
 def _interval(interval: Interval | None, digits: int) -> str:
-    if interval is None:
-        return ""
-    return f" [{interval.low:.{digits}f}, {interval.high:.{digits}f}]"
+    return f" [{interval.low:.{digits}f}, {interval.high:.{digits}f}]" if interval else ""
 
 
 def in_words(scores: Comparison, demand: Demand) -> list[str]:
@@ -158,30 +158,26 @@ def in_words(scores: Comparison, demand: Demand) -> list[str]:
 def _speed_rows(result: Result) -> Iterator[list[str]]:
     runs = [(result.baseline, result.baseline_speeds)]
     runs += [(other.name, other.speeds) for other in result.others]
-    tasks = dict.fromkeys(speed.task for _, speeds in runs for speed in speeds)
-    for task in tasks:
+    for task in dict.fromkeys(speed.task for _, speeds in runs for speed in speeds):
         label = task
         for name, speeds in runs:
-            for speed in speeds:
-                if speed.task == task:
-                    ratios = [_ratio(speed.decode), _ratio(speed.end_to_end)]
-                    ratios.append(f"{speed.tokens.value:.2f}" if speed.tokens else "-")
-                    ratios = ["1"] * 3 if name == result.baseline else ratios
-                    tau, saved = _tau(speed.pace)
-                    rate = speed.pace.decode_tok_s
-                    yield [label, name, *ratios, f"{rate:.1f}" if rate else "-", tau, saved]
-                    label = ""
+            for speed in (speed for speed in speeds if speed.task == task):
+                yield [label, name, *_speed_cells(speed, name == result.baseline)]
+                label = ""
 
 
-def _ratio(ratio: Ratio | None) -> str:
-    return "-" if ratio is None else f"{ratio.value:.2f}{_interval(ratio.interval, 2)}"
+def _speed_cells(speed: Speed, is_baseline: bool) -> list[str]:
+    def ratio(found: Ratio | None) -> str:
+        return f"{found.value:.2f}{_interval(found.interval, 2)}" if found else "-"
 
-
-def _tau(pace: Pace) -> tuple[str, str]:
-    return (
+    pace = speed.pace
+    tokens = f"{speed.tokens.value:.2f}" if speed.tokens else "-"
+    return [
+        *(["1"] * 3 if is_baseline else [ratio(speed.decode), ratio(speed.end_to_end), tokens]),
+        f"{pace.decode_tok_s:.1f}" if pace.decode_tok_s else "-",
         f"{pace.tau:.2f}" if pace.tau is not None else "-",
         f"{pace.saved:.0%}" if pace.saved is not None else "-",
-    )
+    ]
 
 
 def _notes(result: Result) -> list[str]:
@@ -191,7 +187,7 @@ def _notes(result: Result) -> list[str]:
             f"time x: seconds of {result.baseline} over the run's for the same documents [95 %]; "
             "tokens x: emitted tokens over its."
         )
-    if not result.baseline_speeds:
+    else:
         lines.append(f"no time x: {result.baseline} has no records of requests")
     if result.verdicts > 1:
         doubt = 1 - result.demand.confidence

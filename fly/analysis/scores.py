@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,7 +19,8 @@ from fly.models import sources
 from fly.models.fingerprint import of_model, of_value
 from fly.paths import write_output
 from fly.runs.reader import Run, TaskRun
-from fly.runs.records import DECODING
+from fly.runs.records import DECODING, TIMED
+from fly.runs.shapes import RequestLine
 
 _HASH_DIGITS = 16
 _SCHEME = "whole-"  # before fingerprints of whole files
@@ -28,8 +30,8 @@ class _Stored(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class Document(_Stored):
-    """doc, prompt, target: the first digits of lm-eval's hashes."""
+class DocumentHashes(_Stored):
+    """The first digits of lm-eval's hashes of the document, its prompt and its target."""
 
     doc: str
     prompt: str
@@ -37,7 +39,7 @@ class Document(_Stored):
 
 
 class Work(_Stored):
-    """Tokens, rounds and seconds of one document, all its requests together."""
+    """Tokens, rounds and seconds of one document, all its requests (repeats) together."""
 
     tokens: int
     rounds: int
@@ -47,7 +49,7 @@ class Work(_Stored):
 
 class Metric(_Stored):
     """One metric under one filter. scores: by document id. left_out: why it cannot be compared;
-    empty where it can."""
+    empty if it can."""
 
     name: str
     filter: str
@@ -66,7 +68,7 @@ class Task(_Stored):
     version: str
     num_fewshot: int
     generation: dict[str, Any]
-    documents: dict[int, Document]
+    documents: dict[int, DocumentHashes]
     metrics: list[Metric]
     work: dict[int, Work]
 
@@ -75,10 +77,8 @@ _OfTarget = Annotated[str, StringConstraints(pattern="^(name|dtype|revision|file
 
 
 class Measured(_Stored):
-    """A run, reduced. target: whose scores these are. decoding: what its texts depend on.
-
-    machine: what its seconds depend on, besides (`_machine`). notes: what was left out, for people.
-    """
+    """A run's scores. target: the model that they belong to. decoding: what its texts depend on.
+    machine: what its seconds depend on besides. notes: what was left out, for people."""
 
     format: Literal[1] = 1
     name: str
@@ -93,13 +93,23 @@ class Measured(_Stored):
 def measure(run: Run) -> Measured:
     """Reduce a finished run. Raises FlyError if it scored nothing."""
     notes: list[str] = []
-    by_name: dict[str, list[TaskRun]] = defaultdict(list)
+    parts_of: dict[str, list[TaskRun]] = defaultdict(list)
     for task in run.tasks.values():
-        by_name[task.name].append(task)
-    done = work(run)
-    tasks = {name: _task(run, parts, done.get(name, {}), notes) for name, parts in by_name.items()}
-    if not tasks:
+        parts_of[task.name].append(task)
+    if not parts_of:
         raise FlyError(f"{run.path}: holds no samples: nothing was scored")
+    done = _work(run)
+    tasks = {}
+    for name, parts in parts_of.items():
+        first = parts[0]
+        tasks[name] = Task(
+            version=first.version,
+            num_fewshot=first.num_fewshot,
+            generation=run.results["configs"].get(name, {}).get("generation_kwargs") or {},
+            documents={i: _hashes(*sample.hashes) for i, sample in first.samples.items()},
+            metrics=[metric for part in parts for metric in _metrics(part, run.name, notes)],
+            work=done.get(name, {}),
+        )
     return Measured(
         name=run.name,
         mode=run.mode,
@@ -111,33 +121,17 @@ def measure(run: Run) -> Measured:
     )
 
 
-def _task(run: Run, parts: list[TaskRun], done: dict[int, Work], notes: list[str]) -> Task:
-    first = parts[0]
-    config = run.results["configs"].get(first.name, {})
-    return Task(
-        version=first.version,
-        num_fewshot=first.num_fewshot,
-        generation=config.get("generation_kwargs") or {},
-        documents={
-            doc_id: Document(**dict(zip(("doc", "prompt", "target"), _short(sample.hashes))))
-            for doc_id, sample in first.samples.items()
-        },
-        metrics=[metric for part in parts for metric in _metrics(part, run.name, notes)],
-        work=done,
+def _hashes(doc: str, prompt: str, target: str) -> DocumentHashes:
+    return DocumentHashes(
+        doc=doc[:_HASH_DIGITS], prompt=prompt[:_HASH_DIGITS], target=target[:_HASH_DIGITS]
     )
 
 
-def _short(hashes: tuple[str, ...]) -> list[str]:
-    return [text[:_HASH_DIGITS] for text in hashes]
-
-
-def _metrics(task: TaskRun, run_name: str, notes: list[str]) -> list[Metric]:
+def _metrics(task: TaskRun, run_name: str, notes: list[str]) -> Iterator[Metric]:
     """All metrics; those that are no means over documents left out, with a note about each."""
-    found = []
     for name, higher in task.higher_is_better.items():
         scores = {i: s.scores[name] for i, s in task.samples.items() if name in s.scores}
         scores = {i: score for i, score in scores.items() if math.isfinite(score)}
-        metric = Metric(name=name, filter=task.filter, higher_is_better=higher, scores=scores)
         mean = sum(scores.values()) / len(scores) if scores else math.nan
         value = task.aggregated.get(name, (mean, None))[0]
         why = ""
@@ -145,45 +139,50 @@ def _metrics(task: TaskRun, run_name: str, notes: list[str]) -> list[Metric]:
             why = f"{missing} of {len(task.samples)} documents have no number"
         elif not math.isclose(mean, value, rel_tol=1e-6, abs_tol=1e-9):
             why = "is no mean over documents"
+        metric = Metric(
+            name=name, filter=task.filter, higher_is_better=higher, scores=scores, left_out=why
+        )
         if why:
             notes.append(f"{run_name}: {task.name} {metric.label}: {why}; left out")
-            metric = metric.model_copy(update={"left_out": why})
-        found.append(metric)
-    return found
+        yield metric
 
 
-def work(run: Run) -> dict[str, dict[int, Work]]:
-    """By task and document: sums over its requests (repeats). Empty without fly's records."""
-    sums: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
+def _work(run: Run) -> dict[str, dict[int, Work]]:
+    """By task and document; empty without fly's records."""
+    requests: dict[str, dict[int, list[RequestLine]]] = defaultdict(lambda: defaultdict(list))
     for record in run.requests:
-        seconds = record["seconds"]
-        decode = sum(seconds[phase] for phase in DECODING)
-        added = (record["emitted"], record["rounds"], decode, decode + seconds["prefill"])
-        key = record["task"], record["doc_id"]
-        sums[key] = [a + b for a, b in zip(sums[key], added)]
-    result: dict[str, dict[int, Work]] = defaultdict(dict)
-    for (task, doc_id), (tokens, rounds, decode, whole) in sums.items():
-        result[task][doc_id] = Work(
-            tokens=int(tokens),
-            rounds=int(rounds),
-            decode=round(decode, 6),
-            end_to_end=round(whole, 6),
-        )
-    return dict(result)
+        requests[record["task"]][record["doc_id"]].append(record)
+    return {
+        task: {doc_id: _sum(records) for doc_id, records in documents.items()}
+        for task, documents in requests.items()
+    }
+
+
+def _sum(records: list[RequestLine]) -> Work:
+    def seconds(phases: tuple[str, ...]) -> float:
+        taken: list[Any] = [record["seconds"] for record in records]
+        return round(sum(each[phase] for each in taken for phase in phases), 6)
+
+    return Work(
+        tokens=sum(record["emitted"] for record in records),
+        rounds=sum(record["rounds"] for record in records),
+        decode=seconds(DECODING),
+        end_to_end=seconds(TIMED),
+    )
 
 
 # ---------------------------------------------------------------------------- what was decoded
 
 
 def _target(run: Run) -> dict[str, str | None]:
-    config = run.results["config"]
+    config, entry = run.results["config"], run.entry
     arguments = config.get("model_args") or {}
-    name = arguments.get("pretrained") if isinstance(arguments, dict) else str(arguments)
-    if run.entry:
-        name = run.entry["config"]["target_model_path"]
-    elif isinstance(arguments, dict) and arguments.get("gguf_file"):
-        name = str(Path(str(name)) / arguments["gguf_file"])
-    dtype = run.entry["dtype"] if run.entry else config.get("model_dtype")
+    if entry:
+        name, dtype = entry["config"]["target_model_path"], entry["dtype"]
+    else:
+        name, dtype = arguments.get("pretrained"), config.get("model_dtype")
+        if arguments.get("gguf_file"):
+            name = str(Path(str(name)) / arguments["gguf_file"])
     return {
         "name": None if name is None else str(name),
         "dtype": None if dtype is None else str(dtype),
@@ -193,7 +192,7 @@ def _target(run: Run) -> dict[str, str | None]:
 
 
 def fingerprint(model: str) -> str | None:
-    """One hash of a local model's files; None for hub ids and for what is not on this machine."""
+    """One hash of a local model's files; None for hub ids and for models that are not here."""
     try:
         files = of_model(sources.resolve_source(model, "target_model_path")).get("files")
     except FlyError:
@@ -202,7 +201,7 @@ def fingerprint(model: str) -> str | None:
 
 
 def _decoding(run: Run) -> dict[str, Any]:
-    """Settings that may change the target's own texts, besides those hashed in the prompts."""
+    """Settings that may change the target's own texts, besides what the prompts' hashes cover."""
     config, entry = run.results["config"], run.entry
     found: dict[str, Any] = {
         "gen_kwargs": config.get("gen_kwargs") or {},
@@ -219,7 +218,7 @@ def _decoding(run: Run) -> dict[str, Any]:
 def _machine(run: Run) -> dict[str, Any]:
     """What a run's seconds depend on besides what it decodes; empty without fly's records.
 
-    The drafts' own facts are not in it: they are part of what is compared.
+    Facts of the draft are left out: they are part of what is compared.
     """
     if run.entry is None:
         return {}

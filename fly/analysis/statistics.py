@@ -8,10 +8,9 @@ always worse. docs/compare.md says what each number means and how the verdict is
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,13 +18,25 @@ from scipy import stats
 
 Verdict = Literal["held", "unchanged", "fell", "not enough evidence"]
 Floats = NDArray[np.float64]
+Indices = NDArray[np.int64]
 
 RESAMPLES = 9999
 LEVEL = 0.95  # of the printed intervals
 POWER = 0.8  # chance with which `decides` documents decide
 _DRAWS = 20_000
-_FEW = 10  # resamples beyond the observed value: with fewer, p is but an upper bound
+_FEW = 10  # resamples beyond the observed value; with fewer, p is only an upper bound
 _MOST_AT_ONCE = 4_000_000  # numbers in memory per batch of resamples
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What scores must do: keep this share of the baseline's, shown with this confidence."""
+
+    min_recovery: float = 0.99
+    confidence: float = 0.95
+
+
+DEFAULT_DEMAND = Demand()
 
 
 @dataclass(frozen=True)
@@ -38,50 +49,30 @@ class Interval:
 class Comparison:
     """Scores of two runs on the same documents.
 
-    baseline, other: mean scores (over several tasks: the mean of the tasks' means). recovery:
-    None if it is undefined (`reason` says why). interval: of the recovery, paired bootstrap,
-    percentile, at LEVEL; None if too many resamples have no recovery. lost, won: documents that
-    the other run scores worse, better. p: two-sided; `test` names it. probability: that the
-    recovery is at least the demanded one. verdict: `held` says that it is, `unchanged` no more
-    than that every document scored the same. decides: documents that would decide, if documents
-    went on differing as they did, with a chance of POWER; where nothing was lost, documents
-    that would show it for new ones; None: no number would. reason: a clause for people.
-    other: None where the run has no such score (`missing`).
+    baseline, other: mean scores; over several tasks, the mean of the tasks' means. other is None
+    where the run lacks some of the scores. recovery: None if it is undefined; `reason` says why.
+    interval: of the recovery, paired percentile bootstrap at LEVEL; None if too many resamples
+    have no recovery. lost, won: documents that the other run scores worse and better. p:
+    two-sided; `test` names it. probability: that the recovery is at least the demanded one.
+    verdict: `held` says that it is; `unchanged` only says that every document scored the same.
+    decides: documents that would decide with a chance of POWER if they went on differing as these
+    did; without losses, documents that would show the demand for new ones; None if no number
+    would. reason: a clause for people.
     """
 
     documents: int
     baseline: float
-    other: float | None
-    recovery: float | None
-    interval: Interval | None
-    lost: int
-    won: int
-    p: float
-    test: Literal["McNemar", "sign flips", "none"]
-    probability: float | None
-    verdict: Verdict
-    decides: int | None
-    reason: str
-
-    @classmethod
-    def missing(cls, baseline: ArrayLike, reason: str) -> Comparison:
-        """Of scores that the other run lacks, some or all, for this reason."""
-        scores = np.asarray(baseline, float)
-        return cls(
-            documents=len(scores),
-            baseline=float(scores.mean()),
-            other=None,
-            recovery=None,
-            interval=None,
-            lost=0,
-            won=0,
-            p=1.0,
-            test="none",
-            probability=None,
-            verdict="not enough evidence",
-            decides=None,
-            reason=reason,
-        )
+    other: float | None = None
+    recovery: float | None = None
+    interval: Interval | None = None
+    lost: int = 0
+    won: int = 0
+    p: float = 1.0
+    test: Literal["McNemar", "sign flips", "none"] = "none"
+    probability: float | None = None
+    verdict: Verdict = "not enough evidence"
+    decides: int | None = None
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -99,122 +90,84 @@ class _Pairs:
     kept: Floats
     base: Floats
 
-    @property
-    def change(self) -> Floats:
-        """Below zero where the other run is worse."""
-        return self.kept - self.base
-
-
-def compare_scores(
-    baseline: ArrayLike,
-    other: ArrayLike,
-    *,
-    higher_is_better: bool = True,
-    min_recovery: float = 0.99,
-    confidence: float = 0.95,
-    verdicts: int = 1,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
-) -> Comparison:
-    """Compare scores of the same documents, [N] each; see `compare_tasks`."""
-    return compare_tasks(
-        [(baseline, other)],
-        higher_is_better=higher_is_better,
-        min_recovery=min_recovery,
-        confidence=confidence,
-        verdicts=verdicts,
-        resamples=resamples,
-        seed=seed,
-    )
-
 
 def compare_tasks(
     tasks: Sequence[tuple[ArrayLike, ArrayLike]],
+    demand: Demand = DEFAULT_DEMAND,
     *,
     higher_is_better: bool = True,
-    min_recovery: float = 0.99,
-    confidence: float = 0.95,
     verdicts: int = 1,
     resamples: int = RESAMPLES,
-    seed: int = 0,
 ) -> Comparison:
     """Compare mean task scores: every task counts the same; documents are resampled within tasks.
 
-    tasks: (baseline, other) scores of each. verdicts: how many are reached together, any of which
-    may fail a job: `fell` needs that much more certainty (Bonferroni). Raises ValueError on
-    unequal or no documents, on scores that are no finite numbers, and on min_recovery or
-    confidence out of range.
+    tasks: (baseline, other) scores of each, [N] and [N]. verdicts: how many are reached together,
+    any of which may fail a job: `fell` needs that much more certainty (Bonferroni). Raises
+    ValueError on unequal or no documents, on scores that are not finite numbers, and unless
+    0 < min_recovery <= 1 and 0.5 < confidence < 1.
     """
-    if not 0 < min_recovery <= 1 or not 0.5 < confidence < 1:
+    if not 0 < demand.min_recovery <= 1 or not 0.5 < demand.confidence < 1:
         raise ValueError("min_recovery must be in (0, 1], confidence between 0.5 and 1")
     arrays = [_checked(*task) for task in tasks]
     if not arrays:
         raise ValueError("no documents to compare")
     pairs = [_Pairs(b, a) if higher_is_better else _Pairs(a, b) for a, b in arrays]
-    doubt = (1 - confidence) / verdicts  # that a fall may leave
-    change = np.concatenate([task.change / len(task.base) for task in pairs]) / len(pairs)
+    doubt = (1 - demand.confidence) / verdicts  # that a fall may leave
+    change = np.concatenate([(t.kept - t.base) / len(t.base) for t in pairs]) / len(pairs)
     lost, won = int((change < 0).sum()), int((change > 0).sum())
     binary = all(np.isin(values, (0, 1)).all() for task in arrays for values in task)
-    mcnemar = binary and len(pairs) == 1  # tasks weigh by their size: counts alone do not do
-    p = _mcnemar(lost, won) if mcnemar else _sign_flips(change, resamples, seed)
-    base = float(np.mean([task.base.mean() for task in pairs]))
-    kept = float(np.mean([task.kept.mean() for task in pairs]))
-    undefined = _undefined(pairs, base, higher_is_better)
-    verdict: Verdict = "not enough evidence"
-    recovery, interval, probability, decides, reason = None, None, None, None, undefined
-    if not undefined:
-        recovery = kept / base
-        interval = _recovery_interval(pairs, resamples, seed)
-        probability = _probability(pairs, min_recovery, seed)
-        fell = change.sum() < 0 and p / 2 <= doubt and probability <= doubt
-        verdict, reason = _verdict(probability >= confidence, fell, lost, won)
-        decides = _documents_that_decide(pairs, base, lost, min_recovery, confidence, doubt)
-        if decides is not None and verdict == "not enough evidence":
-            decides = max(decides, len(change) + 1)
-    elif lost == 0 and not higher_is_better and _is_zero(pairs):
-        probability = _probability(pairs, min_recovery, seed)
-        verdict, reason = _verdict(probability >= confidence, False, lost, won)
-        reason = f"{reason}; {undefined}"
-    return Comparison(
+    mcnemar = binary and len(pairs) == 1  # over several tasks, documents differ in weight
+    p = _mcnemar(lost, won) if mcnemar else _sign_flips(change, resamples)
+    found = Comparison(
         documents=len(change),
         baseline=float(np.mean([a.mean() for a, _ in arrays])),
         other=float(np.mean([b.mean() for _, b in arrays])),
-        recovery=recovery,
-        interval=interval,
         lost=lost,
         won=won,
         p=p,
         test="McNemar" if mcnemar else "sign flips",
-        probability=probability,
-        verdict=verdict,
+    )
+    base = float(np.mean([task.base.mean() for task in pairs]))
+    undefined = _undefined(pairs, base, higher_is_better)
+    perfect = not higher_is_better and lost == 0 and not any(t.base.any() for t in pairs)
+    if undefined and not perfect:
+        return replace(found, reason=undefined)
+    probability = _probability(pairs, demand.min_recovery)
+    fell = not undefined and change.sum() < 0 and p / 2 <= doubt and probability <= doubt
+    verdict, reason = _verdict(probability >= demand.confidence, fell, lost, won)
+    found = replace(found, probability=probability, verdict=verdict)
+    if undefined:
+        return replace(found, reason=f"{reason}; {undefined}")
+    decides = _documents_that_decide(pairs, base, lost, demand, doubt)
+    if decides is not None and verdict == "not enough evidence":
+        decides = max(decides, len(change) + 1)
+    return replace(
+        found,
+        recovery=float(np.mean([task.kept.mean() for task in pairs])) / base,
+        interval=_recovery_interval(pairs, resamples),
         decides=decides,
         reason=reason,
     )
 
 
-def compare_sums(
-    numerator: ArrayLike, denominator: ArrayLike, *, resamples: int = RESAMPLES, seed: int = 0
-) -> Ratio | None:
-    """The ratio of two sums over the same documents, [N] each: of the baseline's seconds over the
-    other run's, say, which is how many times less time it took.
+def compare_sums(numerator: ArrayLike, denominator: ArrayLike) -> Ratio | None:
+    """The ratio of two sums over the same documents, [N] each, such as seconds of two runs.
 
     None if one of the sums is zero.
     """
-    values = [np.asarray(v, float) for v in (numerator, denominator)]
-
-    def ratio(index: NDArray[np.int64], axis: int = -1) -> Floats:
-        above, below = (np.sum(value[index], axis=axis) for value in values)
-        return _divide(above, below)
-
-    everything = np.arange(len(values[0]))
-    value = float(ratio(everything)) if len(everything) else math.nan
-    if not math.isfinite(value) or value == 0:
+    above, below = np.asarray(numerator, float), np.asarray(denominator, float)
+    if not above.sum() or not below.sum():
         return None
-    return Ratio(value, _bootstrap(ratio, [everything], resamples, seed))
+
+    def ratio(index: Indices) -> Floats:
+        return _divide(above[index].sum(axis=-1), below[index].sum(axis=-1))
+
+    interval = _bootstrap(ratio, [len(above)], RESAMPLES)
+    return Ratio(float(above.sum() / below.sum()), interval)
 
 
 def bound_of_no_loss(documents: int, confidence: float = 0.95) -> float:
-    """Largest share of documents that may be lost if none of so many was (rule of three, exact)."""
+    """The largest share that may be lost when none of these documents was (exact rule of three)."""
     return float(stats.binomtest(0, documents).proportion_ci(2 * confidence - 1, "exact").high)
 
 
@@ -228,10 +181,6 @@ def _checked(baseline: ArrayLike, other: ArrayLike) -> tuple[Floats, Floats]:
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         raise ValueError("scores must be finite numbers")
     return a, b
-
-
-def _is_zero(pairs: list[_Pairs]) -> bool:
-    return not any(task.base.any() for task in pairs)
 
 
 def _undefined(pairs: list[_Pairs], base: float, higher_is_better: bool) -> str:
@@ -248,7 +197,7 @@ def _mcnemar(lost: int, won: int) -> float:
     return float(stats.binomtest(lost, lost + won).pvalue) if lost + won else 1.0
 
 
-def _sign_flips(change: Floats, resamples: int, seed: int) -> float:
+def _sign_flips(change: Floats, resamples: int) -> float:
     """Exact test of the mean difference where 2^n is small; McNemar's test, for any scores."""
     differing = change[change != 0]
     if len(differing) < 2:
@@ -261,7 +210,7 @@ def _sign_flips(change: Floats, resamples: int, seed: int) -> float:
         vectorized=True,
         n_resamples=resamples,
         batch=max(1, _MOST_AT_ONCE // len(differing)),
-        rng=np.random.default_rng(seed),
+        rng=np.random.default_rng(0),
     )
     p = float(result.pvalue)
     if sampled and p < _FEW / resamples:  # no smaller p can be drawn: the flips' normal tail
@@ -270,39 +219,32 @@ def _sign_flips(change: Floats, resamples: int, seed: int) -> float:
     return p
 
 
-def _recovery_interval(pairs: list[_Pairs], resamples: int, seed: int) -> Interval | None:
-    def recovery(*indices: NDArray[np.int64], axis: int = -1) -> Floats:
-        kept = sum(np.mean(t.kept[i], axis=axis) for t, i in zip(pairs, indices))
-        base = sum(np.mean(t.base[i], axis=axis) for t, i in zip(pairs, indices))
+def _recovery_interval(pairs: list[_Pairs], resamples: int) -> Interval | None:
+    def recovery(*indices: Indices) -> Floats:
+        kept = sum(np.mean(t.kept[i], axis=-1) for t, i in zip(pairs, indices))
+        base = sum(np.mean(t.base[i], axis=-1) for t, i in zip(pairs, indices))
         return _divide(np.asarray(kept), np.asarray(base))
 
-    return _bootstrap(recovery, [np.arange(len(task.base)) for task in pairs], resamples, seed)
+    return _bootstrap(recovery, [len(task.base) for task in pairs], resamples)
 
 
 def _bootstrap(
-    statistic: Callable[..., Floats], indices: list[NDArray[Any]], resamples: int, seed: int
+    statistic: Callable[..., Floats], documents: list[int], resamples: int
 ) -> Interval | None:
-    """Percentile interval. What is resampled are document indices, so that pairs stay together.
+    """Percentile interval of a statistic of resampled document indices, [resamples, N] per task.
 
-    Widened for few documents as t is wider than the normal distribution (Hesterberg 2015, sec.
-    4.1; BCa was tried, and covered no better). None for a task of one document, and if resamples
-    without a value (zero denominators) are more than a tail.
+    Few documents widen it as t is wider than the normal distribution (Hesterberg 2015, sec. 4.1;
+    BCa covered no better). None for a task of one document, and if more resamples than one tail
+    have no value (a denominator of zero).
     """
-    total = sum(map(len, indices))
-    if min(map(len, indices), default=0) < 2:
+    total = sum(documents)
+    if min(documents) < 2:
         return None
-    with warnings.catch_warnings(), np.errstate(invalid="ignore"):  # in scipy's own interval
-        warnings.simplefilter("ignore", stats.DegenerateDataWarning)
-        result = stats.bootstrap(
-            indices,
-            statistic,
-            vectorized=True,
-            n_resamples=resamples,
-            batch=max(1, _MOST_AT_ONCE // total),
-            method="percentile",
-            rng=np.random.default_rng(seed),
-        )
-    values = result.bootstrap_distribution
+    rng, batch = np.random.default_rng(0), max(1, _MOST_AT_ONCE // total)
+    sizes = [min(batch, resamples - done) for done in range(0, resamples, batch)]
+    values = np.concatenate(
+        [statistic(*(rng.integers(n, size=(size, n)) for n in documents)) for size in sizes]
+    )
     defined = values[np.isfinite(values)]
     if len(defined) < (1 + LEVEL) / 2 * len(values):
         return None
@@ -316,15 +258,15 @@ def _divide(numerator: Floats, denominator: Floats) -> Floats:
         return np.asarray(numerator / denominator)
 
 
-def _probability(pairs: list[_Pairs], min_recovery: float, seed: int) -> float:
+def _probability(pairs: list[_Pairs], min_recovery: float) -> float:
     """Posterior probability that the recovery is at least min_recovery.
 
     Bayesian bootstrap (Rubin 1981) with half a document of each of four kinds added: solved by
-    both, lost, won, solved by none; over several tasks, shared out among them. On right-or-wrong
-    scores of one task that is Jeffreys' prior on the table of pairs; unlike resampling, it knows
-    that a loss which was not seen may exist.
+    both, lost, won, solved by neither; several tasks share it. On right-or-wrong scores of one
+    task this is Jeffreys' prior on the table of pairs. Unlike resampling, it allows for a loss
+    that was not seen.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     margin = np.zeros(_DRAWS)
     for task in pairs:
         top = max(task.kept.max(), task.base.max(), np.finfo(float).tiny)
@@ -343,8 +285,7 @@ def _probability(pairs: list[_Pairs], min_recovery: float, seed: int) -> float:
 
 
 def _verdict(enough: bool, fell: bool, lost: int, won: int) -> tuple[Verdict, str]:
-    """`enough`: the recovery is at least the demanded one, with confidence. No lost document among
-    few shows little: that is `unchanged` at most."""
+    """enough: the recovery is at least the demanded one, with confidence."""
     if enough:
         return "held", "recovery is high enough, with confidence"
     if lost == won == 0:
@@ -356,12 +297,7 @@ def _verdict(enough: bool, fell: bool, lost: int, won: int) -> tuple[Verdict, st
 
 
 def _documents_that_decide(
-    pairs: list[_Pairs],
-    base: float,
-    lost: int,
-    min_recovery: float,
-    confidence: float,
-    doubt: float,
+    pairs: list[_Pairs], base: float, lost: int, demand: Demand, doubt: float
 ) -> int | None:
     """Sample size of a one-sided z test of mean(kept - min_recovery * base) = 0, at POWER.
 
@@ -371,14 +307,14 @@ def _documents_that_decide(
     total = sum(len(task.base) for task in pairs)
     if lost == 0:
         top = max(task.base.max() for task in pairs)
-        may_be_lost = (1 - min_recovery) * base / top
+        may_be_lost = (1 - demand.min_recovery) * base / top
         if may_be_lost <= 0:
             return None
-        return math.ceil(math.log(1 - confidence) / math.log1p(-may_be_lost))
-    margins = [task.kept - min_recovery * task.base for task in pairs]
+        return math.ceil(math.log(1 - demand.confidence) / math.log1p(-may_be_lost))
+    margins = [task.kept - demand.min_recovery * task.base for task in pairs]
     mean = float(np.mean([margin.mean() for margin in margins]))
     variance = sum(total * margin.var() / len(margin) for margin in margins) / len(pairs) ** 2
     if abs(mean) < 1e-12:
         return None
-    z = stats.norm.ppf(confidence if mean > 0 else 1 - doubt) + stats.norm.ppf(POWER)
+    z = stats.norm.ppf(demand.confidence if mean > 0 else 1 - doubt) + stats.norm.ppf(POWER)
     return max(1, math.ceil(variance * (z / mean) ** 2))

@@ -7,13 +7,14 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from fly.errors import FlyError
 
 if TYPE_CHECKING:
     from fly.analysis.compare import Result
     from fly.analysis.scores import Measured
+    from fly.analysis.statistics import Demand
 
 STATUS = {"held": 0, "unchanged": 0, "fell": 1, "not enough evidence": 3}
 _USAGE = """fly compare RUN RUN ... [options]
@@ -77,8 +78,8 @@ def _execute(args: argparse.Namespace) -> None:
     stored = scores.read(args.baseline) if args.baseline else None
     if stored:
         _check_baseline(stored.mode, f"--baseline {args.baseline}")
-    if stored and args.baseline_run:
-        raise FlyError("--baseline-run contradicts --baseline: the file is the baseline")
+        if args.baseline_run:
+            raise FlyError("--baseline-run contradicts --baseline: the file is the baseline")
     _check_outputs(args)
     found = _finished(args, stored) if args.runs else _made(args, stored)
     if stored:
@@ -93,7 +94,7 @@ def _execute(args: argparse.Namespace) -> None:
         _check_baseline(baseline.mode, f"--save-baseline {args.save_baseline}")
         scores.save(baseline, args.save_baseline)
         print(f"baseline {baseline.name} saved: {args.save_baseline}")
-    if not others:  # a baseline alone was asked for
+    if not others:  # only a baseline was asked for
         return
     result = compare.compare(baseline, others, demand, args.metric)
     _write(args, result)
@@ -105,27 +106,28 @@ def _execute(args: argparse.Namespace) -> None:
 
 
 def _check_baseline(mode: str, flag: str) -> None:
-    """A stored baseline stands for the target itself."""
-    from fly.config import Verification
+    """Refuse runs of a rule: a stored baseline stands for the target itself."""
+    from fly import registry
 
-    if mode in get_args(Verification):
+    if mode in registry.RULES:
         raise FlyError(
             f"{flag}: a run of mode {mode} is no baseline to be stored: take target-only's, or "
             "compare the finished runs themselves"
         )
 
 
-def _demand(args: argparse.Namespace) -> Any:
-    from fly.analysis.compare import Demand
+def _demand(args: argparse.Namespace) -> Demand:
+    from fly.analysis.statistics import Demand
 
-    default = Demand()
-    recovery = default.min_recovery if args.min_recovery is None else args.min_recovery
-    confidence = default.confidence if args.confidence is None else args.confidence
-    if not 0 < recovery <= 1:
-        raise FlyError(f"--min-recovery {recovery}: give a share above 0 and at most 1, as 0.99")
-    if not 0.5 < confidence < 1:
-        raise FlyError(f"--confidence {confidence}: give a share between 0.5 and 1, as 0.95")
-    return Demand(recovery, confidence)
+    given = {"min_recovery": args.min_recovery, "confidence": args.confidence}
+    demand = Demand(**{name: value for name, value in given.items() if value is not None})
+    if not 0 < demand.min_recovery <= 1:
+        raise FlyError(
+            f"--min-recovery {demand.min_recovery}: give a share above 0 and at most 1, as 0.99"
+        )
+    if not 0.5 < demand.confidence < 1:
+        raise FlyError(f"--confidence {demand.confidence}: give a share between 0.5 and 1, as 0.95")
+    return demand
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
@@ -158,11 +160,8 @@ def _write(args: argparse.Namespace, result: Result) -> None:
             print(f"{name}: {path}")
 
 
-# -------------------------------------------------------------------------------- both forms
-
-
 def _finished(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
-    """Form one: runs that are on disk."""
+    """The runs that the command names, which are on disk."""
     if args.tasks or args.model_args or args.modes or args.mode:
         raise FlyError(
             f"{args.runs[0]}: finished runs are compared without --tasks, --model_args and --modes"
@@ -176,7 +175,7 @@ def _finished(args: argparse.Namespace, stored: Measured | None) -> list[Measure
 
 
 def _load(paths: Sequence[tuple[str | None, str | Path]], taken: list[str]) -> list[Measured]:
-    """Runs measured, with names of their own: a second `fly` is `fly-2`."""
+    """The runs' scores under unique names: a second `fly` becomes `fly-2`."""
     from fly.analysis import scores
     from fly.runs import reader
 
@@ -193,19 +192,23 @@ def _load(paths: Sequence[tuple[str | None, str | Path]], taken: list[str]) -> l
 
 
 def _made(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
-    """Form two: the modes are run, where they have not been yet."""
+    """The modes' runs, made now where they have not been before."""
     from fly.cli import run_modes
-    from fly.harness.arguments import check_run, yaml_values
+    from fly.harness.arguments import as_dict, check_run, yaml_values
     from fly.runs import context
 
-    check_run(args, yaml_values(args.config))
+    values = yaml_values(args.config)
+    check_run(args, values)
+    for name in ("tasks", "model_args", "output_path", "include_path", "gen_kwargs"):
+        setattr(args, name, getattr(args, name) or values.get(name))
+    args.model_args, args.gen_kwargs = as_dict(args.model_args), as_dict(args.gen_kwargs)
     for flag in ("tasks", "model_args", "output_path"):
-        if not _given(args, flag):
+        if not getattr(args, flag):
             raise FlyError(f"fly compare needs --{flag}, or finished runs: fly compare RUN RUN ...")
     names = args.modes or [
         name for name in run_modes.DEFAULT if not (stored and name == stored.mode)
     ]
-    planned = run_modes.plan(names, args.mode, _given(args, "model_args"))
+    planned = run_modes.plan(names, args.mode, args.model_args)
     needed = 1 if stored or args.save_baseline else 2
     if len(planned) < needed:
         raise FlyError("--modes: give at least two, or --baseline FILE")
@@ -217,24 +220,26 @@ def _made(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
         alone = [name for name, mode in planned.items() if mode.rule == "target-only"]
         chosen = planned[args.baseline_run or next(iter([*alone, *planned]))]
         _check_baseline(chosen.rule, f"--save-baseline {args.save_baseline}")
-    output = Path(_given(args, "output_path"))
+    output = Path(args.output_path)
     context.check_writable(output, "output_path")
     folders = run_modes.run_missing(planned, _run_flags(), output, _files(args, output))
     return _load(list(folders.items()), [stored.name] if stored else [])
 
 
 def _files(args: argparse.Namespace, output: Path) -> dict[str, dict[str, str]]:
-    """Fingerprints of the files that make tasks and their data, fly's own tasks included; not of
-    what the runs themselves write to `output`."""
+    """Fingerprints of the files that define tasks and their data, by the flag that names them.
+
+    What the runs themselves write to `output` is left out.
+    """
     from fly.harness.task_data import DATA_DIR
     from fly.models.fingerprint import of_files
     from fly.paths import data_dir
 
-    include = _given(args, "include_path") or []
-    tasks = _given(args, "tasks") or []
-    files = [Path(task).parent for task in tasks if task and Path(task).is_file()]
+    tasks = args.tasks.split(",") if isinstance(args.tasks, str) else args.tasks
+    files = [task for task in tasks if isinstance(task, str) and task and Path(task).is_file()]
+    include = args.include_path
     named = {
-        "--tasks": files,  # with the functions beside them
+        "--tasks": [Path(file).parent for file in files],  # with the functions beside them
         "--config": [args.config],
         "--include_path": include if isinstance(include, list) else [include],
         DATA_DIR: [os.environ.get(DATA_DIR)],
@@ -252,28 +257,17 @@ def _files(args: argparse.Namespace, output: Path) -> dict[str, dict[str, str]]:
     return found
 
 
-def _given(args: argparse.Namespace, name: str) -> Any:
-    """A flag of `fly run`, from the command line or else from --config."""
-    if getattr(args, name) or not args.config:
-        return getattr(args, name)
-    from fly.harness.arguments import as_dict, yaml_values
-
-    value = yaml_values(args.config).get(name)
-    return as_dict(value) if name in ("model_args", "gen_kwargs") else value
-
-
 def _check_early(args: argparse.Namespace, stored: Measured) -> None:
-    """What can be told without running: the target and the command line's gen_kwargs."""
+    """Refuse before anything runs: another target, or other gen_kwargs on the command line."""
     from fly import config as fly_config
     from fly.analysis import scores
 
-    config, _ = fly_config.of_model_args(_given(args, "model_args"))
+    config, _ = fly_config.of_model_args(args.model_args)
     files = scores.fingerprint(config.target_model_path)
     reason = scores.why_other_files(stored.target["files"], files)
-    if reason is None and stored.decoding.get("gen_kwargs") != (
-        now := _given(args, "gen_kwargs") or {}
-    ):
-        reason = f"decoded otherwise (gen_kwargs: {stored.decoding.get('gen_kwargs')}, now {now})"
+    before = stored.decoding.get("gen_kwargs")
+    if reason is None and before != args.gen_kwargs:
+        reason = f"decoded otherwise (gen_kwargs: {before}, now {args.gen_kwargs})"
     if reason:
         raise FlyError(_not_reusable(args.baseline, reason))
 
@@ -283,7 +277,7 @@ def _not_reusable(path: Path, reason: str) -> str:
 
 
 def _run_flags() -> list[str]:
-    """The command line without what is compare's own, or set for each mode."""
+    """The command line without compare's own flags and those that each mode sets."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     _add_options(parser)
     parser.add_argument("--model", "-M")

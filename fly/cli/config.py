@@ -9,6 +9,7 @@ from typing import Any
 from fly import config
 from fly.errors import FlyError
 from fly.harness.arguments import key_values
+from fly.models.sources import check_names
 
 
 def add_command(subparsers: Any) -> None:
@@ -29,6 +30,7 @@ def add_command(subparsers: Any) -> None:
 
 def _check(args: argparse.Namespace) -> None:
     found = config.load(args.file)
+    check_names(found, args.file)
     print(f"{args.file}: valid ({found.mode}, drafter {found.drafter_name}, {found.hash()})")
 
 
@@ -41,4 +43,5 @@ def _show(args: argparse.Namespace) -> None:
         overrides |= key_values(item, "override")
     own, unknown = config.split_model_args(overrides)
     found = config.load(args.file, {**own, **unknown})
+    check_names(found, args.file)
     print(json.dumps(found.model_dump(), indent=2))

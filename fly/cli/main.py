@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,14 +18,8 @@ from lm_eval.utils import sanitize_model_name, setup_logging
 
 import fly
 from fly import config as fly_config
-from fly.cli import compare as compare_command
-from fly.cli import config as config_command
-from fly.cli import pair as pair_command
-from fly.cli import plot as plot_command
-from fly.cli import processes
-from fly.cli import report as report_command
-from fly.cli import trace as trace_command
-from fly.cli import tune as tune_command
+from fly import registry
+from fly.cli import compare, config, pair, plot, processes, report, trace, tune
 from fly.errors import FlyError
 from fly.harness.arguments import (
     HF_NAMES,
@@ -38,21 +33,15 @@ from fly.harness.arguments import (
 from fly.models import sources
 from fly.models.fingerprint import of_value
 from fly.paths import data_dir
-from fly.runs import context, reader, resume
+from fly.runs import context, environment, reader, resume
 
-_COMMANDS = (
-    compare_command,
-    config_command,
-    pair_command,
-    plot_command,
-    report_command,
-    trace_command,
-    tune_command,
-)
+_COMMANDS = (compare, config, pair, plot, report, trace, tune)
+# flags of `fly run` that fly reads or replaces before lm-eval does
+_READ_HERE = ("model", "model_args", "output_path", "use_cache", "include_path")
 
 
 class FlyCLI(HarnessCLI):
-    """lm-eval's parser with fly's subcommands; `execute` edits the namespace and goes on there."""
+    """lm-eval's command line with fly's subcommands; `run` is checked, then left to lm-eval."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,12 +52,12 @@ class FlyCLI(HarnessCLI):
         self._subparsers.choices["run"].add_argument(
             "--resume",
             metavar="RUN_DIR",
-            help="Go on with a run that was cut short; its other arguments are known",
+            help="Continue a run that was cut short; its other arguments are known",
         )
         _call_fly(self._parser, "fly")
 
     def parse_args(self) -> argparse.Namespace:
-        """lm-eval's, which takes one word alone for a subcommand: here it may be --resume=DIR."""
+        """As lm-eval's, but a single argument may also be --resume=DIR, not only a subcommand."""
         if len(sys.argv) == 2 and sys.argv[1].startswith("--resume="):
             sys.argv.insert(1, "run")
         check_json(sys.argv)
@@ -86,33 +75,40 @@ class FlyCLI(HarnessCLI):
             self._run(args)
             return
         if hasattr(args, "include_path"):
-            args.include_path = _include_paths(args, {})
+            args.include_path = _include_paths(args.include_path)
         super().execute(args)
 
     def _run(self, args: argparse.Namespace) -> None:
-        given = yaml_values(args.config)
-        check_run(args, given)
-        arguments = resume.given_arguments(args, given)
+        values = yaml_values(args.config)
+        check_run(args, values)
+        arguments, secrets = resume.split_secrets(args, values)
         reopened = None
         if args.resume is not None:
-            reopened = resume.reopen(args, arguments, resume.given_secrets(args, given))
+            reopened = resume.reopen(args, arguments, secrets)
             arguments = reopened.data["arguments"]
             check_run(args, {})
             if reopened.finished:
                 print(f"the run of {reopened.started} has ended: results: {reopened.results}")
                 return
+            values = {}
         del args.resume
-        values = given if reopened is None else {}
-        args.include_path = _include_paths(args, values)
-        output_dir = _prepare_fly(args, values)
+        for name in _READ_HERE:
+            setattr(args, name, getattr(args, name) or values.get(name))
+        args.model_args = as_dict(args.model_args)
+        args.include_path = _include_paths(args.include_path)
+        output_dir = _prepare(args)
         before = _results_in(output_dir)
         current = context.start(output_dir)
-        if _is_fly(args.model or values.get("model")):
-            import fly.harness.hf  # noqa: F401  registers the model before lm_eval.models is imported
+        if args.model in registry.ENGINES:
+            # registers the model, which must happen before lm_eval.models is imported
+            registry.load(registry.ENGINES[args.model])
+            from fly.harness import summary
 
-            with resume.kept(current, reopened, arguments, args.model_args):
+            with resume.keeping_manifest(current, reopened, arguments, args.model_args):
                 super().execute(args)
-                _summarise(current)
+                entry = current.results_entry and current.results_entry()
+                if entry and entry["config"]["enable_statistics"]:
+                    summary.print_summary(entry)
         else:
             super().execute(args)
             _check_saved(output_dir, before)
@@ -120,16 +116,8 @@ class FlyCLI(HarnessCLI):
             print(f"results: {output_dir}")
 
 
-def _summarise(run: context.Session) -> None:
-    """fly's speed table, below lm-eval's own."""
-    from fly.harness import summary
-
-    if run.entry is not None and (entry := run.entry())["config"]["enable_statistics"]:
-        summary.print_summary(entry)
-
-
 def _call_fly(parser: argparse.ArgumentParser, name: str) -> None:
-    """lm-eval's parsers call themselves lm-eval, and argparse answers with pages of usage."""
+    """Make lm-eval's parsers speak of fly, and refuse bad flags in one line."""
 
     def refuse(message: str) -> NoReturn:
         message = re.sub(r"invalid functools\..* value:", "invalid value:", message)
@@ -150,9 +138,9 @@ def _results_in(folder: Path | None) -> set[Path]:
 
 
 def _check_saved(folder: Path | None, before: set[Path]) -> None:
-    """Raise FlyError if another backend's results are not there: lm-eval only warns.
+    """Raise FlyError if another backend's results were not saved, of which lm-eval only warns.
 
-    `resume.kept` sees to those of fly's.
+    `resume.keeping_manifest` checks those of fly's own backend.
     """
     if folder is None or os.environ.get("RANK", "0") != "0":
         return
@@ -165,63 +153,52 @@ def _check_saved(folder: Path | None, before: set[Path]) -> None:
         )
 
 
-def _is_fly(name: str | None) -> bool:
-    return name == "fly"
-
-
-def _include_paths(args: argparse.Namespace, values: dict[str, Any]) -> list[str]:
+def _include_paths(given: str | list[str] | None) -> list[str]:
     """fly's tasks first, the user's after them: later paths override earlier ones."""
-    user = args.include_path or values.get("include_path")
-    paths = [str(data_dir("lm_eval_tasks"))]
-    if user:
-        paths += user if isinstance(user, list) else [user]
-    return paths
+    user = given if isinstance(given, list) else [given] if given else []
+    return [str(data_dir("lm_eval_tasks")), *user]
 
 
-def _prepare_fly(args: argparse.Namespace, values: dict[str, Any]) -> Path | None:
-    """Route to fly's backend and check everything that can be checked before models load.
+def _prepare(args: argparse.Namespace) -> Path | None:
+    """Choose fly's backend where it is meant; check what can be checked before models load.
 
-    Returns the folder lm-eval will write to, or None without --output_path.
+    Returns the folder that lm-eval will write to, or None without --output_path.
     """
-    model_args = args.model_args or as_dict(values.get("model_args"))
-    model = args.model or values.get("model") or "hf"
-    if model in HF_NAMES and "config_path" in model_args:
-        model = args.model = "fly"
-    if _is_fly(model):
-        args.model_args = model_args = _checked_model_args(model_args)
-        use_cache = args.use_cache or values.get("use_cache")
-        if use_cache:  # lm-eval's keys ignore the models, their configuration and fly
-            args.use_cache = f"{use_cache}_{_run_hash(model_args)}"
-    output_path = args.output_path or values.get("output_path")
-    if not output_path:
+    if (args.model or "hf") in HF_NAMES and "config_path" in args.model_args:
+        args.model = "fly"
+    if args.model in registry.ENGINES:
+        _check_models(args)
+    if not args.output_path:
         return None
-    folder = _output_folder(Path(output_path), model_args)
+    folder = _output_folder(Path(args.output_path), args.model_args)
     context.check_writable(folder, "output_path")
     return folder
 
 
-def _checked_model_args(model_args: dict[str, Any]) -> dict[str, Any]:
-    """Validate the configuration and the models' paths; name the run for lm-eval's folders."""
-    config, rest = fly_config.of_model_args(model_args)
-    check_model_args(config, rest)
-    sources.sources(config)
-    if "pretrained" not in model_args:
-        if config.needs_draft_model and config.draft_model_path:
-            return {"pretrained": config.draft_model_path, **model_args}
-        return {"model": config.target_model_path, **model_args}
-    return model_args
+def _check_models(args: argparse.Namespace) -> None:
+    """Check the configuration and the models' files; name the run for lm-eval's folders.
 
-
-def _run_hash(model_args: dict[str, Any]) -> str:
-    """All that decides a text beside the request: the configuration, the models' files, whatever
-    else is passed to the model, and the versions of what computes."""
-    config, rest = fly_config.of_model_args(model_args)
-    models = resume.models_of(config, rest, fetch=True)  # the next call must find this one's cache
-    return of_value([config.hash(), rest, models, resume.deciding_versions()])[:12]
+    lm-eval's cache knows a request by its prompt alone, so the name of the cache gets a hash of
+    all else that decides a text: configuration, model files and versions.
+    """
+    settings, rest = fly_config.of_model_args(args.model_args)
+    check_model_args(settings, rest)
+    sources.sources(settings, args.model_args.get("config_path"))
+    if "pretrained" not in args.model_args:
+        if settings.needs_draft_model and settings.draft_model_path:
+            named = {"pretrained": settings.draft_model_path}
+        else:
+            named = {"model": settings.target_model_path}
+        args.model_args = {**named, **args.model_args}
+    if args.use_cache:
+        # fetch: the next call must find this one's cache
+        models = environment.models_of(settings, rest, fetch=True)
+        deciding = [settings.hash(), rest, models, environment.deciding_versions()]
+        args.use_cache = f"{args.use_cache}_{of_value(deciding)[:12]}"
 
 
 def _output_folder(path: Path, model_args: dict[str, Any]) -> Path:
-    """Where lm-eval's EvaluationTracker will write samples."""
+    """The folder in which lm-eval's EvaluationTracker will write samples."""
     if path.suffix == ".json":
         return path.parent
     for key in ("peft", "delta", "pretrained", "model", "path", "engine"):
@@ -231,20 +208,15 @@ def _output_folder(path: Path, model_args: dict[str, Any]) -> Path:
 
 
 def _not_about_our_tasks(record: logging.LogRecord) -> bool:
-    """lm-eval warns of each of its tasks that fly's replace, which is what they are for."""
+    """Filters lm-eval's warnings that fly's tasks replace its own, which they are meant to."""
     return str(data_dir("lm_eval_tasks")) not in record.getMessage()
 
 
 def _is_lm_evals_refusal(error: ValueError) -> bool:
-    """Raised by lm-eval's own checks of its arguments: unknown task, unsafe code, bad flags."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    origin = Path(frame.tb_frame.f_code.co_filename) if frame is not None else Path()
-    return origin.parent.name in ("lm_eval", "config") and origin.name in (
-        "evaluator.py",
-        "evaluate_config.py",
-    )
+    """Whether lm-eval's own checks raised it: unknown task, unsafe code, bad flags."""
+    origin = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    files = ("evaluator.py", "evaluate_config.py")
+    return origin.name in files and origin.parent.name in ("lm_eval", "config")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -273,7 +245,7 @@ def _main() -> None:
 
 
 def _in_one_line(error: ValueError | OSError) -> str | None:
-    """What the user is told of bad input and of a full disk; None for anything else."""
+    """The message for bad input and for a full disk; None for any other error."""
     message = str(error)
     if isinstance(error, OSError):
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):

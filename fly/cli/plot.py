@@ -12,7 +12,7 @@ from fly.errors import FlyError
 def add_command(subparsers: Any) -> None:
     """Register the subcommand with the CLI's parser."""
     parser = subparsers.add_parser(
-        "plot", help="Draw finished runs: frontier, tau by K, acceptance"
+        "plot", help="Draw finished runs: frontier, mean acceptance length (tau) by K, acceptance"
     )
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="a results_*.json, or a folder: all runs in it"

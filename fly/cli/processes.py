@@ -1,4 +1,4 @@
-"""How fly's processes end: in order when they are told to, and with the one that started them."""
+"""How fly's processes end: in order on a signal, and together with their parent."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from typing import Any
 _SIGNALS = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 ]
-_LIFELINE = "FLY_LIFELINE"  # a pipe's reading end: it ends when the parent closes it or dies
+_LIFELINE = "FLY_LIFELINE"  # the reading end of a pipe, which ends when the parent does
 
 
 @contextmanager
 def ending_in_order() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind the process as Ctrl-C does, so that what is finished is kept.
+    """Make SIGTERM and SIGHUP unwind the process as Ctrl-C does, so that finished work is kept.
 
-    The next ones are ignored meanwhile; a second Ctrl-C ends it at once. A signal that is ignored
-    (nohup) or handled already is left alone.
+    Further ones are ignored while it unwinds; a second Ctrl-C ends it at once. A signal that is
+    already ignored (nohup) or handled is left alone.
     """
     own = os.getpid()
 
     def end(number: int, frame: Any) -> None:
-        if os.getpid() != own:  # a fork: nothing is its own to keep
+        if os.getpid() != own:  # a fork has nothing of its own to keep
             os._exit(128 + number)
         for each in _SIGNALS:
             signal.signal(each, signal.SIG_DFL if each == signal.SIGINT else signal.SIG_IGN)
@@ -47,8 +47,11 @@ def ending_in_order() -> Iterator[None]:
 
 
 def run_child(command: Sequence[str]) -> int:
-    """The exit status of a command of fly's, which ends in order when this process ends in any way
-    (on Windows: by Ctrl-C only)."""
+    """Run a command of fly's and return its exit status.
+
+    The child ends in order whenever this process ends, SIGKILL included (on Windows: only on
+    Ctrl-C). The child must call `end_with_parent`.
+    """
     if os.name == "nt":
         return subprocess.run(command, check=False).returncode
     reading, writing = os.pipe()
@@ -68,7 +71,7 @@ def run_child(command: Sequence[str]) -> int:
 
 
 def end_with_parent() -> None:
-    """In a child of `run_child`: from here on, its parent's end is its own SIGTERM."""
+    """In a child of `run_child`: send SIGTERM to this process when its parent ends."""
     reading = os.environ.pop(_LIFELINE, None)
     if reading is None:
         return

@@ -6,6 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from fly.errors import FlyError
+from fly.paths import write_output
+
 
 def add_command(subparsers: Any) -> None:
     """Register the subcommand with the CLI's parser."""
@@ -36,7 +39,6 @@ def add_command(subparsers: Any) -> None:
 
 def _report(args: argparse.Namespace) -> None:
     from fly.analysis.html import write as report
-    from fly.errors import FlyError
     from fly.runs import reader
 
     if args.traces < 0:
@@ -46,14 +48,7 @@ def _report(args: argparse.Namespace) -> None:
         raise FlyError(f"--output {output}: is a folder: name a file, such as {output}/report.html")
     paths = [reader.named(text) for text in args.runs]
     loaded = [reader.load(path, name) for name, path in paths]
-    text = report.page(loaded, max_traces=args.traces)
-    write(output, text)
-    print(f"report: {output} ({len(text.encode(errors='replace')) / 1e6:.1f} MB)")
-
-
-def write(output: Path, text: str) -> None:
-    """Write the whole file or none of it."""
-    from fly.paths import write_output
-
     # half of a surrogate pair, which a JSON escape may spell, has no UTF-8
-    write_output(output, text.encode(errors="replace").decode(), "--output")
+    page = report.page(loaded, max_traces=args.traces).encode(errors="replace")
+    write_output(output, page, "--output")
+    print(f"report: {output} ({len(page) / 1e6:.1f} MB)")

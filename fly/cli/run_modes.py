@@ -1,4 +1,4 @@
-"""The runs that a comparison needs, each in a process of its own, one after the other."""
+"""Make the runs that a comparison needs, one after the other, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,13 +16,14 @@ from fly import config as fly_config
 from fly import reading
 from fly.cli.processes import run_child
 from fly.errors import FlyError
+from fly.execution.device import machine_facts
 from fly.harness.arguments import check_model_args, key_values
-from fly.harness.summary import machine_facts, versions
 from fly.models import sources
 from fly.models.fingerprint import of_value
 from fly.paths import write_whole
 from fly.runs import manifest, reader
-from fly.runs.resume import models_of
+from fly.runs.environment import models_of, versions
+from fly.settings import RECORDING_KEYS
 
 # What each mode changes in the pair's file; `hf` is lm-eval's own backend on the target.
 NAMED: dict[str, dict[str, Any]] = {
@@ -31,15 +33,16 @@ NAMED: dict[str, dict[str, Any]] = {
     "hf": {},
 }
 DEFAULT = ("target-only", "exact", "fly")
-_MARK = "fly_compare.json"
+_MARK = "fly_compare.json"  # what the last run that was begun in a mode's folder depends on
 
 
 @dataclass(frozen=True)
 class Mode:
-    """One run to be made: `fly run` with these model_args. identity: changes if the texts may.
+    """One run to be made: `fly run` with `model` and these `model_args`.
 
-    models: looks up what they are now, by role (fly.models.fingerprint). rule: what the run's own
-    mode will be. records: what it is to write down, by configuration key.
+    identity: what the texts depend on; a run of another identity is not reused. models: looks up
+    the models' fingerprints, by role. rule: the mode that the run itself will report. records: the
+    configuration's RECORDING_KEYS, with their values.
     """
 
     name: str
@@ -54,7 +57,7 @@ class Mode:
 def plan(
     names: Sequence[str], custom: Sequence[str], model_args: Mapping[str, Any]
 ) -> dict[str, Mode]:
-    """The modes by name, checked before anything runs. custom: NAME=key=value,..., in addition."""
+    """The modes by name, checked before anything runs. custom: more of them, NAME=key=value,..."""
     overrides = {}
     for name in names:
         if name not in NAMED:
@@ -73,7 +76,7 @@ def plan(
 def _mode(name: str, model_args: dict[str, Any]) -> Mode:
     config, rest = fly_config.of_model_args(model_args)
     check_model_args(config, rest)
-    target, _ = sources.sources(config)
+    target, _ = sources.sources(config, model_args.get("config_path"))
     models = partial(models_of, config, rest)
     models()  # what is not there is refused now
     if name == "hf":
@@ -83,7 +86,7 @@ def _mode(name: str, model_args: dict[str, Any]) -> Mode:
         identity = json.dumps(arguments, sort_keys=True, default=str)
         return Mode(name, "hf", arguments, identity, models, "hf")
     identity = json.dumps([config.hash(), rest], sort_keys=True, default=str)
-    records = {key: getattr(config, key) for key in fly_config.RECORDING_KEYS}
+    records = {key: getattr(config, key) for key in RECORDING_KEYS}
     return Mode(name, "fly", model_args, identity, models, config.mode, records)
 
 
@@ -93,63 +96,86 @@ def run_missing(
     output: Path,
     files: Mapping[str, Mapping[str, str]] | None = None,
 ) -> dict[str, Path]:
-    """Run what is not finished yet; the folder of each mode. flags: of `fly run`, for all modes.
-    files: fingerprints of what the flags name, by flag.
+    """Run the modes that are not finished yet; returns the folder of each.
 
-    A mode is finished if its folder holds the results of a run that this same command has begun,
-    of the same files, models and versions, on such a machine: what the run itself has written
-    tells, whoever saw it end. A failed run ends the comparison with FlyError; what has finished
-    stays, and the next call goes on with the rest, in the middle of a run if its records are there.
+    flags: of `fly run`, for all modes. files: fingerprints of the files that the flags name, by
+    flag. A mode is finished if its folder holds the results of a run of this command, with the
+    same files, models and versions, on the same kind of machine. Whether the run has ended is told
+    by what the run itself wrote, not by who saw it end. Raises FlyError if a run fails; the next
+    call continues there, in the middle of a run if its records allow it.
     """
-    folders = {}
-    for name, mode in modes.items():
-        folder = folders[name] = output / name
+    folders = {name: output / name for name in modes}
+    for number, (name, mode) in enumerate(modes.items(), 1):
+        folder = folders[name]
         mark = {
-            "command": _hash(mode, flags),
+            "command": of_value([mode.model, mode.identity, list(flags)]),
             "files": dict(files or {}),
             "models": mode.models(),
             "versions": versions(),
             "machine": machine_facts(),
         }
-        if (why := _why_anew(folder, mark)) is not None:
-            print(f"{name}: made anew: {why}", flush=True)
-        if (run := _finished(folder, mark)) is not None:
-            print(f"{name}: finished before, in {folder}{_lacking(mode, run)}", flush=True)
+        noted = _read_mark(folder)
+        difference = _difference(noted, mark)
+        finished = unfinished = None
+        if difference is None:
+            finished, unfinished = _begun(folder, noted["before"])
+        elif noted.get("command") == mark["command"]:
+            what, old, new = difference
+            print(f"{name}: made anew: {what} was {old}, is now {new}", flush=True)
+        if finished is not None:
+            print(f"{name}: finished before, in {folder}{_lacking(mode, finished)}", flush=True)
             continue
-        unfinished = _cut_short(folder, mark)
         how = ", going on" if unfinished else ""
-        print(f"\n--- {name} ({len(folders)} of {len(modes)}){how} ---", flush=True)
+        print(f"\n--- {name} ({number} of {len(modes)}){how} ---", flush=True)
+        arguments = [
+            *flags,
+            *("--model", mode.model, "--model_args", json.dumps(mode.model_args)),
+            *("--output_path", str(folder), "--log_samples"),
+        ]
         if unfinished:
-            mark["before"] = _before(folder)
-            again = [*_arguments(mode, flags, folder), "--resume", str(unfinished)]
-            _run(mode, again, f"; to start it anew, remove {folder}")
+            mark["before"] = noted["before"]
+            arguments += ["--resume", str(unfinished)]
+            _run(mode, arguments, f"; to start it anew, remove {folder}")
         else:
             mark["before"] = [_relative(path, folder) for path in folder.rglob("*.json")]
-            _set_mark(folder, mark)
-            _run(mode, _arguments(mode, flags, folder))
-        if (models := mode.models()) != _mark(folder).get("models"):  # a hub's commit, known by now
-            _set_mark(folder, {**mark, "models": models})
+            _write_mark(folder, mark)
+            _run(mode, arguments)
+        models = mode.models()
+        if models != _read_mark(folder).get("models"):  # the run has fetched a hub's commit
+            _write_mark(folder, {**mark, "models": models})
     return folders
 
 
-def _hash(mode: Mode, flags: Sequence[str]) -> str:
-    return of_value([mode.model, mode.identity, list(flags)])
+def _difference(noted: dict[str, Any], mark: dict[str, Any]) -> tuple[str, str, str] | None:
+    """(what, old, new) of the first difference between two marks; None if there is none.
+
+    A hub model's commit differs only where both marks know it: it may be known only after loading.
+    """
+    old, new = {key: noted.get(key) for key in mark}, manifest.plain(mark)
+    if isinstance(old["models"], dict):
+        for role, model in old["models"].items():
+            other = new["models"].get(role, {})
+            if None in (model.get("commit", ""), other.get("commit", "")):
+                model["commit"] = other["commit"] = None
+    found = manifest.first_difference("", old, new)
+    return found and (found[0].removeprefix("."), *found[1:])
 
 
-def _finished(folder: Path, mark: dict[str, Any]) -> reader.Run | None:
-    """What this same command has made there, by what the run itself has written."""
-    noted = _mark(folder)
-    if not _agrees(noted, mark) or not noted.get("finished", True):  # an earlier fly's note
-        return None
-    try:
+def _begun(folder: Path, before: Sequence[str]) -> tuple[reader.Run | None, Path | None]:
+    """(the finished run, the manifest of the unfinished one) that the marked command began there.
+
+    before: files that were in the folder when it began, which are another command's.
+    """
+    with suppress(FlyError):
         run = reader.load(folder)
-    except FlyError:
-        return None
-    return None if _relative(run.path, folder) in _before(folder) else run
+        if _relative(run.path, folder) not in before:
+            return run, None
+    own = [run for run in manifest.all_in(folder) if _relative(run.path, folder) not in before]
+    return None, own[-1].path if own and not own[-1].finished else None
 
 
 def _lacking(mode: Mode, run: reader.Run) -> str:
-    """In words, what a finished run has not written down though it is asked for now."""
+    """In words, the records that are asked for now and that a finished run did not write."""
     has = {
         "a trace": not mode.records.get("trace") or run.rounds,
         "records of its requests": not mode.records.get("enable_statistics") or run.requests,
@@ -158,79 +184,29 @@ def _lacking(mode: Mode, run: reader.Run) -> str:
     return f" (without {' and '.join(missing)}: to have them, remove it)" if missing else ""
 
 
-def _why_anew(folder: Path, mark: dict[str, Any]) -> str | None:
-    """What has changed since a run of this command was made there; None if nothing has, or if the
-    command is another one."""
-    noted = _mark(folder)
-    if noted.get("command") != mark["command"] or _agrees(noted, mark):
-        return None
-    facts = {key: value for key, value in noted.items() if key in mark}
-    found = manifest.first_difference("", facts, manifest.plain(mark))
-    return None if found is None else f"{found[0][1:]} was {found[1]}, is now {found[2]}"
-
-
-def _cut_short(folder: Path, mark: dict[str, Any]) -> Path | None:
-    """The unfinished run that this same command began there: what `--resume` goes on with."""
-    if not _agrees(_mark(folder), mark):
-        return None
-    before = _before(folder)
-    own = [run for run in manifest.all_in(folder) if _relative(run.path, folder) not in before]
-    return own[-1].path if own and not own[-1].finished else None
-
-
-def _before(folder: Path) -> list[str]:
-    """Files that lay there when the marked run was begun."""
-    return list(_mark(folder).get("before", []))
-
-
 def _relative(path: Path, folder: Path) -> str:
     return path.relative_to(folder).as_posix()
 
 
-def _agrees(noted: dict[str, Any], mark: dict[str, Any]) -> bool:
-    """The same mark; a hub id's commit may not have been known yet: it is when models load."""
-    if not isinstance(noted.get("models"), dict):
-        return False
-    ours, theirs = noted["models"], mark["models"]
-    facts = {**{key: noted.get(key) for key in mark}, "models": _without_unknown(ours, theirs)}
-    return facts == {**mark, "models": _without_unknown(theirs, ours)}
-
-
-def _without_unknown(models: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
-    """Without commits that the same model among the others does not have."""
-    unknown = {role for role, model in others.items() if model.get("commit", "") is None}
-    return {
-        role: {**model, "commit": None} if role in unknown and "commit" in model else model
-        for role, model in models.items()
-    }
-
-
-def _mark(folder: Path) -> dict[str, Any]:
+def _read_mark(folder: Path) -> dict[str, Any]:
+    """The mark of the last run that was begun in the folder; empty if there is none."""
     try:
-        return reading.read_object(folder / _MARK)
+        return {"before": [], **reading.read_object(folder / _MARK)}
     except FlyError:
         return {}
 
 
-def _set_mark(folder: Path, mark: dict[str, Any]) -> None:
+def _write_mark(folder: Path, mark: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / _MARK, json.dumps(mark) + "\n")
 
 
-def _arguments(mode: Mode, flags: Sequence[str], folder: Path) -> list[str]:
-    return [
-        *flags,
-        *("--model", mode.model, "--model_args", json.dumps(mode.model_args)),
-        *("--output_path", str(folder), "--log_samples"),
-    ]
-
-
-def _run(mode: Mode, arguments: Sequence[str], way_out: str = "") -> None:
-    command = [sys.executable, "-m", "fly", "run", *arguments]
-    status = run_child(command)
+def _run(mode: Mode, arguments: Sequence[str], hint: str = "") -> None:
+    """Run the mode in a process of its own. Raises FlyError if it fails."""
+    status = run_child([sys.executable, "-m", "fly", "run", *arguments])
     if status:
         how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
         raise FlyError(
             f"mode {mode.name} failed ({how}); finished modes are kept: the same command goes on "
-            f"with {mode.name}{way_out}"
+            f"with {mode.name}{hint}"
         )

@@ -1,6 +1,6 @@
-"""`fly trace`: one prompt, or one document of a task, decoded before one's eyes.
+"""`fly trace`: watch one prompt, or one document of a task, being decoded.
 
-docs/trace_command.md shows how to read it.
+docs/trace_command.md explains what it prints.
 """
 
 from __future__ import annotations
@@ -64,27 +64,29 @@ def _trace(args: argparse.Namespace) -> None:
     from fly.analysis.terminal.display import Display
     from fly.analysis.terminal.styles import legend
     from fly.analysis.terminal.summary import print_counts, print_deferrals
+    from fly.harness.hf import FlyLM
+    from fly.runs import context
     from fly.runs.vocabulary import reader
 
-    lm = _load(args)
+    context.start(None)
+    device = {} if args.device is None else {"device": args.device}
+    lm = FlyLM(**args.model_args, **device)
     if args.apply_chat_template is None:
         args.apply_chat_template = getattr(lm.tokenizer, "chat_template", None) is not None
+    text_of = reader(lm.tokenizer)
     console = Console(highlight=False)
     colours = console.is_terminal and not args.no_color and "NO_COLOR" not in os.environ
-    display = Display(
-        console, reader(lm.tokenizer), colours=colours, keep_dropped=args.keep_dropped
-    )
+    display = Display(console, text_of, colours=colours, keep_dropped=args.keep_dropped)
     console.print(_headline(lm, args), markup=False)
     console.print(legend(colours=colours, lasting_drops=args.keep_dropped))
     console.print()
     lm.observers.append(display.on_round)
     with display:
-        decode = _decode_document if args.task else _decode_prompt
-        score = decode(lm, args)
+        score = _decode_document(lm, args) if args.task else _decode_prompt(lm, args)
     for generation in display.generations:
         console.print()
         print_counts(console, generation)
-        print_deferrals(console, generation, reader(lm.tokenizer), lm.fly_config.entropy_kind)
+        print_deferrals(console, generation, text_of, lm.fly_config.entropy_kind)
     if score:
         console.print(score, markup=False)
 
@@ -104,10 +106,12 @@ def _check(args: argparse.Namespace) -> None:
         raise FlyError("--model_args batch_size: fly trace decodes one row: leave it out")
     if args.model_args.get("trace"):
         raise FlyError("--model_args trace: fly trace writes no file: leave it out, or use fly run")
-    if args.prompt == "-":
-        args.prompt = _standard_input()
     try:
+        if args.prompt == "-":
+            args.prompt = sys.stdin.read()
         (args.prompt or "").encode()
+    except UnicodeDecodeError as error:
+        raise FlyError(f"standard input: not UTF-8 at byte {error.start}") from None
     except UnicodeEncodeError as error:
         raise FlyError(
             f"the prompt's character {error.start + 1} is {args.prompt[error.start]!r}, which has "
@@ -117,15 +121,8 @@ def _check(args: argparse.Namespace) -> None:
     check_task_files([args.task], [args.own_tasks] if args.own_tasks else [])
 
 
-def _standard_input() -> str:
-    try:
-        return sys.stdin.read()
-    except UnicodeDecodeError as error:
-        raise FlyError(f"standard input: not UTF-8 at byte {error.start}") from None
-
-
 def _check_task(args: argparse.Namespace) -> None:
-    """Everything that can be checked before models load."""
+    """Check the task and the document before models load."""
     from fly.harness import evaluate
 
     task = evaluate.load_task(args.task, args.own_tasks)
@@ -137,26 +134,14 @@ def _check_task(args: argparse.Namespace) -> None:
     evaluate.check_confirmed(args.task, task, args.confirm_run_unsafe_code)
 
 
-def _load(args: argparse.Namespace) -> FlyLM:
-    from fly.harness.hf import FlyLM
-    from fly.runs import context
-
-    context.start(None)
-    device = {} if args.device is None else {"device": args.device}
-    return FlyLM(**args.model_args, **device)
-
-
 def _headline(lm: FlyLM, args: argparse.Namespace) -> str:
+    from fly.harness.summary import in_words
+
     config = lm.fly_config
     what = f"{args.task}, document {args.doc or 0}" if args.task else "prompt"
-    parts = [f"{what} by {config.target_model_path}", config.mode]
-    if config.drafter_name:
-        parts += [f"drafter {config.drafter_name}", f"K={config.spd_k}"]
-    if config.mode == "fly":
-        parts += [f"W={config.window}", f"theta={config.entropy_thre}"]
-        parts += ["across rounds"] if config.defer_across_rounds else []
-    parts.append("chat template" if args.apply_chat_template else "no chat template")
-    return ", ".join(parts)
+    how = in_words(config.mode, config.drafter_name, config.model_dump())
+    chat = "chat template" if args.apply_chat_template else "no chat template"
+    return f"{what} by {config.target_model_path}, {how}, {chat}"
 
 
 def _decode_prompt(lm: FlyLM, args: argparse.Namespace) -> str:
@@ -173,7 +158,7 @@ def _decode_prompt(lm: FlyLM, args: argparse.Namespace) -> str:
 
 
 def _decode_document(lm: FlyLM, args: argparse.Namespace) -> str:
-    """Through lm-eval, from the prompt to the score; returns the score in words."""
+    """Decode it as lm-eval does, from the prompt to the score; returns the score in words."""
     from fly.harness import evaluate
 
     number = args.doc or 0

@@ -40,8 +40,8 @@ def add_command(subparsers: Any) -> None:
         "--max_changed",
         type=float,
         default=0.03,
-        help="largest share of tokens that a candidate may let in against the target's choice, "
-        "as predicted (0.03)",
+        help="largest predicted share of tokens that a candidate may accept although the "
+        "target's own differ (0.03)",
     )
     add(
         "--draft_quantization",
@@ -52,7 +52,7 @@ def add_command(subparsers: Any) -> None:
     )
     add("--max_gen_toks", type=int, help="instead of the tasks' own")
     add("--num_fewshot", type=int)
-    add("--batch_size", default="1", help="rows in flight; only 1 is predicted")
+    add("--batch_size", default="1", help="running sequences; only 1 can be predicted")
     add("--apply_chat_template", action="store_true")
     add("--confirm_run_unsafe_code", action="store_true")
     add("--device")
@@ -70,7 +70,8 @@ def add_command(subparsers: Any) -> None:
 
 def _tune(args: argparse.Namespace) -> None:
     model_args = _checked(args)
-    from fly.harness import evaluate, summary
+    from fly.execution.device import device_facts
+    from fly.harness import evaluate
     from fly.tuning import output
     from fly.tuning.real_runs import TunedLM, Workload
     from fly.tuning.tune import Options, Tuner, Tuning
@@ -88,7 +89,7 @@ def _tune(args: argparse.Namespace) -> None:
     )
     kinds = _quantizations(args.draft_quantization, lm.quantizations())
     options = Options(args.output, kinds, args.candidates, args.max_changed, args.min_recovery)
-    facts = summary.device_facts(lm.device)
+    facts = device_facts(lm.device)
     print(f"tuning for {facts['name']} ({facts['type']}, {facts['threads']} threads)")
     record = args.output.with_name(f"fly_tune_{time.strftime('%Y-%m-%dT%H-%M-%S')}.json")
 
@@ -96,7 +97,7 @@ def _tune(args: argparse.Namespace) -> None:
         output.write_record(record, tuning, lm, workload, options)
 
     try:
-        with evaluate.quiet("lm_eval"):  # it would tell the same of every run, between our lines
+        with evaluate.quiet("lm_eval"):  # it would log the same for every run, between our lines
             tuning = Tuner(lm, workload, options, keep).run()
     except BaseException:
         if record.exists():
@@ -114,11 +115,11 @@ def _tune(args: argparse.Namespace) -> None:
 
 
 def _quantizations(asked: list[str] | None, here: list[str]) -> list[str]:
-    """Those to try: the given configuration's own is always among them, and first."""
+    """Which draft weights to try: the given configuration's own come first, and always."""
     missing = [kind for kind in asked or [] if kind not in here]
     if missing:
         raise FlyError(
-            f"--draft_quantization {missing[0]}: not to be had here: choose from {', '.join(here)}"
+            f"--draft_quantization {missing[0]}: not available here: choose from {', '.join(here)}"
         )
     return [kind for kind in here if asked is None or kind in asked or kind == here[0]]
 
@@ -129,7 +130,9 @@ def _checked(args: argparse.Namespace) -> dict[str, Any]:
     from fly.harness.arguments import check_flags, check_model_args, check_task_files
 
     if args.batch_size != "1":
-        raise FlyError(f"--batch_size {args.batch_size}: fly tune predicts one row: use 1")
+        raise FlyError(
+            f"--batch_size {args.batch_size}: fly tune predicts one running sequence: use 1"
+        )
     for name, least in (("limit", 1), ("candidates", 1), ("max_gen_toks", 2)):
         value = getattr(args, name)
         if value is not None and value < least:
@@ -152,7 +155,7 @@ def _checked(args: argparse.Namespace) -> dict[str, Any]:
     config = fly_config.load(args.file, own, log=False)
     _check_tunable(config, args.file)
     check_model_args(config, rest)
-    sources.sources(config)
+    sources.sources(config, args.file)
     check_task_files(args.tasks, [args.task_folder] if args.task_folder else [])
     evaluate.check_tasks(args.tasks, args.task_folder)
     context.check_writable(args.output.parent, "--output")

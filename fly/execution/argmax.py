@@ -1,7 +1,7 @@
 """The most probable token, fast on CPUs.
 
-A float copy of the logits of a batched verification is larger than what the allocator keeps, so
-every pass would fault its pages in again, and bfloat16 argmax is slow. Maxima are not.
+A float32 copy of the logits of a batched verification is larger than what the allocator keeps, so
+every pass would fault its pages in again, and argmax in bfloat16 is slow. Block maxima are fast.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ _BLOCK = 128
 
 
 class NotFiniteError(ArithmeticError):
-    """Logits are NaN or infinite. role: target or draft. at: after so many tokens of the request's
-    output."""
+    """Logits are NaN or infinite. role: target or draft. at: tokens of the request's output so
+    far."""
 
     def __init__(self, role: str, request: Any, at: int) -> None:
         super().__init__(f"the {role}'s logits are not finite after {at} tokens")
         self.role, self.request, self.at = role, request, at
 
 
-def marked(choice: Tensor, logits: Tensor) -> Tensor:
-    """The chosen tokens, -1 where their logits [..., V] were not finite. [...].
+def marked(tokens: Tensor, logits: Tensor) -> Tensor:
+    """The tokens [...] taken from logits [..., V], or -1 where these were not finite.
 
-    Only the chosen logits are looked at: argmax takes a NaN for the largest, and a draw from
+    Only the tokens' own logits are read: argmax takes a NaN for the largest, and a draw from
     probabilities that are NaN ends past the vocabulary.
     """
-    inside = choice.clamp(max=logits.shape[-1] - 1)
+    inside = tokens.clamp(max=logits.shape[-1] - 1)
     is_finite = logits.gather(-1, inside[..., None])[..., 0].isfinite()
-    return choice.masked_fill(~is_finite | (choice != inside), -1)
+    return tokens.masked_fill(~is_finite | (tokens != inside), -1)
 
 
 def greedy(logits: Tensor) -> Tensor:

@@ -15,27 +15,35 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from fly.execution.kv_cache import SlotCache
-from fly.execution.memory import is_out_of_memory
+from fly.execution.oom import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
 _SHORTEST_READ = 256
 
 
+class PassOutput(NamedTuple):
+    """logits: [B, Q, V]. hidden: [B, Q, F], the states of the layers asked for side by side; None
+    without any."""
+
+    logits: Tensor
+    hidden: Tensor | None = None
+
+
 @dataclass
 class _Captured:
-    """Static inputs and outputs of one shape, and what computes the one from the other."""
+    """Static inputs and outputs of one shape, and what computes the outputs."""
 
     ids: Tensor
     lengths: Tensor
     counts: Tensor
-    outputs: tuple[Tensor, ...]
+    output: PassOutput
     replay: Callable[[], None]
 
 
@@ -51,10 +59,10 @@ class Runner(Protocol):
 
     def reserve(self, tokens: int) -> None: ...
 
-    def static_pass(self, ids_BQ: Tensor, lengths_B: Tensor, read_length: int) -> Tensor: ...
+    def static_pass(self, ids_BQ: Tensor, lengths_B: Tensor, read_length: int) -> PassOutput: ...
 
 
-class StaticPasses:
+class CudaGraphRunner:
     """Fixed-shape passes of one runner.
 
     capture: False computes the same static passes without a graph (any device; for tests).
@@ -81,8 +89,8 @@ class StaticPasses:
         self._captured.clear()
         self._pool = None
 
-    def extend(self, ids_BQ: Tensor) -> Tensor | None:
-        """Logits [B, Q, V] of one pass; None if it has to be run eagerly."""
+    def extend(self, ids_BQ: Tensor) -> PassOutput | None:
+        """One pass; None if it has to be run eagerly."""
         rows, width = ids_BQ.shape
         padded = _width_bucket(width)
         captured = self._get("extend", rows, padded, self._longest(rows) + padded)
@@ -90,7 +98,8 @@ class StaticPasses:
             return None
         self._fill(captured, ids_BQ)
         captured.replay()
-        return captured.outputs[0][:rows, :width]
+        logits, hidden = captured.output
+        return PassOutput(logits[:rows, :width], None if hidden is None else hidden[:rows, :width])
 
     def chain(self, ids_BQ: Tensor, counts_B: Tensor, steps: int) -> Tensor | None:
         """K greedy tokens per row, [B, K], after feeding row b its first `counts_B[b]` ids."""
@@ -103,7 +112,7 @@ class StaticPasses:
         self._fill(captured, ids_BQ)
         captured.counts[:rows] = counts_B
         captured.replay()
-        return captured.outputs[0][:rows, :steps]
+        return captured.output.logits[:rows, :steps]
 
     @staticmethod
     def reach(width: int, steps: int = 0) -> int:
@@ -143,7 +152,7 @@ class StaticPasses:
                 logger.warning("compile=auto: eager passes from here on: %s", self.failure)
                 return None
             finally:
-                StaticPasses.all_seconds += time.perf_counter() - start
+                CudaGraphRunner.all_seconds += time.perf_counter() - start
         return self._captured[key]
 
     def _make(self, kind: str, rows: int, width: int, read: int, steps: int) -> _Captured:
@@ -153,22 +162,23 @@ class StaticPasses:
         lengths = torch.full((rows,), read - width - steps, device=device)
         counts = torch.ones(rows, dtype=torch.long, device=device)
 
-        def compute() -> tuple[Tensor, ...]:
+        def compute() -> PassOutput:
             if kind == "extend":
-                return (self._runner.static_pass(ids, lengths, read),)
-            return (self._draft(ids, lengths, counts, read, steps),)
+                return self._runner.static_pass(ids, lengths, read)
+            return PassOutput(self._draft(ids, lengths, counts, read, steps))
 
         if not self._capture:
             captured = _Captured(ids, lengths, counts, compute(), lambda: None)
 
             def run() -> None:
-                captured.outputs = compute()
+                captured.output = compute()
 
             captured.replay = run
             return captured
-        return self._record(_Captured(ids, lengths, counts, (), lambda: None), compute)
+        empty = PassOutput(torch.empty(0))
+        return self._record(_Captured(ids, lengths, counts, empty, lambda: None), compute)
 
-    def _record(self, captured: _Captured, compute: Callable[[], tuple[Tensor, ...]]) -> _Captured:
+    def _record(self, captured: _Captured, compute: Callable[[], PassOutput]) -> _Captured:
         device = self._runner.device
         with torch.cuda.device(device):  # lm-eval leaves the current device at the first one
             side = torch.cuda.Stream(device=device)
@@ -180,7 +190,7 @@ class StaticPasses:
             graph = torch.cuda.CUDAGraph()
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             with torch.cuda.graph(graph, pool=self._pool, stream=side):
-                captured.outputs = compute()
+                captured.output = compute()
 
         def replay() -> None:
             with torch.cuda.device(device):
@@ -190,19 +200,19 @@ class StaticPasses:
         return captured
 
     def _draft(self, ids: Tensor, lengths: Tensor, counts: Tensor, read: int, steps: int) -> Tensor:
-        """The draft loop on the device: step i + 1 is fed step i's choice."""
+        """The draft loop on the device: step i + 1 is fed step i's token."""
         runner = self._runner
-        logits_BQV = runner.static_pass(ids, lengths, read)
+        logits_BQV = runner.static_pass(ids, lengths, read).logits
         rows_B = torch.arange(ids.shape[0], device=ids.device)
-        choice_B = logits_BQV[rows_B, (counts - 1).clamp(min=0)].float().argmax(dim=-1)
-        chosen = [choice_B]
+        token_B = logits_BQV[rows_B, (counts - 1).clamp(min=0)].float().argmax(dim=-1)
+        drafted = [token_B]
         at_B = lengths + counts
         for _ in range(steps - 1):
-            logits_BQV = runner.static_pass(choice_B[:, None], at_B, read)
-            choice_B = logits_BQV[:, 0].float().argmax(dim=-1)
-            chosen.append(choice_B)
+            logits_BQV = runner.static_pass(token_B[:, None], at_B, read).logits
+            token_B = logits_BQV[:, 0].float().argmax(dim=-1)
+            drafted.append(token_B)
             at_B = at_B + 1
-        return torch.stack(chosen, dim=1)
+        return torch.stack(drafted, dim=1)
 
 
 def _width_bucket(width: int) -> int:

@@ -1,8 +1,8 @@
 """Decoder layers of the Llama, Mistral, Qwen2 and Qwen3 families with fly's kernels in between.
 
-transformers' layers spend some fifty small operations between their products; on a CPU these are
-two fifths of a small draft model's pass. Here there are nine calls per layer. Each layer is checked
-against transformers' own when it is made, and transformers' own still serves passes without fly's
+transformers' layers run some fifty small operations between their products, which on a CPU take
+two fifths of a small draft model's pass. These layers make nine calls. The first one is checked
+against transformers' own when they are made; transformers' own still serve passes without fly's
 cache (loglikelihood).
 """
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
-class LeanLayer(nn.Module):
+class FusedLayer(nn.Module):
     """One decoder layer; `original`, whose weights it uses, must be packed by fly's kernels."""
 
     def __init__(self, original: nn.Module, run: kernels.LayerKernels) -> None:
@@ -33,7 +33,6 @@ class LeanLayer(nn.Module):
         self.original = original
         attention: Any = original.self_attn
         mlp: Any = original.mlp
-        norms: tuple[Any, Any] = (original.input_layernorm, original.post_attention_layernorm)
         if hasattr(original, "attention_type"):  # transformers 4 chooses the mask by it
             self.attention_type = original.attention_type
         self._run = run
@@ -41,24 +40,20 @@ class LeanLayer(nn.Module):
         self._joined = attention.q_proj.product
         self._output = attention.o_proj
         self._gate_up, self._down = mlp.gate_proj.product, mlp.down_proj
-        self._norms = [(n.weight.detach().float(), n.variance_epsilon) for n in norms]
+        self._norms = (_norm(original.input_layernorm), _norm(original.post_attention_layernorm))
         self._size = attention.head_dim
         self._heads = attention.q_proj.out_features // self._size
         self._kv_heads = attention.k_proj.out_features // self._size
-        # per head, before the rotation (Qwen3)
-        self._head_norms = [
-            (norm.weight.detach().float(), norm.variance_epsilon)
-            for name in ("q_norm", "k_norm")
-            if (norm := getattr(attention, name, None)) is not None
-        ]
+        has_head_norms = getattr(attention, "q_norm", None) is not None  # Qwen3
+        norms = (attention.q_norm, attention.k_norm) if has_head_norms else ()
+        self._head_norms = [_norm(norm) for norm in norms]
 
     def forward(
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
+        *,
         past_key_values: Any = None,
-        use_cache: bool | None = False,
         position_embeddings: Any = None,
         **kwargs: Any,
     ) -> Any:
@@ -66,9 +61,7 @@ class LeanLayer(nn.Module):
             return self.original(
                 hidden_states,
                 attention_mask=attention_mask,
-                position_ids=position_ids,
                 past_key_values=past_key_values,
-                use_cache=use_cache,
                 position_embeddings=position_embeddings,
                 **kwargs,
             )
@@ -89,7 +82,7 @@ class LeanLayer(nn.Module):
         return hidden.add_(self._down(self._run.gated(self._gate_up(normed))))
 
     def _normed_heads(self, joined: Tensor) -> Tensor:
-        """Queries and keys normalised per head, where the family does so."""
+        """Queries and keys normalised per head, if the family does so."""
         if not self._head_norms:
             return joined
         sizes = [heads * self._size for heads in (self._heads, self._kv_heads, self._kv_heads)]
@@ -101,21 +94,26 @@ class LeanLayer(nn.Module):
         return torch.cat([*parts, value], dim=-1)
 
 
+def _norm(norm: Any) -> tuple[Tensor, float]:
+    """What `LayerKernels.norm` takes of an RMS norm."""
+    return norm.weight.detach().float(), norm.variance_epsilon
+
+
 @torch.inference_mode()
 def replace(model: PreTrainedModel) -> bool:
-    """Give a model packed by fly's kernels lean layers, in place; whether it fits and was done."""
+    """Give a model packed by fly's kernels fused layers, in place; returns whether it was done."""
     layers = getattr(model.get_decoder(), "layers", None)
     if layers is None or not all(_fits(layer) for layer in layers):
         return False
     run = kernels.LayerKernels()
-    lean = [LeanLayer(layer, run) for layer in layers]
-    if not _agrees(model, lean[0]):
+    fused = [FusedLayer(layer, run) for layer in layers]
+    if not _agrees(model, fused[0]):
         logger.warning(
             "%s: fly's layers do not agree with transformers': the model's own are used",
             model.config.model_type,
         )
         return False
-    for index, layer in enumerate(lean):
+    for index, layer in enumerate(fused):
         layers[index] = layer
     return True
 
@@ -134,7 +132,7 @@ def _fits(layer: Any) -> bool:
     return is_silu and attention.head_dim % 32 == 0 and all(width % 16 == 0 for width in widths)
 
 
-def _agrees(model: PreTrainedModel, lean: LeanLayer) -> bool:
+def _agrees(model: PreTrainedModel, fused: FusedLayer) -> bool:
     """Whether the layer gives and caches what transformers' does, for two rows at their own
     positions."""
     config = model.config.get_text_config()
@@ -145,7 +143,7 @@ def _agrees(model: PreTrainedModel, lean: LeanLayer) -> bool:
     mask = torch.where(torch.arange(8) > positions[:, :, None], -1e4, 0.0).to(dtype)[:, None]
     angles = model.get_decoder().rotary_emb(hidden, positions)
     results: list[list[Tensor]] = []
-    for layer in (lean.original, lean):
+    for layer in (fused.original, fused):
         cache = SlotCache(2)
         cache.reserve(8)
         cache.begin(0, positions)
@@ -160,7 +158,7 @@ def _agrees(model: PreTrainedModel, lean: LeanLayer) -> bool:
         output = result[0] if isinstance(result, tuple) else result
         results.append([output.float(), *(part.float() for part in cache.readable(0))])
     # int8 inputs may round to their neighbour for a difference in the last bit before
-    is_int8 = any(isinstance(module, kernels.Int8Linear) for module in lean.modules())
+    is_int8 = any(isinstance(module, kernels.Int8Linear) for module in fused.modules())
     limit = 1e-4 if dtype == torch.float32 and not is_int8 else 2e-2
     return all(
         bool((ours - theirs).norm() <= limit * theirs.norm()) for theirs, ours in zip(*results)

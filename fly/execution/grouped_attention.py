@@ -1,11 +1,11 @@
 """Attention of ragged passes without copying grouped key/value heads.
 
-transformers repeats the K/V heads of grouped-query models whenever a mask is given. Over a cache
-that is the largest copy of a pass and grows with rows and context. Here the query heads of a group
-become query positions of their shared K/V head: the same products, nothing repeated.
+transformers repeats the K/V heads of grouped-query models whenever a mask is given. With a cache
+this is the largest copy of a pass, and grows with sequences and context. Here the query heads of a
+group become query positions of their shared K/V head: the same products, without a copy.
 
-Shapes: B rows, H query heads, G query heads per K/V head, Q new tokens, T readable tokens, D head
-size.
+Shapes: B sequences, H query heads, G query heads per K/V head, Q new tokens, T readable tokens, D
+head size.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 _NAME = "fly_grouped"
 _WIDE = 64  # on GPUs wider passes (prefill) repeat heads: there the mask would be the larger copy
-_SEVERAL = 16  # below so many query positions a K/V head sdpa is faster
-_MOST_SCORES = 1 << 22  # beyond, scores leave the cache
-_EXTRAS = ("position_bias", "softcap", "s_aux", "cache")  # not ours: transformers' sdpa decides
+_SEVERAL = 16  # query positions per K/V head; with fewer, sdpa is faster
+_MOST_SCORES = 1 << 22  # more do not fit into the CPU's cache
+_EXTRAS = ("position_bias", "softcap", "s_aux", "cache")  # left to transformers' sdpa
 
 
 def grouped_attention(
@@ -90,9 +90,9 @@ AttentionInterface.register(_NAME, grouped_attention)
 
 @contextmanager
 def grouped(model: PreTrainedModel) -> Iterator[None]:
-    """Within the block, a model on sdpa attends by `grouped_attention`; others stay as they are.
+    """Within the block, a model that uses sdpa uses `grouped_attention`; others are unchanged.
 
-    Only fly's own passes are run so: the rest of lm-eval gets transformers' kernels untouched.
+    Only fly's own passes run so; the rest of lm-eval gets transformers' attention.
     """
     config = model.config.get_text_config()
     if config._attn_implementation != "sdpa":

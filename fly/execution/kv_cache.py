@@ -20,7 +20,7 @@ _BLOCK = 256  # capacity grows in whole blocks of tokens
 class SlotCache(Cache):
     """K/V of every layer, [S, H, C, D] each, behind transformers' cache interface.
 
-    Works for models whose every layer attends to the whole past; `loading.refuse_unsupported`
+    Works for models whose every layer attends to the whole past; `compatibility.refuse_unsupported`
     keeps the others out. Layers are allocated at their first write, on the layer's own device.
     """
 

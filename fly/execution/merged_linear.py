@@ -1,8 +1,8 @@
-"""Layers that take the same input, computed as one product.
+"""Linear layers that take the same input, computed as one product.
 
-Query, key and value read one input, gate and up another. One product over their joined weights
-costs fewer calls, reads the input once, and quantises it once. The model's own forward stays as it
-is: the first of the siblings that is called computes for all, the others hand out their share.
+Query, key and value read one input, gate and up another. One product over their merged weights
+takes fewer calls, reads the input once, and quantises it once. The model's own forward is
+unchanged: the first sibling that is called computes for all, the others return their share.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 Kind = Callable[[nn.Linear], nn.Module]
 
 
-class Fused:
-    """The joined product of siblings, and the shares of the last one not handed out yet.
+class MergedProduct:
+    """The merged product of siblings, and the parts of its last result that nobody took yet.
 
-    A share is handed out once, only to siblings that come after the one that asked first, and only
-    for the very tensor it was computed from, held until then so that no other takes its identity. A
-    write into that tensor between two siblings is noticed outside of inference mode only, which
-    keeps no count of writes; transformers' models do not do that.
+    A part is handed out once, to a sibling that comes after the one that asked first, and only for
+    the very tensor that it was computed from; that tensor is held until then, so that no other one
+    gets its identity. Inference mode does not count writes: there, a write into the tensor between
+    two siblings goes unnoticed. transformers' models do no such thing.
     """
 
     def __init__(self, product: nn.Module, sizes: list[int]) -> None:
@@ -35,8 +35,8 @@ class Fused:
         self._shares: dict[int, Tensor] = {}
 
     def share(self, index: int, x: Tensor) -> Tensor:
-        """What sibling `index` answers to x, [..., in] -> [..., sizes[index]]."""
-        version = 0 if x.is_inference() else x._version  # counts writes into it
+        """The output of sibling `index` for x, [..., in] -> [..., sizes[index]]."""
+        version = 0 if x.is_inference() else x._version  # counts writes into x
         if self._input is not x or self._version != version or index not in self._shares:
             self._input, self._version = x, version
             shares = self.product(x).split(self._sizes, dim=-1)
@@ -48,32 +48,33 @@ class Fused:
 
 
 class Sibling(nn.Module):
-    """Stands where one of the joined linears stood."""
+    """Takes the place of one of the merged linears."""
 
-    def __init__(self, fused: Fused, index: int, linear: nn.Linear) -> None:
+    def __init__(self, merged: MergedProduct, index: int, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.product = fused.product  # a submodule of each sibling, for who looks through modules
-        self._share = partial(fused.share, index)
+        self.product = merged.product  # so that a walk over the modules finds it
+        self._share = partial(merged.share, index)
 
     def forward(self, x: Tensor) -> Tensor:
         return self._share(x)
 
 
-def fuse(model: nn.Module, kind: Kind) -> int:
-    """Join all siblings among a model's plain linears, in place; returns how many were joined.
+def merge(model: nn.Module, kind: Kind) -> int:
+    """Merge all siblings among a model's plain linears, in place; returns how many were merged.
 
-    `kind` makes the joined linear into what computes it. Siblings that are not plain, or differ in
-    input width, dtype or in having a bias, stay as they are. Where siblings turn out to be given
-    different inputs (cross-attention), each is answered rightly, at the cost of the joined product.
+    `kind` turns the merged linear into the module that computes it. Siblings that are not plain, or
+    that differ in input width, dtype or bias, stay as they are. Siblings that are called with
+    different inputs (cross-attention) stay correct, at the cost of the whole product each.
     """
     count = 0
     for module in list(model.modules()):
         for names in _groups(module):
             linears = [getattr(module, name) for name in names]
-            fused = Fused(kind(_joined(linears)), [linear.out_features for linear in linears])
+            sizes = [linear.out_features for linear in linears]
+            merged = MergedProduct(kind(_concatenated(linears)), sizes)
             for index, (name, linear) in enumerate(zip(names, linears)):
-                setattr(module, name, Sibling(fused, index, linear))
+                setattr(module, name, Sibling(merged, index, linear))
             count += len(names)
     return count
 
@@ -88,16 +89,12 @@ def _groups(module: nn.Module) -> Iterator[tuple[str, ...]]:
             yield names
 
 
-def _joined(linears: list[nn.Linear]) -> nn.Linear:
+def _concatenated(linears: list[nn.Linear]) -> nn.Linear:
     """One linear whose output is those of `linears`, one after the other."""
     first, width = linears[0], sum(linear.out_features for linear in linears)
     has_bias = first.bias is not None
     joined = nn.Linear(first.in_features, width, bias=has_bias, device="meta")
-    joined.weight = _cat([linear.weight for linear in linears])
-    if has_bias:
-        joined.bias = _cat([linear.bias for linear in linears])
+    for name in ("weight", "bias") if has_bias else ("weight",):
+        parts = torch.cat([getattr(linear, name).detach() for linear in linears])
+        setattr(joined, name, nn.Parameter(parts, requires_grad=False))
     return joined
-
-
-def _cat(parameters: list[Tensor]) -> nn.Parameter:
-    return nn.Parameter(torch.cat([p.detach() for p in parameters]), requires_grad=False)

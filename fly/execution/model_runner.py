@@ -1,28 +1,35 @@
-"""One model with its cache: ragged forward passes over rows.
+"""One model with its cache: ragged forward passes over running sequences.
 
-Shapes: B rows, Q new tokens per row (padded), V vocabulary.
+Shapes: B sequences, Q new tokens of each (padded), V vocabulary, F features: the hidden states of
+the layers asked for, side by side.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fly.execution.cost_rule import relative_cost, way_of
-from fly.execution.cuda_graphs import StaticPasses
+from fly.execution.cuda_graphs import CudaGraphRunner, PassOutput
 from fly.execution.grouped_attention import grouped
 from fly.execution.kv_cache import SlotCache
+from fly.execution.pass_costs import relative_cost, way_of
 
 
 class ModelRunner:
-    """A causal language model and the K/V of the rows in flight.
+    """A causal language model and the K/V of the running sequences.
 
-    `lengths[slot]` is how many tokens of that row the cache holds; setting it lower rolls back.
+    `lengths[slot]` is how many tokens of that sequence the cache holds; a lower one rolls back.
     A slot keeps what was written to it until something else is, so that a later prompt may share
     it (`reuse_prefixes`).
+
+    hidden_layers: of these, every pass keeps the hidden states until `take_hidden`. Numbered as
+    transformers numbers hidden_states: 0 is the embeddings, i the output of layer i - 1, before the
+    final norm.
 
     vocabulary: logits past it are cut off. Models of one tokenizer pad theirs differently (Qwen2.5
     has 151936 rows up to 3B, 152064 from 7B on), and the target must be able to read a draft.
@@ -44,10 +51,57 @@ class ModelRunner:
         self.lengths = [0] * slots
         self._written: list[list[int]] = [[] for _ in range(slots)]  # tokens whose K/V lie there
         self._reuse_prefixes = reuse_prefixes
-        self.static: StaticPasses | None = None
+        self.static: CudaGraphRunner | None = None
         self.device: torch.device = input_device(model)
         self.devices = tuple({parameter.device for parameter in model.parameters()})
         self.way = way_of(model, self.device)
+        self._layers: tuple[int, ...] = ()
+        self._hidden: list[Tensor] = []
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        return self._layers
+
+    @hidden_layers.setter
+    def hidden_layers(self, layers: tuple[int, ...]) -> None:
+        if layers != self._layers and self.static is not None:
+            self.static.clear()
+        self._layers = layers
+
+    @contextmanager
+    def _capturing(self) -> Iterator[list[Tensor]]:
+        """Collects the hidden states asked for, in order, of the pass within.
+
+        Hooks last as long as the pass: a model outlives its runners, and may serve several.
+        """
+        decoder: Any = self.model.get_decoder() if self._layers else None
+        found: dict[int, Tensor] = {}
+        handles = []
+        for layer in self._layers:
+
+            def note(module: Any, inputs: Any, output: Any, layer: int = layer) -> None:
+                found[layer] = output[0] if isinstance(output, tuple) else output
+
+            module = decoder.layers[layer - 1] if layer else decoder.embed_tokens
+            handles.append(module.register_forward_hook(note))
+        hidden: list[Tensor] = []
+        try:
+            yield hidden
+            hidden += [found[layer] for layer in self._layers]
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def take_hidden(self) -> Tensor | None:
+        """Hidden states of the passes since the last call, [B, Q, F]; None without hidden_layers.
+
+        After `prefill` those of all tokens that were computed, B = 1; there may be none, Q = 0.
+        """
+        taken, self._hidden = self._hidden, []
+        if not taken and self._layers:
+            width = len(self._layers) * self.model.config.get_text_config().hidden_size
+            taken = [torch.empty(1, 0, width, dtype=self.model.dtype, device=self.device)]
+        return torch.cat(taken, dim=1) if taken else None
 
     @property
     def slots(self) -> int:
@@ -69,20 +123,23 @@ class ModelRunner:
             self.static.clear()
 
     @torch.inference_mode()
-    def prefill(self, slot: int, tokens: list[int], chunk: int | None = None) -> int:
+    def prefill(
+        self, slot: int, tokens: list[int], chunk: int | None = None, *, reuse: bool = True
+    ) -> int:
         """Fill a slot; returns how many of its tokens were copied rather than computed.
 
         No logits are built. Chunks keep the arithmetic of a CPU in its caches, and attention from
         looking at keys that are all hidden.
         """
-        reused = self._copy_prefix(slot, tokens) if self._reuse_prefixes else 0
+        self._hidden = []
+        reused = self._copy_prefix(slot, tokens) if reuse and self._reuse_prefixes else 0
         self.lengths[slot] = reused
         self.catch_up(slot, tokens, chunk)
         return reused
 
     @torch.inference_mode()
     def catch_up(self, slot: int, tokens: list[int], chunk: int | None = None) -> None:
-        """Feed a row what it lacks of `tokens`, whose first `lengths[slot]` it holds."""
+        """Feed a slot what it lacks of `tokens`, whose first `lengths[slot]` it holds."""
         chunk = chunk or (256 if self.device.type == "cpu" else 2048)
         for start in range(self.lengths[slot], len(tokens), chunk):
             piece = tokens[start : start + chunk]
@@ -99,52 +156,57 @@ class ModelRunner:
         return shared[source]
 
     def reserve_rows(self, longest: int, *, width: int, steps: int = 0) -> None:
-        """For static passes, have room at once for rows of up to `longest` tokens, passes over
-        `width` and chains of `steps`: room that grows later costs the graphs captured by then."""
+        """With static passes, reserve memory at once for sequences of up to `longest` tokens,
+        passes over `width` and chains of `steps`: growing later drops all captured graphs."""
         if self.static is not None:
             past = self.static.reach(width, steps)
             self.reserve(min(longest, self.max_length) + past)
 
     def reserve(self, tokens: int) -> None:
-        """Have room for `tokens` tokens per slot; what is stored stays."""
+        """Reserve memory for `tokens` tokens per slot; what is stored stays."""
         if self.cache.reserve(tokens) and self.static is not None:
             self.static.clear()
 
     def use_static_passes(self, *, capture: bool) -> None:
         """From now on run `extend` in fixed shapes, with `capture` as CUDA graphs."""
-        self.static = StaticPasses(self, capture=capture)
+        self.static = CudaGraphRunner(self, capture=capture)
 
     @torch.inference_mode()
     def extend(self, tokens: list[list[int]]) -> Tensor:
-        """Feed row b (slot b) its `tokens[b]`; returns logits [B, Q, V], Q the longest feed.
+        """Feed sequence b (slot b) its `tokens[b]`; returns logits [B, Q, V], Q the longest feed.
 
-        Position i of a row answers what follows its i-th new token; past the row's own feed the
-        values mean nothing. Lengths do not move: the caller says how many tokens stay, by `keep`.
-        The tensor may be a graph's own: it is good until the next pass.
+        Position i answers what follows a sequence's i-th new token; past its own feed the values
+        are undefined. Lengths do not move: the caller says how many tokens stay, by `truncate` or
+        `commit`. The tensor may be a graph's own: it is valid until the next pass.
         """
         if self.static is not None:
-            logits_BQV = self.static.extend(_padded(tokens).to(self.device))
-            if logits_BQV is not None:
+            output = self.static.extend(_padded(tokens).to(self.device))
+            if output is not None:
                 self._note_written(0, tokens)
-                return logits_BQV
+                return self._kept(output)
+        self._hidden = []
         return self._forward(0, tokens, logits_to_keep=0)
 
     @torch.inference_mode()
     def extend_ids(self, ids_BQ: Tensor) -> Tensor:
-        """`extend` for tokens that are on the device only; `settle` names them afterwards."""
-        logits_BQV = self.static.extend(ids_BQ) if self.static is not None else None
-        if logits_BQV is None:
+        """`extend` for tokens that are on the device only; `commit` names them afterwards."""
+        output = self.static.extend(ids_BQ) if self.static is not None else None
+        if output is None:
             return self.extend(ids_BQ.tolist())
         self._note_written(0, [[]] * ids_BQ.shape[0])
-        return logits_BQV
+        return self._kept(output)
+
+    def _kept(self, output: PassOutput) -> Tensor:
+        self._hidden = [] if output.hidden is None else [output.hidden]
+        return output.logits
 
     @torch.inference_mode()
     def chain(self, feeds: list[list[int]], steps: int) -> Tensor | None:
-        """Feed every row, then draft `steps` greedy tokens, on the device: [B, steps].
+        """Feed every sequence, then draft `steps` greedy tokens, on the device: [B, steps].
 
-        A row fed nothing gets tokens that mean nothing, and stays as it is.
-        None where that is not to be had: draft by `extend`. Lengths move past all that was fed;
-        `settle` names the tokens afterwards.
+        Returns None without CUDA graphs. Rows with an empty feed return undefined tokens; their
+        cache is unchanged. Lengths move past all that was fed; `commit` names the tokens
+        afterwards.
         """
         if self.static is None:
             return None
@@ -158,32 +220,33 @@ class ModelRunner:
                     self.lengths[slot] += count + steps - 1
         return drafted_BK
 
-    def settle(self, slot: int, tokens: list[int], length: int) -> None:
-        """`keep(slot, length)`, and say which tokens those are (after passes on the device)."""
+    def truncate(self, slot: int, length: int) -> None:
+        """Set how many of the tokens written to a slot are valid: drops the others, or takes in
+        what the last pass wrote."""
+        self.lengths[slot] = length
+
+    def commit(self, slot: int, tokens: list[int], length: int) -> None:
+        """`truncate(slot, length)`, and name those tokens (after passes on the device)."""
         written = self._written[slot]
         written += tokens[len(written) : length]
         self.lengths[slot] = length
 
     def _note_written(self, first_slot: int, tokens: list[list[int]]) -> None:
-        """What lay past each row's length was overwritten, padded rows of a graph included."""
+        """What lay past each slot's length was overwritten, a graph's padding included."""
         for slot in range(first_slot, self.slots if self.static else first_slot + len(tokens)):
             del self._written[slot][self.lengths[slot] :]
         for slot, row in enumerate(tokens, start=first_slot):
             self._written[slot] += row
 
-    def static_pass(self, ids_BQ: Tensor, lengths_B: Tensor, read_length: int) -> Tensor:
-        """One pass over slots 0..B-1 whose shapes do not depend on any value. [B, Q, V]."""
+    def static_pass(self, ids_BQ: Tensor, lengths_B: Tensor, read_length: int) -> PassOutput:
+        """One pass over slots 0..B-1 whose shapes do not depend on any value."""
         positions_BQ = lengths_B[:, None] + torch.arange(ids_BQ.shape[1], device=self.device)
         self.cache.begin(0, positions_BQ, read_length)
         return self._call(ids_BQ, positions_BQ, self._mask(positions_BQ, read_length), 0)
 
-    def keep(self, slot: int, length: int) -> None:
-        """Set how many tokens of the row are valid, at once and in both directions."""
-        self.lengths[slot] = length
-
     @torch.inference_mode()
     def move(self, source: int, destination: int) -> None:
-        """Move a row to another slot."""
+        """Move a sequence to another slot."""
         length = self.lengths[source]
         self.cache.copy_slot(source, destination, length)
         self.lengths[destination] = length
@@ -201,13 +264,16 @@ class ModelRunner:
         self._note_written(first_slot, tokens)
         mask = self._mask(positions_BQ, read_length)
         on_device = (ids_BQ.to(self.device), positions_BQ.to(self.device), mask.to(self.device))
-        return self._call(*on_device, logits_to_keep)
+        output = self._call(*on_device, logits_to_keep)
+        if output.hidden is not None:
+            self._hidden.append(output.hidden)
+        return output.logits
 
     def _call(
         self, ids_BQ: Tensor, positions_BQ: Tensor, mask: Tensor, logits_to_keep: int | Tensor
-    ) -> Tensor:
+    ) -> PassOutput:
         """logits_to_keep: as in transformers: which positions to build logits for, 0 being all."""
-        with grouped(self.model):
+        with grouped(self.model), self._capturing() as hidden:
             output = self.model(
                 input_ids=ids_BQ,
                 # padding may lie past the context, where position tables have no entry
@@ -218,7 +284,9 @@ class ModelRunner:
                 logits_to_keep=logits_to_keep,
             )
         logits: Tensor = output.logits
-        return logits[..., : self._vocabulary]
+        return PassOutput(
+            logits[..., : self._vocabulary], torch.cat(hidden, dim=-1) if hidden else None
+        )
 
     def _mask(self, positions_BQ: Tensor, read_length: int) -> Tensor:
         """[B, 1, Q, T], additive: a query sees every position up to its own."""

@@ -1,25 +1,27 @@
-"""Linear layers at the memory's speed on CPUs: prepacked bfloat16, int4 and int8 for drafts.
+"""Swaps a model's linear layers for packed ones: fly's kernels, or oneDNN's prepacked bfloat16, and
+int8 or int4 for drafts.
 
-Decoding reads every weight once per pass, so a pass costs its bytes. oneDNN reads a weight laid
-out in its own blocks about 1.5 times faster than the row-major one (docs/performance.md). A draft
-may have fewer bits: its errors cost acceptance, never the exactness of exact verification.
+Decoding reads every weight once per pass, so a pass costs its bytes. oneDNN reads a weight in its
+own blocked layout about 1.5 times faster than a row-major one (docs/performance.md). A draft may
+have fewer bits: its errors cost acceptance, never the exactness of exact verification.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fly.execution import kernels
-from fly.execution.merged_linear import fuse
+from fly.execution.merged_linear import merge
 
 NARROW_ROWS = 4  # ATen's int4 kernel works on blocks of 4 rows; wider passes are faster in int8
 _INT4_GROUP = 32
-_INT4_CHANNELS = 16  # ATen's kernel takes output channels by so many
-_MOST = 0.9  # share of the weights that has to be packed where the rest becomes float32
+_INT4_CHANNELS = 16  # output channels must be a multiple for ATen's kernel
+_MOST = 0.9  # share of the weights that has to be packed if the rest becomes float32
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -42,8 +44,8 @@ class PackedLinear(nn.Module):
 class Int8Linear(nn.Module):
     """int8 weights, symmetric per output channel, times int8 activations, scaled per row.
 
-    oneDNN's int8 kernels take unsigned activations: they are stored with 128 added. Every row has
-    its own scale, so that rows of a batch do not influence each other.
+    oneDNN's int8 kernels take unsigned activations: 128 is added. Every row has its own scale, so
+    that rows do not influence each other.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -58,30 +60,20 @@ class Int8Linear(nn.Module):
         self._zero = torch.zeros(self.out_features, dtype=torch.long)
 
     def forward(self, x: Tensor) -> Tensor:
-        unsigned, scale = _quantize(x.reshape(-1, self.in_features))
+        rows = x.reshape(-1, self.in_features)
+        scale = rows.abs().amax(dim=1, keepdim=True).float().clamp_min_(_TINY).div_(127)
+        # 128 stands for zero; the cast truncates, so adding a half rounds
+        unsigned = (rows / scale).add_(128.5).to(torch.uint8)
         result = torch.ops.onednn.qlinear_pointwise(
             unsigned, 1.0, 128, self._packed, self._scale, self._zero, None,
             1.0, 0, self._dtype, "none", [], "",
         )  # fmt: skip
-        return self._finish(result * scale, x)
+        return self._finish(result * scale.to(x.dtype), x)
 
     def _finish(self, result: Tensor, x: Tensor) -> Tensor:
         if self._bias is not None:
             result = result + self._bias
         return result.view(*x.shape[:-1], self.out_features)
-
-
-def _quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Activations [rows, in] as unsigned int8, 128 being zero, and their scales, [rows, 1]."""
-    scale = rows.abs().amax(dim=1, keepdim=True).float().clamp_min_(_TINY).div_(127)
-    # The cast cuts off what follows the point: adding a half rounds.
-    return (rows / scale).add_(128.5).to(torch.uint8), scale.to(rows.dtype)
-
-
-def quantized(linear: nn.Linear) -> nn.Module:
-    """The linear in int4 where its shape allows it, else in int8."""
-    fits = linear.in_features % _INT4_GROUP == 0 and linear.out_features % _INT4_CHANNELS == 0
-    return Int4Linear(linear) if fits else Int8Linear(linear)
 
 
 class Int4Linear(Int8Linear):
@@ -113,6 +105,20 @@ class Int4Linear(Int8Linear):
         return self._finish(result, x)
 
 
+def _int4(linear: nn.Linear) -> nn.Module:
+    """The linear in int4 where its shape allows it, else in int8."""
+    fits = linear.in_features % _INT4_GROUP == 0 and linear.out_features % _INT4_CHANNELS == 0
+    return Int4Linear(linear) if fits else Int8Linear(linear)
+
+
+# of oneDNN's passes, by quantisation
+ONEDNN: dict[str, Callable[[nn.Linear], nn.Module]] = {
+    "none": PackedLinear,
+    "int8": Int8Linear,
+    "int4": _int4,
+}
+
+
 def why_no_kernels(model: PreTrainedModel) -> str | None:
     """Why fly's own kernels cannot serve this model; None if they can."""
     if (reason := _why_not(model) or kernels.why_not()) is not None:
@@ -124,12 +130,8 @@ def why_no_kernels(model: PreTrainedModel) -> str | None:
 
 def _packed_share(model: PreTrainedModel) -> float:
     """Share of a model's parameters that lie in plain linears and embeddings."""
-    weights: list[Tensor] = [
-        module.weight
-        for module in model.modules()
-        if type(module) is nn.Linear or type(module) is nn.Embedding
-    ]
-    plain = {id(weight): weight.numel() for weight in weights}  # tied ones count once
+    modules: list[Any] = [m for m in model.modules() if type(m) in (nn.Linear, nn.Embedding)]
+    plain = {id(m.weight): m.weight.numel() for m in modules}  # tied ones count once
     return sum(plain.values()) / model.num_parameters()
 
 
@@ -159,32 +161,34 @@ def why_not_packed(model: PreTrainedModel) -> str | None:
 def replace(model: PreTrainedModel, kind: Callable[[nn.Linear], nn.Module]) -> int:
     """Swap every plain nn.Linear in place, freeing its weight; returns how many.
 
-    Siblings that share an input become one product (fly/execution/merged_linear.py).
-
-    Embeddings tied to the output head keep their own, row-major copy. Subclasses of nn.Linear
-    (quantised layers, adapters) stay as they are.
+    Siblings that share an input become one product (fly/execution/merged_linear.py). Embeddings
+    tied to the output head keep their own, row-major copy. Subclasses of nn.Linear (quantised
+    layers, adapters) stay as they are.
     """
-    count = fuse(model, kind)
+    return merge(model, kind) + _swap(model, nn.Linear, kind)
+
+
+def _swap(model: nn.Module, old: type[Any], new: Callable[[Any], nn.Module]) -> int:
+    """Put `new(module)` in the place of every module of exactly the type `old`."""
+    count = 0
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear:
-                setattr(module, name, kind(child))
+            if type(child) is old:
+                setattr(module, name, new(child))
                 count += 1
     return count
 
 
 def use_kernels(model: PreTrainedModel, kind: Callable[[nn.Linear], nn.Module]) -> None:
-    """`replace`, and let the rest of the model compute in what fly's kernels take and give."""
+    """`replace`, and let the rest of the model compute in the kernels' dtype."""
     replace(model, kind)
     dtype, stored = kernels.activation_dtype(), model.dtype
-    for module in list(model.modules()) if dtype != stored else ():
-        for name, child in list(module.named_children()):
-            if type(child) is nn.Embedding:
-                setattr(module, name, CastEmbedding(child, dtype))
+    if dtype != stored:
+        _swap(model, nn.Embedding, lambda embedding: CastEmbedding(embedding, dtype))
     tables = {id(m.weight) for m in model.modules() if isinstance(m, CastEmbedding)}
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in tables:
-            # a copy in any case: what is left of the checkpoint would keep its file in memory
+            # always a copy: what is left of the checkpoint would keep its file in memory
             other = tensor.dtype != stored
             tensor.data = tensor.data.to(tensor.dtype if other else dtype, copy=True)
 

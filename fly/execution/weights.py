@@ -1,7 +1,7 @@
 """Makes loaded models fast to decode with, once, before the first request.
 
-What applies depends on device, dtype and CPU; what does not apply is said in one log line, and
-decoding goes on with the model's own passes.
+What applies depends on device, dtype and CPU. What does not apply is logged in one line, and the
+model's own passes are used.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from fly.config import FlyConfig, Quantization
 from fly.errors import FlyError
 from fly.execution import fused_layer, kernels, packed_linear
+from fly.settings import ExecutionSettings, Quantization
 
 logger = logging.getLogger(__name__)
 
 Passes = Literal["kernels", "onednn", "graphs", "eager"]
+_QUANTIZED_BYTES = {"int4": 0.5, "int8": 1, "fp8": 1}  # per weight
 
 
 @dataclass(frozen=True)
-class Preparation:
+class PackedWeights:
     """What was done to the models, for the log and the results file.
 
     target: how its passes are computed: `kernels-amx` (or -avx512, -avx2), `onednn`, `graphs`
@@ -49,29 +50,28 @@ class Preparation:
         return asdict(self)
 
 
-def prepare(
-    target: PreTrainedModel, draft: PreTrainedModel | None, config: FlyConfig
-) -> Preparation:
-    """Pack and quantise in place, as `execution`, `compile` and `draft_quantization` say.
+def pack(
+    target: PreTrainedModel, draft: PreTrainedModel | None, settings: ExecutionSettings
+) -> PackedWeights:
+    """Pack and quantise in place, as the settings say.
 
-    Raises FlyError if the configuration asks for what cannot be had here.
+    Raises FlyError if they ask for what this machine does not have.
     """
-    set_threads(config.threads)
+    set_threads(settings.threads)
     start = time.perf_counter()
-    draft_parameters = None if draft is None else draft.num_parameters()
     target_bytes = target.num_parameters() * target.dtype.itemsize
-    draft_bytes = float(
-        (draft_parameters or 0) * (draft.dtype.itemsize if draft is not None else 0)
-    )
-    how_target = _pack(target, "target", config)
-    how_draft = None if draft is None else prepare_draft(draft, config)
-    if how_draft is not None and draft is not None and " " in how_draft:  # names a quantisation
-        draft_bytes = (draft_parameters or 0) * (0.5 if how_draft.endswith("int4") else 1)
-    done = Preparation(
+    how_target = _pack(target, "target", *passes_for(target, settings))
+    how_draft, parameters, weight = None, None, 0.0
+    if draft is not None:
+        parameters, stored = draft.num_parameters(), draft.dtype.itemsize
+        how_draft = pack_draft(draft, settings)
+        per_weight = _QUANTIZED_BYTES.get(how_draft.split()[-1], stored)
+        weight = round(parameters * per_weight / target_bytes, 3)
+    done = PackedWeights(
         target=how_target,
         draft=how_draft,
-        draft_parameters=draft_parameters,
-        draft_weight=round(draft_bytes / target_bytes, 3),
+        draft_parameters=parameters,
+        draft_weight=weight,
         threads=torch.get_num_threads(),
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
         seconds=time.perf_counter() - start,
@@ -83,96 +83,87 @@ def prepare(
     return done
 
 
-def passes_for(model: PreTrainedModel, config: FlyConfig) -> tuple[Passes, str | None]:
+def passes_for(model: PreTrainedModel, settings: ExecutionSettings) -> tuple[Passes, str | None]:
     """How this model's passes are computed here, and why no faster way is, if none is.
 
-    Raises FlyError if `execution` names a way that cannot be had.
+    Raises FlyError if `execution` names a way that does not exist here.
     """
-    if config.compile == "off":
-        return "eager", None
+    wanted = "eager" if settings.compile == "off" else settings.execution
     device = model.device.type
     if device != "cpu":
-        if config.execution not in ("auto", "eager"):
+        if wanted not in ("auto", "eager"):
             raise FlyError(
-                f"execution={config.execution}: serves CPUs, the model is on {device}: "
+                f"execution={wanted}: serves CPUs, the model is on {device}: "
                 "leave it out, or set it to eager"
             )
-        return ("graphs" if device == "cuda" and config.execution == "auto" else "eager"), None
-    if config.execution == "eager":
-        return "eager", None
+        return ("graphs" if device == "cuda" and wanted == "auto" else "eager"), None
     ways: dict[Passes, Callable[[PreTrainedModel], str | None]] = {
         "kernels": packed_linear.why_no_kernels,
         "onednn": packed_linear.why_not_packed,
     }
     first_reason = None
     for way, why_not in ways.items():
-        if config.execution not in ("auto", way):
+        if wanted not in ("auto", way):
             continue
         reason = why_not(model)
         if reason is None:
             return way, None
-        if config.execution == way:
+        if wanted == way:
             raise FlyError(f"execution={way}: {reason}: set it to auto")
         first_reason = first_reason or reason
     return "eager", first_reason
 
 
-def _pack(model: PreTrainedModel, role: str, config: FlyConfig) -> str:
-    passes, reason = passes_for(model, config)
+def _pack(
+    model: PreTrainedModel, role: str, passes: Passes, reason: str | None, kind: str = "none"
+) -> str:
+    """Pack a model on a CPU, quantised to `kind`; returns what was done."""
+    done: str = passes
     if passes == "kernels":
-        packed_linear.use_kernels(model, kernels.Bfloat16Linear)
+        is_int8 = kind == "int8"
+        packed_linear.use_kernels(model, kernels.Int8Linear if is_int8 else kernels.Bfloat16Linear)
         fused_layer.replace(model)
-        return f"kernels-{kernels.instructions()}"
-    if passes == "onednn":
-        packed_linear.replace(model, packed_linear.PackedLinear)
-    if reason is not None:
+        done = f"kernels-{kernels.instructions()}"
+    elif passes == "onednn":
+        packed_linear.replace(model, packed_linear.ONEDNN[kind])
+    elif reason is not None:
         logger.info("compile=auto: eager passes for the %s: %s", role, reason)
-    return passes
+    return done if kind == "none" else f"{done} {kind}"
 
 
-def quantizations(draft: PreTrainedModel, config: FlyConfig) -> list[Quantization]:
+def quantizations(draft: PreTrainedModel, settings: ExecutionSettings) -> list[Quantization]:
     """The values of draft_quantization that this machine can give a freshly loaded draft."""
-    passes, _ = passes_for(draft, config)
+    passes, _ = passes_for(draft, settings)
     if passes == "kernels":
         return ["int8", "none"]
     if passes == "onednn":
         return ["int4", "int8", "none"]
-    if draft.device.type == "cpu":
-        return ["none"]
-    return ["none", "int8", "fp8"] if find_spec("torchao") else ["none"]
+    on_accelerator = draft.device.type != "cpu" and find_spec("torchao") is not None
+    return ["none", "int8", "fp8"] if on_accelerator else ["none"]
 
 
-def prepare_draft(model: PreTrainedModel, config: FlyConfig) -> str:
+def pack_draft(model: PreTrainedModel, settings: ExecutionSettings) -> str:
     """Pack or quantise a freshly loaded draft in place; returns what was done."""
-    kind = config.draft_quantization
-    passes, reason = passes_for(model, config)
+    kind: str = settings.draft_quantization
+    passes, reason = passes_for(model, settings)
     if kind == "auto":
-        kind = {"kernels": "int8", "onednn": "int4"}.get(passes, "none")  # type: ignore[assignment]
-    if kind == "none":
-        return _pack(model, "draft", config)
-    if model.device.type != "cpu":
+        kind = {"kernels": "int8", "onednn": "int4"}.get(passes, "none")
+    if kind != "none" and model.device.type != "cpu":
         if kind == "int4":
             raise FlyError("draft_quantization=int4: built for CPUs only: use int8, fp8 or none")
         _quantize_with_torchao(model, kind)
         return f"{passes} {kind}"
     if kind == "fp8":
         raise FlyError("draft_quantization=fp8: needs an accelerator: use int8 or none")
-    if passes == "eager":
+    if kind != "none" and passes == "eager":
         reason = reason or "compile=off and execution=eager leave the model's own passes"
         raise FlyError(f"draft_quantization={kind}: {reason}: set it to none or auto")
-    if passes == "kernels":
-        if kind == "int4":
-            raise FlyError(
-                "draft_quantization=int4: fly's kernels have none: use int8, which is as fast "
-                "there, or execution=onednn on a CPU with bfloat16 instructions"
-            )
-        packed_linear.use_kernels(model, kernels.Int8Linear)
-        fused_layer.replace(model)
-        return f"kernels-{kernels.instructions()} int8"
-    packed_linear.replace(
-        model, packed_linear.quantized if kind == "int4" else packed_linear.Int8Linear
-    )
-    return f"onednn {kind}"
+    if kind == "int4" and passes == "kernels":
+        raise FlyError(
+            "draft_quantization=int4: fly's kernels have none: use int8, which is as fast "
+            "there, or execution=onednn on a CPU with bfloat16 instructions"
+        )
+    return _pack(model, "draft", passes, reason, kind)
 
 
 def _quantize_with_torchao(model: PreTrainedModel, kind: str) -> None:
@@ -196,7 +187,7 @@ def _quantize_with_torchao(model: PreTrainedModel, kind: str) -> None:
 
 
 def set_threads(wanted: int | None) -> None:
-    """Use `wanted` threads; by default no more than the cores this process may run on."""
+    """Use `wanted` threads; None lowers PyTorch's number to the cores that this process may use."""
     if wanted is not None:
         torch.set_num_threads(wanted)
         return

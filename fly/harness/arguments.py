@@ -1,7 +1,7 @@
-"""What lm-eval's flags and model_args may hold: refused here, before anything loads.
+"""Checks lm-eval's flags, model_args and task files before anything loads.
 
-lm-eval itself meets most of it with a traceback, some of it after hours, or takes it for something
-else.
+Without these checks, bad values end in a traceback of lm-eval's, sometimes after hours, or are
+misread without a word.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ from pydantic import (
 )
 from typing_extensions import TypedDict
 
-from fly import reading
+from fly import reading, registry
 from fly.config import FlyConfig
 from fly.errors import FlyError
 
 HF_NAMES = ("hf", "hf-auto", "huggingface")
-MODELS = (*HF_NAMES, "fly")
 _JSON_FLAGS = ("--model_args", "-a", "--gen_kwargs", "--metadata", "--samples", "-E")
-# what ast.literal_eval raises for texts that are no values
+# what ast.literal_eval raises for invalid text
 NO_LITERAL = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)
 _STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
 
@@ -48,7 +47,7 @@ def _listed(value: Any) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    """1e3 is a number of tokens, 1.5 is none."""
+    """Let 1e3 pass as a number of tokens; 1.5 stays a float and is refused."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -73,7 +72,7 @@ _Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what numpy takes
 
 @with_config(_STRICT)
 class _Flags(TypedDict, total=False):
-    """As `--config` may give them as well; None is not given."""
+    """Flags of `fly run`, on the command line or in the file of `--config`."""
 
     model: _Text
     model_args: dict[str, Any] | str
@@ -103,7 +102,7 @@ class _Flags(TypedDict, total=False):
 
 @with_config(_STRICT)
 class _ModelArgs(TypedDict, total=False):
-    """HFLM's own that would be misunderstood or met late."""
+    """HFLM's arguments whose bad values it would misread, or meet only after loading."""
 
     max_length: PositiveInt | None
     batch_size: Annotated[Any, AfterValidator(_batch_size)]
@@ -124,7 +123,7 @@ class _ModelArgs(TypedDict, total=False):
 
 @with_config(_STRICT)
 class _GenKwargs(TypedDict, total=False):
-    """What fly reads of them; max_gen_toks under all of lm-eval's names."""
+    """The generation arguments that fly reads; max_gen_toks has several names in lm-eval."""
 
     until: Annotated[list[_Text], BeforeValidator(_listed)]
     do_sample: bool | None
@@ -146,21 +145,22 @@ _GEN_KWARGS: TypeAdapter[Any] = TypeAdapter(_GenKwargs)
 
 
 def check_flags(given: Mapping[str, Any], where: str) -> None:
-    """Refuse values of lm-eval's flags that mean nothing; what is not its own is left alone."""
+    """Refuse meaningless values of lm-eval's flags; None is "not given", other keys are ignored."""
     reading.check_shape({k: v for k, v in given.items() if v is not None}, _FLAGS, where)
     if device := given.get("device"):
         check_device("--device", device)
 
 
 def check_gen_kwargs(given: Any, where: str) -> None:
-    """Refuse gen_kwargs, of a task or the command line, that fly or lm-eval would stumble over."""
+    """Refuse malformed gen_kwargs of a task or of the command line."""
     reading.check_shape(given, _GEN_KWARGS, where)
 
 
 def check_model_args(config: FlyConfig, hf_args: Mapping[str, Any]) -> None:
-    """Refuse what HFLM or the loading of a model would meet late, or misunderstand.
+    """Refuse model_args that HFLM would misread, or that would fail while a model loads.
 
-    Arguments that HFLM does not know go on to from_pretrained; a misspelt key of fly's must not.
+    HFLM passes arguments that it does not know to from_pretrained; a misspelt key of fly's must
+    not get there.
     """
     from lm_eval.models.huggingface import HFLM
 
@@ -202,10 +202,10 @@ def check_device(field: str, name: str) -> None:
         device = torch.device(name)
     except RuntimeError:
         device = None
-    # other makers' accelerators are left to PyTorch
+    # accelerators of other makers are left to PyTorch
     is_known = device is not None and device.type not in ("cpu", "cuda", "mps", "meta")
     if not is_known and name not in (*here, "cpu:0", "mps:0"):
-        raise FlyError(f"{field}={name}: not to be had here: choose from {', '.join(here)}")
+        raise FlyError(f"{field}={name}: not available here: choose from {', '.join(here)}")
 
 
 def yaml_values(path: str | None) -> dict[str, Any]:
@@ -213,9 +213,7 @@ def yaml_values(path: str | None) -> dict[str, Any]:
     if not path:
         return {}
     where = f"--config {path}"
-    values = _yaml(reading.text_of(Path(path), where), where)
-    if not isinstance(values, dict):
-        raise FlyError(f"{where}: must hold `flag: value` lines, got {type(values).__name__}")
+    values = _read_yaml(Path(path), where, "flag")
     known = [field.name for field in fields(EvaluatorConfig)]
     for name in values:
         if name not in known:
@@ -243,9 +241,10 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_constructor("!function", lambda loader, node: loader.construct_scalar(node))
 
 
-def _yaml(text: str, where: str) -> Any:
+def _read_yaml(path: Path, where: str, kind: str) -> dict[str, Any]:
+    """A file of `kind: value` lines."""
     try:
-        return yaml.load(text, _Loader)
+        values = yaml.load(reading.text_of(path, where), _Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -253,33 +252,34 @@ def _yaml(text: str, where: str) -> Any:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = (str(error).splitlines() or ["nested too deeply"])[0]
         raise FlyError(f"{where}: not valid YAML: {reason}") from None
+    if not isinstance(values, dict):
+        raise FlyError(f"{where}: must hold `{kind}: value` lines, got {type(values).__name__}")
+    return values
 
 
 def check_task_files(tasks: Iterable[Any], folders: Sequence[str]) -> None:
     """Refuse a user's task files that cannot be read, or whose gen_kwargs make no sense.
 
-    lm-eval passes over files that it cannot read, and does not find their tasks. Here, too, a
-    broken file is no matter unless it names one of these tasks.
+    lm-eval skips files that it cannot read, and then does not find their tasks. A broken file
+    that mentions none of these tasks is skipped here as well.
     """
     names = [task for task in tasks if isinstance(task, str)]
-    for folder in folders:
-        if not Path(folder).expanduser().is_dir():
+    given = [Path(name) for name in names if name.endswith(".yaml") and Path(name).is_file()]
+    found: list[Path] = []
+    for folder in map(Path, folders):
+        if not folder.expanduser().is_dir():
             raise FlyError(f"--include_path {folder}: no such folder: give one that holds tasks")
-    named = [Path(name) for name in names if name.endswith(".yaml") and Path(name).is_file()]
-    files = [file for folder in folders for file in Path(folder).expanduser().rglob("*.yaml")]
-    for file in [*named, *sorted(files)]:
-        where = f"task file {file}"
-        if file not in named and not any(name.encode() in file.read_bytes() for name in names):
-            continue
-        values = _yaml(reading.text_of(file, where), where)
-        if not isinstance(values, dict):
-            raise FlyError(f"{where}: must hold `key: value` lines, got {type(values).__name__}")
-        if file in named or values.get("task") in names:
-            check_gen_kwargs(values.get("generation_kwargs") or {}, f"generation_kwargs of {file}")
+        found += sorted(folder.expanduser().rglob("*.yaml"))
+    for file in [*given, *found]:
+        if file in given or any(name.encode() in file.read_bytes() for name in names):
+            values = _read_yaml(file, f"task file {file}", "key")
+            if file in given or values.get("task") in names:
+                gen_kwargs = values.get("generation_kwargs") or {}
+                check_gen_kwargs(gen_kwargs, f"generation_kwargs of {file}")
 
 
 def key_values(text: str, flag: str) -> dict[str, Any]:
-    """`key=value,key=value` of fly's own flags; lm-eval's are parsed by itself."""
+    """Parse `key=value,key=value` of fly's own flags; lm-eval parses its own."""
     names = [part.partition("=")[0] for part in split_top_level(text)]
     if len(set(names)) < len(names):
         raise FlyError(f"{flag} {reading.shown(text)}: a key is given twice: remove one")
@@ -291,16 +291,16 @@ def key_values(text: str, flag: str) -> dict[str, Any]:
 
 
 def check_json(arguments: Sequence[str]) -> None:
-    """Refuse JSON on the command line that lm-eval would read otherwise than it says, or not."""
+    """Refuse invalid JSON and repeated keys on the command line, which lm-eval would misread."""
     for flag, text in pairwise(arguments):
         if flag in _JSON_FLAGS and text.lstrip().startswith("{"):
             reading.parse(text, flag)
 
 
 def check_run(args: Any, given: Mapping[str, Any]) -> None:
-    """All that can be told of `fly run`'s flags before anything loads. given: --config's values.
+    """Check `fly run`'s flags as far as possible before anything loads.
 
-    --samples is replaced by what it holds.
+    given: the values of --config. args.samples is replaced by its parsed content.
     """
     on_line = {name: value for name, value in vars(args).items() if value is not None}
     flags = {**given, **on_line}
@@ -320,23 +320,21 @@ def check_run(args: Any, given: Mapping[str, Any]) -> None:
             raise FlyError(f"model_args {name}={model_args[name]}: give it as --{name}")
     if "max_batch_size" in model_args and flags.get("max_batch_size") is not None:
         raise FlyError("--max_batch_size is also in model_args: remove one")
-    if flags.get("model", "hf") in MODELS:
+    if flags.get("model", "hf") in (*HF_NAMES, *registry.ENGINES):
         check_gen_kwargs(as_dict(flags.get("gen_kwargs")), where("gen_kwargs"))
     from fly.harness import evaluate
 
-    tasks = [task for part in _listed(flags.get("tasks") or []) for task in _names(part)]
-    folders = [*_listed(flags.get("include_path") or [])]
+    tasks: list[Any] = []
+    for part in _listed(flags.get("tasks") or []):
+        tasks += part.split(",") if isinstance(part, str) else [part]
+    folders = _listed(flags.get("include_path") or [])
     check_task_files(tasks, folders)
     confirmed = bool(flags.get("confirm_run_unsafe_code"))
     evaluate.check_before_models_load(tasks, folders, flags.get("samples"), confirmed)
 
 
-def _names(part: Any) -> list[Any]:
-    return part.split(",") if isinstance(part, str) else [part]
-
-
 def as_dict(value: Any) -> dict[str, Any]:
-    """model_args and gen_kwargs, which --config may have as text."""
+    """model_args or gen_kwargs, which are text in some files of --config."""
     return simple_parse_args_string(value) if isinstance(value, str) else dict(value or {})
 
 

@@ -22,7 +22,7 @@ def register(programs: Iterable[sandbox.Program]) -> None:
 
 
 def passes(program: sandbox.Program) -> bool:
-    """Whether it and its tests ran to their end; if not known yet all registered ones are run."""
+    """Whether it and its tests run to their end; the first call runs all registered programs."""
     if program not in _passed:
         register([program])
         waiting = [item for item in _registered if item not in _passed]

@@ -1,8 +1,9 @@
-"""Chosen documents of a task through lm-eval, with a model that is already loaded."""
+"""Runs tasks through lm-eval with a model that is already loaded, and checks tasks beforehand."""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,28 +17,14 @@ from lm_eval.tasks import TaskManager
 from fly.errors import FlyError
 from fly.paths import data_dir
 
-_managers: dict[str | None, TaskManager] = {}
 
+def evaluate(model: Any, task: str, documents: list[int], **settings: Any) -> list[dict[str, Any]]:
+    """lm-eval's samples of these documents of one task.
 
-def evaluate(
-    model: Any,
-    task: str,
-    documents: list[int],
-    *,
-    chat: bool = True,
-    gen_kwargs: str | None = None,
-    num_fewshot: int | None = None,
-) -> list[dict[str, Any]]:
-    """lm-eval's samples of these documents of fly's tasks."""
-    result = run_tasks(
-        model,
-        [task],
-        samples={task: documents},
-        chat=chat,
-        gen_kwargs=gen_kwargs,
-        num_fewshot=num_fewshot,
-        confirm_run_unsafe_code=True,
-    )
+    settings: of `run_tasks`; here the chat template is applied and programs are run by default.
+    """
+    settings = {"chat": True, "confirm_run_unsafe_code": True, **settings}
+    result = run_tasks(model, [task], samples={task: documents}, **settings)
     samples: list[dict[str, Any]] = result["samples"][task]
     return samples
 
@@ -76,12 +63,11 @@ def run_tasks(
 
 
 def load_task(name: str, include_path: str | None = None) -> Task:
-    """One task, with its documents. Raises FlyError if there is none of that name."""
+    """One task, with its documents. Raises FlyError if it does not exist or cannot be loaded."""
     manager = _manager(include_path)
-    found = manager.load([name])["tasks"] if name in manager.all_subtasks else {}
-    if name not in found:
+    if name not in manager.all_subtasks:
         raise _no_such_task(name, manager.all_subtasks)
-    task: Task = found[name]
+    (task,) = _load(manager, name).values()
     return task
 
 
@@ -106,30 +92,22 @@ def check_before_models_load(
     """
     paths = [str(data_dir("lm_eval_tasks")), *folders]
     wanted = [name for name in names if isinstance(name, str)]
+    tasks: dict[str, Task] = {}
     with quiet("lm_eval", logging.ERROR):
         manager = TaskManager(include_path=paths, include_defaults=False)
         known = manager.all_subtasks
-        if samples and not all(name in known for name in wanted):
+        if samples and not set(wanted) <= set(known):
             manager = TaskManager(include_path=paths)
             known = manager.all_tasks
-        tasks: dict[str, Task] = {}
         for name in wanted:
             if name in known:
-                try:
-                    tasks |= manager.load([name])["tasks"]
-                except FlyError:
-                    raise
-                except Exception as error:  # it runs the task's own functions
-                    reason = (str(error).strip().splitlines() or ["no reason given"])[0]
-                    raise FlyError(
-                        f"task {name}: cannot be loaded: {type(error).__name__}: {reason}"
-                    ) from error
+                tasks |= _load(manager, name)
     for name, task in tasks.items():
         check_confirmed(name, task, confirm_run_unsafe_code)
-    for name, numbers in (samples or {}).items():
-        if tasks and name not in tasks:
+    for name, numbers in (samples or {}).items() if tasks else ():
+        if name not in tasks:
             raise FlyError(f"--samples: {name} is not among --tasks: {', '.join(tasks)}")
-        if tasks and (count := len(tasks[name].eval_docs)) <= max(numbers):
+        if (count := len(tasks[name].eval_docs)) <= max(numbers):
             raise FlyError(
                 f"--samples: {name} has no document {max(numbers)}: it has 0 to {count - 1}"
             )
@@ -145,7 +123,7 @@ def check_confirmed(name: str, task: Task, confirm_run_unsafe_code: bool) -> Non
 
 @contextmanager
 def quiet(name: str, level: int = logging.WARNING) -> Iterator[None]:
-    """A package's log, from `level` on only."""
+    """Show a package's log from `level` on only."""
     log = logging.getLogger(name)
     before = log.level
     log.setLevel(level)
@@ -155,14 +133,26 @@ def quiet(name: str, level: int = logging.WARNING) -> Iterator[None]:
         log.setLevel(before)
 
 
+def _load(manager: TaskManager, name: str) -> dict[str, Task]:
+    """The tasks of this name: one, or those of a group or tag."""
+    try:
+        return manager.load([name])["tasks"]
+    except FlyError:
+        raise
+    except Exception as error:  # loading runs the task's own functions
+        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+        raise FlyError(
+            f"task {name}: cannot be loaded: {type(error).__name__}: {reason}"
+        ) from error
+
+
 def _no_such_task(name: str, known: Sequence[str]) -> FlyError:
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else "`fly ls tasks` lists them"
     return FlyError(f"task {name!r}: no such task: {hint}")
 
 
+@functools.cache
 def _manager(include_path: str | None) -> TaskManager:
-    if include_path not in _managers:
-        paths = [str(data_dir("lm_eval_tasks")), *([include_path] if include_path else [])]
-        _managers[include_path] = TaskManager(include_path=paths)
-    return _managers[include_path]
+    paths = [str(data_dir("lm_eval_tasks")), *([include_path] if include_path else [])]
+    return TaskManager(include_path=paths)

@@ -8,7 +8,7 @@ import time
 
 from tqdm import tqdm
 
-from fly.speculation.engine import RoundRecord
+from fly.runs.records import RoundRecord
 
 logger = logging.getLogger(__name__)
 

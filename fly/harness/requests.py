@@ -130,7 +130,7 @@ def build_request(instance: Instance, lm: Asked, nth: int = 0) -> Request:
         if kwargs["max_length"] > lm.max_length:
             _say_once(
                 f"max_length={kwargs['max_length']} of gen_kwargs is more than the target's context"
-                f": rows end at {lm.max_length} tokens"
+                f": outputs end at {lm.max_length} tokens"
             )
         budget = max(1, min(kwargs["max_length"], lm.max_length) - len(prompt))
     if lm.fly_config.total_gen_tok is not None:

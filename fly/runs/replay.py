@@ -1,53 +1,48 @@
-"""A generation rebuilt from its trace: every token, where it came from, and what was dropped.
+"""A generation rebuilt from its trace: every token, where it came from, and what was rolled back.
 
-Nothing is decoded again and no tokenizer is loaded: docs/traces.md describes the lines.
+Nothing is decoded again and no tokenizer is loaded. docs/traces.md describes the lines.
 """
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from fly.errors import FlyError
-
-SOURCES = {
-    "ngram": "proposed by the n-gram lookup, the target's own choice",
-    "draft": "proposed by the draft model, the target's own choice",
-    "deferred": "proposed, not the target's choice, and let stand",
-    "correction": "the target's own token, where a proposal was rejected or rolled back",
-    "bonus": "the target's own token, after a draft that stood whole",
-    "rolled_back": "let in for the time being, then taken back",
-}
+from fly.runs.shapes import RoundLine
 
 
-@dataclass(frozen=True)
+@dataclass
 class Token:
     """One token of a generation.
 
-    source: a key of SOURCES. index: its place among the tokens that were there with it. round:
-    from 1. position: in the round's draft; None for the target's own tokens. by: `n` n-gram, `d`
-    draft model, empty for the target. choice: the target's own token there. native: it is the
-    target's choice. entropy: the target's before it, None if the trace has none. window: index of
-    the deferral whose window this token is in. replaced: the draft token it stands for, of a
-    correction. text: what it adds to the text; empty where only a later token completes a
-    character.
+    source: `ngram` or `draft`, a draft token that matches the target's; `deferred`, a mismatch that
+    stands; `recovered`, the target's token in place of a draft token that was rejected or rolled
+    back; `bonus`, the target's token after a draft that was accepted whole; `rolled_back`, accepted
+    at first, then dropped.
+
+    index: its place among the generated tokens, those dropped before it not counted. round: from 1.
+    target_id: the target's token at this place. position: in the round's draft, None for the
+    target's own tokens. by: who drafted it (`n` n-gram, `d` draft model); empty for the target's.
+    entropy: the target's before the token, None if the trace has none. window: index of the
+    deferral whose window this token is in. replaced: of a recovered token, the draft token's id.
+    text: what it adds to the text; empty if only a later token completes a character.
     """
 
     id: int
     source: str
     index: int
     round: int
-    choice: int
-    native: bool
+    target_id: int
+    matches_target: bool
     position: int | None = None
     by: str = ""
     entropy: float | None = None
     window: int | None = None
     replaced: int | None = None
     text: str = ""
-    choice_text: str = ""
+    target_text: str = ""
     replaced_text: str = ""
 
     @property
@@ -56,13 +51,13 @@ class Token:
 
     @property
     def was_deferred(self) -> bool:
-        """A mismatch that was let in, whether it stood or fell."""
-        return self.position is not None and not self.native
+        """A mismatch that was accepted, whether it stood or was rolled back."""
+        return self.position is not None and not self.matches_target
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One request. `shown`: its tokens in order, the ones taken back before what replaced them.
+    """One request. `shown`: its tokens in order, the rolled back ones before what replaced them.
 
     finish: `eos`, `stop`, `length`, or None if the run was cut short in it.
     """
@@ -71,7 +66,7 @@ class Generation:
     doc_id: int
     request: int
     finish: str | None
-    rounds: list[dict[str, Any]] = field(repr=False)
+    rounds: list[RoundLine] = field(repr=False)
     shown: list[Token] = field(repr=False)
 
     @property
@@ -81,174 +76,152 @@ class Generation:
 
 
 def generations(
-    lines: Iterable[dict[str, Any]],
-    vocabulary: Mapping[int, bytes] | None = None,
-    window: int = 0,
+    lines: Iterable[RoundLine], vocabulary: Mapping[int, bytes] | None = None, window: int = 0
 ) -> Iterator[Generation]:
-    """Every request of a trace file's lines (rows in flight take turns in it), in order of ends.
+    """Every request of a trace, whose lines may be interleaved, in the order in which they end.
 
     vocabulary: bytes by token id; without it texts are ids. window: how many tokens after a
-    deferral must match, which only the run's configuration says. Requests that the run's end cut
-    short come last.
+    deferral must match, which only the run's configuration says. Requests that were cut short by
+    the run's end come last.
     """
-    open_rows: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    unfinished: dict[tuple[str, int, int], list[RoundLine]] = {}
     for line in lines:
         key = (line["task_name"], line["doc_id"], line["request"])
-        # a run that goes on decodes a request that was cut short again
-        if line["round"] == 1 or key not in open_rows:
-            open_rows[key] = []
-        open_rows[key].append(line)
+        if line["round"] == 1:  # a resumed run decodes a request that was cut short again
+            unfinished[key] = []
+        unfinished.setdefault(key, []).append(line)
         if line["finish"] is not None:
-            yield _whole(open_rows.pop(key), vocabulary, window)
-    for rounds in open_rows.values():
-        yield _whole(rounds, vocabulary, window)
-
-
-def _whole(
-    rounds: list[dict[str, Any]], vocabulary: Mapping[int, bytes] | None, window: int
-) -> Generation:
-    try:
-        return replay(rounds, vocabulary, window)
-    except (ValueError, IndexError) as error:
-        raise FlyError(
-            f"task {rounds[0]['task_name']}, doc {rounds[0]['doc_id']}: its trace cannot be "
-            f"replayed ({error}): remove its lines, or run it again"
-        ) from None
+            yield replay(unfinished.pop(key), vocabulary, window)
+    for rounds in unfinished.values():
+        yield replay(rounds, vocabulary, window)
 
 
 def replay(
-    rounds: list[dict[str, Any]],
-    vocabulary: Mapping[int, bytes] | None = None,
-    window: int = 0,
+    rounds: list[RoundLine], vocabulary: Mapping[int, bytes] | None = None, window: int = 0
 ) -> Generation:
-    """One request from its lines, in order. Raises ValueError if a line is missing."""
-    shown: list[Token] = []
-    for line in rounds:
-        add_round(shown, line)
+    """One request from its lines, in order. Raises FlyError if they do not fit together."""
     first = rounds[0]
+    shown: list[Token] = []
+    try:
+        for line in rounds:
+            add_round(shown, line)
+    except (ValueError, IndexError) as error:
+        raise FlyError(
+            f"task {first['task_name']}, doc {first['doc_id']}: its trace cannot be replayed "
+            f"({error}): remove its lines, or run it again"
+        ) from None
+    _set_windows(shown, window)
+    _set_texts(shown, vocabulary or {})
     return Generation(
         task=first["task_name"],
         doc_id=first["doc_id"],
         request=first["request"],
         finish=rounds[-1]["finish"],
         rounds=rounds,
-        shown=_with_texts(_with_windows(shown, window), vocabulary),
+        shown=shown,
     )
 
 
-def add_round(shown: list[Token], line: dict[str, Any]) -> None:
-    """Add a line's tokens to `shown` and mark those it takes back.
+def add_round(shown: list[Token], line: RoundLine) -> None:
+    """Add a line's tokens to `shown` and mark those that it rolls back.
 
-    Places in it do not change before the row's last line.
+    Only a request's last line removes tokens. Raises ValueError or IndexError if the line does not
+    follow, or its lists do not fit together.
     """
-    start = line["start"]
-    if start != sum(token.stands for token in shown):
+    if line["start"] != sum(token.stands for token in shown):
         raise ValueError(f"request {line['request']}: round {line['round']} does not follow")
     if line["rolled_back"] is None:
         _accept(shown, line)
     else:
-        _roll_back(shown, line)
-    # the row's end cuts off what came after it, provisional tokens of earlier rounds as well
+        _roll_back(shown, line, line["rolled_back"])
+    # a request's end cuts off all that follows it, provisional tokens of earlier rounds included
     shown[:] = [token for token in shown if not token.stands or token.index < line["length"]]
 
 
-def _accept(shown: list[Token], line: dict[str, Any]) -> None:
-    draft = line["draft"]
-    deferred = [index - line["start"] for index in line["deferred"]]
-    stands = [native == "1" or at in deferred for at, native in enumerate(line["native"])]
-    accepted = stands.index(False) if False in stands else len(draft)
-    rejected = draft[accepted] if accepted < len(draft) else None
-    shown += [_drafted(line, at) for at in range(accepted)]
-    shown.append(_own(line, accepted, rejected))
-
-
-def _roll_back(shown: list[Token], line: dict[str, Any]) -> None:
-    """Mark what falls with the deferral; append the target's own token in its place."""
-    start, at = line["start"], line["rolled_back"]
-    # what was let in together with the deferral: up to the mismatch that felled it
-    first = max(at + 1 - start, 0)
-    end = line["native"].find("0", first)
-    end = len(line["draft"]) if end < 0 else end
-    shown += [_drafted(line, position) for position in range(end)]
-    if at < start:
-        # an earlier round's deferral: its own choice is the target's token there
-        fallen = _standing(shown, at)
-        own = replace(
-            fallen, id=fallen.choice, round=line["round"], position=None, by="", native=True
+def _accept(shown: list[Token], line: RoundLine) -> None:
+    draft, deferred = _draft_tokens(line), line["deferred"]
+    mismatches = (token for token in draft if not token.matches_target)
+    rejected = next((token for token in mismatches if token.index not in deferred), None)
+    accepted = len(draft) if rejected is None else draft.index(rejected)
+    target_id, entropy = line["choice"][accepted], line.get("entropy")
+    shown += draft[:accepted]
+    shown.append(
+        Token(
+            id=target_id,
+            source="bonus" if rejected is None else "recovered",
+            index=line["start"] + accepted,
+            round=line["round"],
+            target_id=target_id,
+            matches_target=True,
+            entropy=entropy[accepted] if entropy else None,
+            replaced=None if rejected is None else rejected.id,
         )
-    else:
-        own = _own(line, at - start, None)
-        fallen = _standing(shown, at)
-    for number, token in enumerate(shown):
-        if token.stands and token.index >= at:
-            shown[number] = replace(token, source="rolled_back")
-    shown.append(replace(own, source="correction", replaced=fallen.id))
+    )
 
 
-def _standing(shown: list[Token], at: int) -> Token:
+def _roll_back(shown: list[Token], line: RoundLine, at: int) -> None:
+    """Mark what is rolled back with the deferral at `at`; append the recovered token."""
+    for token in _draft_tokens(line):  # up to the mismatch that rolled the deferral back
+        if token.index > at and not token.matches_target:
+            break
+        shown.append(token)
+    deferral = next((token for token in shown if token.stands and token.index == at), None)
+    if deferral is None:
+        raise ValueError(f"token {at} is rolled back, but is not there")
     for token in shown:
-        if token.stands and token.index == at:
-            return token
-    raise ValueError(f"token {at} is rolled back, but is not there")
-
-
-def _drafted(line: dict[str, Any], position: int) -> Token:
-    native, by = line["native"][position] == "1", line["by"][position]
-    source = ("ngram" if by == "n" else "draft") if native else "deferred"
-    return Token(
-        id=line["draft"][position], source=source, position=position, by=by,
-        native=native, **_place(line, position),
+        if token.index >= at:
+            token.source = "rolled_back"
+    recovered = replace(
+        deferral, id=deferral.target_id, source="recovered", round=line["round"],
+        matches_target=True, position=None, by="", replaced=deferral.id,
     )  # fmt: skip
+    shown.append(recovered)
 
 
-def _own(line: dict[str, Any], position: int, rejected: int | None) -> Token:
-    source = "bonus" if position == len(line["draft"]) else "correction"
-    return Token(
-        id=line["choice"][position], source=source, native=True, replaced=rejected,
-        **_place(line, position),
-    )  # fmt: skip
+def _draft_tokens(line: RoundLine) -> list[Token]:
+    """The draft, as if all of it was accepted."""
+    draft = line["draft"]
+    entropy: Sequence[float | None] = line.get("entropy") or [None] * (len(draft) + 1)
+    columns = zip(draft, line["by"], line["native"], line["choice"][:-1], entropy[:-1], strict=True)
+    return [
+        Token(
+            id=token,
+            source="deferred" if match == "0" else "ngram" if by == "n" else "draft",
+            index=line["start"] + position,
+            round=line["round"],
+            target_id=target,
+            matches_target=match == "1",
+            position=position,
+            by=by,
+            entropy=uncertainty,
+        )
+        for position, (token, by, match, target, uncertainty) in enumerate(columns)
+    ]
 
 
-def _place(line: dict[str, Any], position: int) -> dict[str, Any]:
-    entropy = line.get("entropy")
-    return {
-        "index": line["start"] + position,
-        "round": line["round"],
-        "choice": line["choice"][position],
-        "entropy": entropy[position] if entropy else None,
-    }
-
-
-def _with_windows(shown: list[Token], window: int) -> list[Token]:
+def _set_windows(shown: list[Token], window: int) -> None:
     deferral: int | None = None
-    result = []
     for token in shown:
-        if deferral is not None and not deferral < token.index <= deferral + window:
+        if deferral is not None and deferral < token.index <= deferral + window:
+            token.window = deferral
+        else:
             deferral = None
-        result.append(replace(token, window=deferral))
         if token.was_deferred:
             deferral = token.index
-    return result
 
 
-def _with_texts(shown: list[Token], vocabulary: Mapping[int, bytes] | None) -> list[Token]:
-    """Texts of standing tokens come from one stream of bytes, which token borders may cut."""
-    known = vocabulary or {}
+def _set_texts(shown: list[Token], vocabulary: Mapping[int, bytes]) -> None:
+    """Standing tokens are decoded as one stream of bytes: a character may span several tokens."""
 
     def piece(token: int) -> bytes:
-        return known.get(token, f"<{token}>".encode())
+        return vocabulary.get(token, f"<{token}>".encode())
 
     def alone(token: int | None) -> str:
         return "" if token is None else piece(token).decode(errors="replace")
 
     decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
     last = max((number for number, token in enumerate(shown) if token.stands), default=-1)
-    return [
-        replace(
-            token,
-            text=decode(piece(token.id), number == last) if token.stands else alone(token.id),
-            choice_text=alone(token.choice),
-            replaced_text=alone(token.replaced),
-        )
-        for number, token in enumerate(shown)
-    ]
+    for number, token in enumerate(shown):
+        token.text = decode(piece(token.id), number == last) if token.stands else alone(token.id)
+        token.target_text = alone(token.target_id)
+        token.replaced_text = alone(token.replaced)

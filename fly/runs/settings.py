@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fly.config import KEYS_OF_RULE
 from fly.runs.reader import Run
+from fly.settings import RULE_SETTINGS, Settings
 
 MODES = {"fly": "FLy"}  # names for print; others go by their own
 
@@ -22,7 +22,7 @@ _SHORT = {
     "margin_thre": "margin", "draft_ratio_thre": "ratio", "draft_rank_max": "rank",
     "defer_across_rounds": "across rounds", "typical_epsilon": "\u03b5", "typical_delta": "\u03b4",
     "relaxed_top_k": "top", "relaxed_delta": "\u03b4", "draft_quantization": "draft",
-    "draft_policy": "policy", "draft_model_path": "draft model", "batch_size": "rows",
+    "draft_policy": "policy", "draft_model_path": "draft model", "batch_size": "batch size",
     "max_ngram_size": "n-gram", "num_ngram_pred_tokens": "n-gram tokens",
 }  # fmt: skip
 
@@ -35,19 +35,20 @@ def in_force(run: Run) -> dict[str, Any]:
     """
     if run.entry is None:
         return {}
-    config, device = run.entry["config"], run.entry["device"]
-    keys = [key for key in KEYS_OF_RULE.get(run.mode, ()) if key != "abla_no_window"]
+    config, device = run.entry["config"], run.entry.get("device") or {}
+    of_rule = RULE_SETTINGS.get(run.mode, Settings).model_fields
+    keys = [key for key in of_rule if key != "abla_no_window"]
     found: dict[str, Any] = {}
-    if run.entry["drafter"] is not None:
+    drafter = run.entry.get("drafter")
+    if drafter is not None:
         keys += ["spd_k", *_WITH_DRAFT]
-        keys += _OF_NGRAM if run.entry["drafter"] in ("ngram", "cascade") else ()
-        found["drafter"] = run.entry["drafter"]
+        keys += _OF_NGRAM if drafter in ("ngram", "cascade") else ()
+        found["drafter"] = drafter
     found |= {key: config[key] for key in (*keys, *_ALWAYS) if key in config}
     if config.get("abla_no_window") and "win_len" in found:
         found["win_len"] = 0
-    found |= {"dtype": run.entry["dtype"], "device": device["name"], "threads": device["threads"]}
-    if "capability" in device:
-        found["capability"] = device["capability"]
+    found |= {"dtype": run.entry["dtype"], "device": device.get("name")}
+    found |= {key: device[key] for key in ("threads", "capability") if key in device}
     found["batch_size"] = run.results["config"].get("batch_size")
     return found
 

@@ -1,7 +1,11 @@
-"""What the files of a run hold, as far as fly reads it: whatever else is there is left alone."""
+"""What fly reads in the files of a run, as types; `check` refuses what is of another shape.
+
+Keys that no type here names are ignored, so that files of other versions can be read.
+"""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Annotated, Any
 
 from pydantic import (
@@ -10,18 +14,20 @@ from pydantic import (
     NonNegativeFloat,
     NonNegativeInt,
     TypeAdapter,
+    ValidationError,
     with_config,
 )
 from typing_extensions import NotRequired, TypedDict
 
+from fly import reading
+from fly.errors import FlyError
 from fly.reading import Name
 
-_STRICT = ConfigDict(strict=True)
 _Ids = list[NonNegativeInt]
 
 
-@with_config(ConfigDict(strict=True, extra="forbid"))
-class _Seconds(TypedDict):
+@with_config(ConfigDict(extra="forbid"))
+class Seconds(TypedDict):
     prefill: NonNegativeFloat
     draft: NonNegativeFloat
     verify: NonNegativeFloat
@@ -30,16 +36,14 @@ class _Seconds(TypedDict):
     compile: NotRequired[NonNegativeFloat]
 
 
-@with_config(_STRICT)
 class _Stats(TypedDict):
     requests: NonNegativeInt
     emitted: NonNegativeInt
     rounds: NonNegativeInt
     tau: float | None
-    seconds: _Seconds
+    seconds: Seconds
 
 
-@with_config(_STRICT)
 class _PairConfig(TypedDict):
     target_model_path: str
     total_gen_tok: int | None
@@ -48,12 +52,10 @@ class _PairConfig(TypedDict):
     spd_k: NotRequired[int]
 
 
-@with_config(_STRICT)
 class _Sampling(TypedDict):
     temperature: float
 
 
-@with_config(_STRICT)
 class _Entry(TypedDict):
     """`config.fly` of the results."""
 
@@ -69,30 +71,14 @@ class _Entry(TypedDict):
     resumed: NotRequired[dict[str, Any] | None]
 
 
-@with_config(_STRICT)
-class _Device(TypedDict):
-    name: str
-    threads: int | None
-
-
-@with_config(_STRICT)
-class _Drawn(TypedDict):
-    """What `fly plot` needs of an entry, besides."""
-
-    drafter: str | None
-    device: _Device
-    stats: _Stats
-
-
-@with_config(_STRICT)
 class _RunConfig(TypedDict):
     model: str
     model_args: NotRequired[dict[str, Any] | str | None]
     fly: NotRequired[_Entry]
 
 
-_Results = TypedDict(
-    "_Results",
+Results = TypedDict(
+    "Results",
     {
         "results": dict[str, dict[str, Any]],
         "configs": dict[Name, dict[str, Any]],
@@ -105,8 +91,9 @@ _Results = TypedDict(
 )
 
 
-@with_config(_STRICT)
-class _Sample(TypedDict):
+class SampleLine(TypedDict):
+    """One document in lm-eval's samples; its scores are there too, by the metric's name."""
+
     doc_id: NonNegativeInt
     doc: Any
     target: str
@@ -120,21 +107,22 @@ class _Sample(TypedDict):
     target_hash: str
 
 
-@with_config(_STRICT)
-class _Request(TypedDict):
+class RequestLine(TypedDict):
+    """fly's record of a finished request. docs/definitions.md defines the keys."""
+
     task: str
     doc_id: NonNegativeInt
     emitted: NonNegativeInt
     rounds: NonNegativeInt
-    seconds: _Seconds
+    seconds: Seconds
 
 
-@with_config(_STRICT)
-class _Resumable(_Request):
-    """A record from which a run goes on."""
+class ResumableLine(RequestLine):
+    """A record that `--resume` goes on from."""
 
     idx: int
     repeat: int
+    text: str
     prompt_tokens: int
     prompt_tokens_reused: int
     drafted: int
@@ -146,22 +134,24 @@ class _Resumable(_Request):
     discarded: int
 
 
-@with_config(_STRICT)
-class _Traced(TypedDict):
-    """Whose round it is."""
-
+class _TraceLine(TypedDict):
     task_name: str
     doc_id: NonNegativeInt
+    request: NonNegativeInt
+
+
+class TracedLine(_TraceLine):
+    """Which request a line of a trace is of, for `--resume`."""
+
     idx: int
     repeat: int
-    request: NonNegativeInt
 
 
-@with_config(_STRICT)
-class _Round(TypedDict):
-    task_name: str
-    doc_id: NonNegativeInt
-    request: NonNegativeInt
+class RoundLine(_TraceLine):
+    """One round of a request. docs/traces.md defines the keys."""
+
+    idx: NotRequired[int]
+    repeat: NotRequired[int]
     round: NonNegativeInt
     start: NonNegativeInt
     draft: _Ids
@@ -171,26 +161,41 @@ class _Round(TypedDict):
     entropy: NotRequired[list[float] | None]
     deferred: _Ids
     rolled_back: NonNegativeInt | None
+    open: NotRequired[NonNegativeInt | None]
     length: NonNegativeInt
     finish: str | None
 
 
-@with_config(_STRICT)
-class _Token(TypedDict):
-    """`text`, or `bytes` in hexadecimal where they are no text."""
+class TokenLine(TypedDict):
+    """`text`, or `bytes` in hexadecimal if they are not valid UTF-8."""
 
     id: NonNegativeInt
     text: NotRequired[str]
     bytes: NotRequired[Annotated[str, Field(pattern=r"^([0-9a-f]{2})*$")]]
 
 
-OBJECT: TypeAdapter[Any] = TypeAdapter(dict[str, Any])
-RESULTS: TypeAdapter[Any] = TypeAdapter(_Results)
-DRAWN: TypeAdapter[Any] = TypeAdapter(_Drawn)
-NAME: TypeAdapter[Any] = TypeAdapter(Name)
-SAMPLE: TypeAdapter[Any] = TypeAdapter(_Sample)
-REQUEST: TypeAdapter[Any] = TypeAdapter(_Request)
-RESUMABLE: TypeAdapter[Any] = TypeAdapter(_Resumable)
-TRACED: TypeAdapter[Any] = TypeAdapter(_Traced)
-ROUND: TypeAdapter[Any] = TypeAdapter(_Round)
-TOKEN: TypeAdapter[Any] = TypeAdapter(_Token)
+class _Arguments(TypedDict):
+    output_path: str
+
+
+class Manifest(TypedDict):
+    started: Name
+    finished: bool
+    results: str | None
+    resumed: list[str]
+    working_directory: str
+    below: bool
+    arguments: _Arguments
+
+
+def check(value: Any, shape: Any, where: str) -> None:
+    """Raise FlyError if the value is of another shape; it is not changed. Types are strict."""
+    try:
+        _adapter(shape).validate_python(value, strict=True)
+    except ValidationError as error:
+        raise FlyError(reading.problem(error, where)) from None
+
+
+@cache
+def _adapter(shape: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(shape)

@@ -1,6 +1,6 @@
 """The bytes of single tokens, so that traces can be read without the tokenizer.
 
-A token may be a part of a UTF-8 character only; its bytes are kept then, as hexadecimal.
+A token may be only a part of a UTF-8 character; its bytes are then kept in hexadecimal.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from typing import Any
+
+from fly.runs.shapes import TokenLine
 
 _FALLBACK_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -21,8 +23,8 @@ def reader(tokenizer: Any) -> Callable[[int], bytes]:
 def token_bytes(tokenizer: Any, token: int, alphabet: dict[str, int] | None) -> bytes:
     """What the token adds to a text, as bytes.
 
-    alphabet: of byte-level tokenizers, from their characters to bytes. Others (sentencepiece)
-    write spaces as U+2581 and may fall back to tokens of one byte, `<0xE2>`.
+    alphabet: the bytes by character of byte-level tokenizers. Others (sentencepiece) write a space
+    as U+2581, and may have tokens of one byte, such as `<0xE2>`.
     """
     piece: str | None = tokenizer.convert_ids_to_tokens(token)
     if piece is None:  # the model's vocabulary may be padded past the tokenizer's
@@ -36,16 +38,15 @@ def token_bytes(tokenizer: Any, token: int, alphabet: dict[str, int] | None) -> 
     return piece.replace("\u2581", " ").encode()
 
 
-def read_entry(line: dict[str, Any]) -> bytes:
-    """The token's bytes from its line of the file."""
-    return bytes.fromhex(line["bytes"]) if "bytes" in line else line.get("text", "").encode()
-
-
-def entry_of(piece: bytes) -> dict[str, str]:
+def line_of(token: int, piece: bytes) -> TokenLine:
     try:
-        return {"text": piece.decode()}
+        return {"id": token, "text": piece.decode()}
     except UnicodeDecodeError:
-        return {"bytes": piece.hex()}
+        return {"id": token, "bytes": piece.hex()}
+
+
+def bytes_of(line: TokenLine) -> bytes:
+    return bytes.fromhex(line["bytes"]) if "bytes" in line else line.get("text", "").encode()
 
 
 def _is_byte_level(tokenizer: Any) -> bool:

@@ -1,11 +1,11 @@
-"""How a row chooses its tokens: processed distributions, draws, and lossless rejection sampling.
+"""How tokens are drawn: processed distributions, draws, and lossless rejection sampling.
 
 Rejection sampling (arXiv 2211.17192, 2302.01318): a token drafted from q stands with probability
 min(1, p/q); at the first one that does not, the target's token is drawn from max(0, p - q),
 normalised; after the last one, from p. A token proposed without drawing (an n-gram's) is a q that
 is all on that token: it stands with probability p(token), and the residual is p without it.
 
-Shapes: K draft tokens of one row, N positions, V vocabulary. p is the target's distribution, q
+Shapes: K draft tokens of one sequence, N positions, V vocabulary. p is the target's distribution, q
 the draft's.
 """
 
@@ -32,9 +32,10 @@ _TIES = 64  # so many tokens may tie with the k-th largest before all of them ar
 
 @dataclass(frozen=True)
 class Sampling:
-    """A row's decoding settings, in transformers' meaning and order. temperature 0 is greedy.
+    """A request's decoding settings, in transformers' meaning and order. temperature 0 is greedy.
 
-    top_k 0, top_p 1, min_p 0 and repetition_penalty 1 are off. Greedy rows keep the penalty only.
+    top_k 0, top_p 1, min_p 0 and repetition_penalty 1 are off. Greedy requests keep only the
+    penalty.
     """
 
     temperature: float = 0.0
@@ -82,7 +83,7 @@ class Sampling:
         return filters
 
     def process(self, logits_NV: Tensor, before: Sequence[int], drafted: Sequence[int]) -> Tensor:
-        """Logits after the row's processors, float32; excluded tokens are -inf. [N, V].
+        """Processed logits, float32; excluded tokens are -inf. [N, V].
 
         Row i of the logits follows the tokens `before` and the first i of `drafted`.
         """
@@ -117,26 +118,26 @@ GREEDY = Sampling()
 
 
 def _histories(before: Sequence[int], drafted: Sequence[int]) -> Tensor:
-    """[N, L]: what each position follows, N = len(drafted) + 1. Gaps repeat a token of the row."""
-    row_L = torch.tensor([*before, *drafted])
-    seen_NL = row_L.repeat(len(drafted) + 1, 1)
+    """[N, L]: what each position follows, N = len(drafted) + 1. Gaps repeat a token."""
+    tokens_L = torch.tensor([*before, *drafted])
+    seen_NL = tokens_L.repeat(len(drafted) + 1, 1)
     for i in range(len(drafted) + 1):
-        seen_NL[i, len(before) + i :] = row_L[0]
+        seen_NL[i, len(before) + i :] = tokens_L[0]
     return seen_NL
 
 
 @dataclass(frozen=True)
 class Noise:
-    """One row's random numbers for one round, uniform on [0, 1): lists as long as the draft may be.
+    """One sequence's random numbers for one round, uniform on [0, 1), as many as a draft may have.
 
-    draft: the draft model's draws. accept: the rejection sampler's. choose: the target's own
-    draws, one more. As many are drawn in every round of the same limit, so a row's numbers depend
-    on nothing but its own past.
+    draft: the draft model's draws. accept: the rejection sampler's. target: the target's own
+    draws, one more. As many are drawn in every round of the same limit, so they depend on nothing
+    but the sequence's own past.
     """
 
     draft: Tensor
     accept: Tensor
-    choose: Tensor
+    target: Tensor
 
     @classmethod
     def drawn(cls, limit: int, generator: torch.Generator) -> Noise:
@@ -146,7 +147,7 @@ class Noise:
 
 
 def draw(weights_NV: Tensor, uniform_N: Tensor) -> Tensor:
-    """Each row's token at quantile `uniform` of its weights, which need not be normalised. [N].
+    """The token at quantile `uniform` of its weights, which need not be normalised. [N].
 
     A token of weight zero is never drawn.
     """
@@ -161,27 +162,27 @@ def draw(weights_NV: Tensor, uniform_N: Tensor) -> Tensor:
 def rejection_sample(
     p_NV: Tensor, q_KV: Tensor | None, draft_K: Tensor, noise: Noise
 ) -> tuple[Tensor, Tensor]:
-    """(native [K], choice [K + 1]) of a chain drafted from q, or without q by a rule; N = K + 1.
+    """(matches [K], target tokens [K + 1]) of a chain drafted from q, or without q by a rule.
 
-    choice is the target's own token wherever the draft's does not stand natively, and after it.
+    A target token is drawn wherever the draft token does not match, and after the chain. N = K + 1.
     """
     k = len(draft_K)
-    uniform_N = noise.choose[: k + 1].to(p_NV.device)
+    uniform_N = noise.target[: k + 1].to(p_NV.device)
     if q_KV is None:  # drawing first and comparing stands with probability p(token) just the same
-        choice_N = draw(p_NV, uniform_N)
-        return choice_N[:k] == draft_K, choice_N
+        target_N = draw(p_NV, uniform_N)
+        return target_N[:k] == draft_K, target_N
     # models of one tokenizer pad their vocabularies differently; runners cut what p does not have
     q_KV = pad(q_KV.to(p_NV.device), (0, p_NV.shape[-1] - q_KV.shape[-1]))
     token_K1 = draft_K[:, None]
     p_K, q_K = p_NV[:k].gather(-1, token_K1)[:, 0], q_KV.gather(-1, token_K1)[:, 0]
-    native_K = noise.accept[:k].to(p_NV.device) * q_K < p_K
+    matches_K = noise.accept[:k].to(p_NV.device) * q_K < p_K
     # only rejected positions and the last are drawn: a draw reads the whole vocabulary
-    drawn = torch.cat([~native_K, native_K.new_ones(1)]).nonzero()[:, 0]
+    drawn = torch.cat([~matches_K, matches_K.new_ones(1)]).nonzero()[:, 0]
     rest_MV = p_NV[drawn]
     rest_MV[:-1] = _residual(rest_MV[:-1], q_KV[drawn[:-1]])
-    choice_N = torch.cat([draft_K, draft_K.new_zeros(1)])
-    choice_N[drawn] = draw(rest_MV, uniform_N[drawn])
-    return native_K, choice_N
+    target_N = torch.cat([draft_K, draft_K.new_zeros(1)])
+    target_N[drawn] = draw(rest_MV, uniform_N[drawn])
+    return matches_K, target_N
 
 
 def _residual(p_MV: Tensor, q_MV: Tensor) -> Tensor:

@@ -1,29 +1,29 @@
-"""One row in flight: its tokens, its budget, and what a round adds to it.
+"""One running sequence: its tokens, its budget, and what a round adds to it.
 
 While a deferral's window is open, its token and all after it are provisional: they are decoded
 from, but neither final, counted nor returned until the window closes. A rollback replaces the
-deferred token by the target's own and drops what followed.
+deferred token by the recovered token, the target's own, and drops what followed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 import torch
 
-from fly.runs.records import Counts, RequestRecord, zero_seconds
-from fly.speculation.rules.verification import Resolution
+from fly.runs.records import Counts, RequestRecord, RoundRecord, zero_seconds
+from fly.speculation.rules.base import JudgedDraft, Resolution, Rule
 from fly.speculation.sampling import GREEDY, Noise, Sampling
-from fly.speculation.stop_strings import Decode, StopMatcher
+from fly.speculation.stop_strings import StopMatcher
 
 
 @dataclass(frozen=True)
 class Request:
     """What to decode. `budget`: most new tokens (>= 1). `tag`: the caller's own, handed back.
 
-    seed: where a sampling row's random numbers start; nothing else influences them.
+    seed: where a sampled request's random numbers start; nothing else influences them.
     repeat: how many equal requests of the same document came before it.
     """
 
@@ -45,24 +45,24 @@ class Request:
 class Source(Enum):
     """Why a token is in the output."""
 
-    NATIVE = "native"  # drafted, and the target's own choice
-    DEFERRED = "deferred"  # drafted, not the target's choice, let in
-    CORRECTION = "correction"  # the target's own, at a rejection
+    MATCH = "match"  # drafted, and the target's own
+    DEFERRED = "deferred"  # drafted, not the target's own, let in
+    RECOVERED = "recovered"  # the target's own, in place of a rejected draft token
     ROLLBACK = "rollback"  # the same, where a deferral was rolled back
     BONUS = "bonus"  # the target's own, after a draft that stands whole
 
 
 @dataclass(frozen=True)
-class RowVerdict:
-    """One row's judgement and resolution, on the host. Lists are as long as the row's draft.
+class Verdict:
+    """What the target and the rule say of one sequence's draft.
 
-    choice: the target's own tokens, one more than the draft. entropy: of the target before every
-    one of them, for traces (None when nothing asks).
+    matches: as long as the draft. target_tokens: the target's own, one more than the draft.
+    entropy: of the target before every one of them, for traces; None when nothing asks.
     """
 
     draft: list[int]
-    native: list[bool]
-    choice: list[int]
+    matches: list[bool]
+    target_tokens: list[int]
     resolution: Resolution
     entropy: list[float] | None = None
 
@@ -71,27 +71,26 @@ class RowVerdict:
         return self.resolution.accepted
 
     @property
-    def native_run(self) -> int:
-        """Leading draft tokens that are native matches."""
-        return [*self.native, False].index(False)
+    def leading_matches(self) -> int:
+        return [*self.matches, False].index(False)
 
 
 @dataclass(frozen=True)
 class OpenDeferral:
-    """at: its index in the generated tokens. own_token: the target's, should it be rolled back.
+    """at: its index in the generated tokens. recovered_token: what replaces it in a rollback.
 
-    matches: native matches that its window has seen.
+    matches: how many its window has seen.
     """
 
     at: int
-    own_token: int
+    recovered_token: int
     matches: int
 
 
 class Sequence:
-    """The state of one request while it is decoded."""
+    """The state of one request while it is decoded. stops: finds where its stop strings end it."""
 
-    def __init__(self, request: Request, eos_ids: frozenset[int], decode: Decode) -> None:
+    def __init__(self, request: Request, eos_ids: frozenset[int], stops: StopMatcher) -> None:
         self.request = request
         self.tokens = list(request.prompt)
         self.finish_reason: str | None = None
@@ -104,7 +103,7 @@ class Sequence:
         self.sources: list[Source] = []  # one per generated token
         self._counted = 0  # generated tokens that are final
         self._eos_ids = eos_ids
-        self._stops = StopMatcher(request.stops, decode)
+        self._stops = stops
         self._generator: torch.Generator | None = None
         if not request.sampling.is_greedy:
             self._generator = torch.Generator().manual_seed(request.seed)
@@ -127,7 +126,7 @@ class Sequence:
         return len(self.request.prompt) + self._counted
 
     def draft_until_stop(self, draft: list[int]) -> int | None:
-        """How many of the draft tokens complete the row's first stop string, if all are let in."""
+        """How many of the draft tokens complete the first stop string, if all of them stand."""
         provisional = self.generated[self._counted :]
         new = [*provisional, *draft]
         matched = self._stops.tokens_until_match(self.generated[: self._counted], new)
@@ -136,21 +135,36 @@ class Sequence:
         return matched - len(provisional)
 
     def begin_round(self, limit: int) -> None:
-        """Draw the row's random numbers for a round of at most `limit` draft tokens.
+        """Draw the random numbers for a round of at most `limit` draft tokens.
 
         A round that failed (out of memory) is done again with the numbers it had.
         """
         if self._generator is not None and self.noise is None:
             self.noise = Noise.drawn(limit, self._generator)
 
-    def commit(self, verdict: RowVerdict) -> Counts:
+    def judge(self, rule: Rule, judged: JudgedDraft) -> Verdict:
+        """What the rule decides of a draft, given this sequence's ends and its open deferral.
+
+        judged: its eos_ids, stop_at and open_matches are filled in here.
+        """
+        resolution = rule.resolve(
+            replace(
+                judged,
+                eos_ids=self._eos_ids,
+                stop_at=lambda: self.draft_until_stop(judged.draft),
+                open_matches=None if self.open is None else self.open.matches,
+            )
+        )
+        return Verdict(judged.draft, judged.matches, judged.target_tokens, resolution)
+
+    def commit(self, verdict: Verdict) -> Counts:
         """Append or roll back what the round decided; clip at EOS, stop and budget; its counts.
 
         Counts are of tokens that became final in this round.
         """
         counts = Counts(rounds=1, drafted=len(verdict.draft))
         before = len(self.generated)
-        if verdict.resolution.reopened:
+        if verdict.resolution.rolls_back_earlier:
             counts.discarded += self._roll_back(before)
         else:
             self._extend(verdict)
@@ -162,39 +176,66 @@ class Sequence:
         self.noise = None
         return counts
 
-    def _extend(self, verdict: RowVerdict) -> None:
+    def round_record(self, verdict: Verdict, counts: Counts, by: str, start: int) -> RoundRecord:
+        """The round that `commit` has just ended, for observers.
+
+        by: who drafted each token. start: how many tokens were generated before the round.
+        """
+        length = len(self.generated)
+        rolled_back = length - 1 if self.sources[-1] is Source.ROLLBACK else None
+        end = length if rolled_back is None else rolled_back
+        deferred = [start + position for position in verdict.resolution.deferred]
+        return RoundRecord(
+            request=self.request,
+            number=self.counts.rounds,
+            counts=counts,
+            draft=verdict.draft,
+            matches=verdict.matches,
+            target_tokens=verdict.target_tokens,
+            drafted_by=by,
+            start=start,
+            length=length,
+            deferred=[index for index in deferred if index < end],
+            rolled_back=rolled_back,
+            open_at=None if self.open is None else self.open.at,
+            finish=self.finish_reason,
+            seconds=dict(self.seconds),
+            entropy=verdict.entropy,
+        )
+
+    def _extend(self, verdict: Verdict) -> None:
         resolution, start = verdict.resolution, len(self.generated)
-        block = [*verdict.draft[: resolution.accepted], verdict.choice[resolution.accepted]]
+        block = [*verdict.draft[: resolution.accepted], verdict.target_tokens[resolution.accepted]]
         self.tokens += block
         self.sources += [
-            Source.DEFERRED if position in resolution.deferred else Source.NATIVE
+            Source.DEFERRED if position in resolution.deferred else Source.MATCH
             for position in range(resolution.accepted)
         ]
         if resolution.accepted == len(verdict.draft):
             self.sources.append(Source.BONUS)
         else:
-            self.sources.append(Source.ROLLBACK if resolution.rolled_back else Source.CORRECTION)
+            self.sources.append(Source.ROLLBACK if resolution.rolled_back else Source.RECOVERED)
         if resolution.open_at is None:
             self.open = None
             return
         assert resolution.open_matches is not None
         if resolution.open_at >= 0:
-            own_token = verdict.choice[resolution.open_at]
+            recovered_token = verdict.target_tokens[resolution.open_at]
             at = start + resolution.open_at
         else:
             assert self.open is not None
-            at, own_token = self.open.at, self.open.own_token
-        self.open = OpenDeferral(at, own_token, resolution.open_matches)
+            at, recovered_token = self.open.at, self.open.recovered_token
+        self.open = OpenDeferral(at, recovered_token, resolution.open_matches)
 
     def _roll_back(self, before: int) -> int:
-        """Put the target's own token in place of the open deferral.
+        """Put the recovered token in place of the open deferral.
 
-        Returns how many tokens of earlier rounds that drops; the row had `before` of them.
+        Returns how many of the `before` tokens of earlier rounds that drops.
         """
         assert self.open is not None
         at, dropped = self.open.at, max(0, before - self.open.at)
         self._truncate(at)
-        self.tokens.append(self.open.own_token)
+        self.tokens.append(self.open.recovered_token)
         self.sources.append(Source.ROLLBACK)
         self.open = None
         return dropped
@@ -204,10 +245,10 @@ class Sequence:
         del self.sources[count:]
 
     def _end(self) -> bool:
-        """Clip at the first EOS, stop or budget and set the finish reason, if the row ends.
+        """Clip at the first EOS, stop or budget and set the finish reason, if there is one.
 
-        An open deferral before that end stands: what ended the row was natively accepted. Not so
-        if the budget ended it, or a stop string that the deferred token itself completes.
+        An open deferral before that end stands: what ended the sequence was a match. Not so if the
+        budget ended it, or a stop string that the deferred token itself completes.
         """
         end, reason = self._first_end()
         if self.open is not None and end is not None:
@@ -244,10 +285,10 @@ class Sequence:
         final = self.open.at if self.open is not None else len(self.sources)
         fresh = self.sources[self._counted : final]
         self._counted = final
-        counts.native_accepted = fresh.count(Source.NATIVE)
+        counts.native_accepted = fresh.count(Source.MATCH)
         counts.deferred_accepted = fresh.count(Source.DEFERRED)
         counts.deferred_rolled_back = fresh.count(Source.ROLLBACK)
-        counts.corrections = fresh.count(Source.CORRECTION) + counts.deferred_rolled_back
+        counts.corrections = fresh.count(Source.RECOVERED) + counts.deferred_rolled_back
         counts.bonus = fresh.count(Source.BONUS)
         counts.emitted = len(fresh)
 

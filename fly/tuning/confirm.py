@@ -11,13 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fly import config as fly_config
 from fly.analysis import statistics
 from fly.analysis.statistics import Ratio
 from fly.config import FlyConfig
 from fly.tuning import fidelity
 from fly.tuning.fidelity import Recovery
-from fly.tuning.real_runs import Outcome, TunedLM, Workload
+from fly.tuning.real_runs import RunResult, TunedLM, Workload
 
 
 @dataclass(frozen=True)
@@ -46,12 +45,6 @@ class Confirmation:
         ratio = self.over_given
         return ratio is not None and ratio.interval is not None and ratio.interval.low > 1
 
-    def held(self, least: float) -> bool:
-        return fidelity.held(self.recoveries, least)
-
-    def given_held(self, least: float) -> bool:
-        return fidelity.held(self.given_recoveries, least)
-
     def as_dict(self, least: float) -> dict[str, Any]:
         return {
             "documents": self.documents,
@@ -60,8 +53,8 @@ class Confirmation:
             "time_x_over_target": _as_dict(self.over_target),
             "given_time_x_over_target": _as_dict(self.given_over_target),
             "recoveries": [recovery.as_dict() for recovery in self.recoveries],
-            "held": self.held(least),
-            "given_held": self.given_held(least),
+            "held": fidelity.held(self.recoveries, least),
+            "given_held": fidelity.held(self.given_recoveries, least),
         }
 
 
@@ -72,7 +65,7 @@ def _as_dict(ratio: Ratio | None) -> dict[str, float | None] | None:
     return {"value": ratio.value, "low": low, "high": high}
 
 
-def documents_for(baseline: Outcome, count: int) -> tuple[dict[str, list[int]], bool]:
+def documents_for(baseline: RunResult, count: int) -> tuple[dict[str, list[int]], bool]:
     """(`count` documents of every task, whether the search has used none of them).
 
     The next ones; where a task has fewer left, the last of those that the search used as well.
@@ -91,7 +84,7 @@ def documents_for(baseline: Outcome, count: int) -> tuple[dict[str, list[int]], 
 def confirm(
     lm: TunedLM,
     workload: Workload,
-    baseline: Outcome,
+    baseline: RunResult,
     given: FlyConfig,
     candidate: FlyConfig,
     least: float,
@@ -102,7 +95,7 @@ def confirm(
     As many documents as the search used, unseen ones if every task has them.
     """
     documents, fresh = documents_for(baseline, workload.limit)
-    alone = fly_config.build({**given.model_dump(), "use_sd": False}, "tune")
+    alone = given.model_copy(update={"use_sd": False})
     on = replace(workload, samples=documents)
     target, own, other = lm.run_in_turns(on, [alone, given, candidate], done)
     return Confirmation(
@@ -116,7 +109,7 @@ def confirm(
     )
 
 
-def _time_x(baseline: Outcome, other: Outcome) -> Ratio | None:
+def _time_x(baseline: RunResult, other: RunResult) -> Ratio | None:
     keys = sorted(baseline.decode_seconds)
     return statistics.compare_sums(
         [baseline.decode_seconds[key] for key in keys], [other.decode_seconds[key] for key in keys]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from fly.analysis import compare
 from fly.analysis.scores import Measured
+from fly.analysis.statistics import Comparison
 from fly.errors import FlyError
 
 
@@ -15,22 +16,13 @@ from fly.errors import FlyError
 class Recovery:
     """One metric under one filter, against the target alone on the same documents.
 
-    metric: `name` or `name,filter`. value: the recovery of docs/compare.md; None where it is
-    undefined (`reason` says why). lost, won: documents that score worse and better than the
-    target alone. verdict: that of `fly compare`, with its confidence. is_judged: whether the target
-    alone has a recovery by this metric; if not, none can be shown.
+    metric: `name` or `name,filter`. scores: as `fly compare` judges them. is_judged: whether the
+    target alone has a recovery by this metric; if not, none can be shown.
     """
 
     task: str
     metric: str
-    documents: int
-    baseline: float
-    score: float | None
-    value: float | None
-    lost: int
-    won: int
-    verdict: str
-    reason: str
+    scores: Comparison
     is_judged: bool
 
     @property
@@ -42,17 +34,31 @@ class Recovery:
 
         A run without any error, where lower is better, has no recovery either, and held.
         """
-        if self.score is None:
+        scores = self.scores
+        if scores.other is None:
             return False
         if not self.is_judged:
-            return self.lost == 0
-        if self.value is None:  # without any error, say: nothing is left that could be worse
-            without_error = self.score == 0 and self.lost == 0
-            return without_error or self.verdict in ("held", "unchanged")
-        return self.value >= least
+            return scores.lost == 0
+        if scores.recovery is None:  # without any error, say: nothing is left that could be worse
+            without_error = scores.other == 0 and scores.lost == 0
+            return without_error or scores.verdict in ("held", "unchanged")
+        return scores.recovery >= least
 
     def as_dict(self) -> dict[str, Any]:
-        return {"name": self.name, **asdict(self)}
+        return {
+            "name": self.name,
+            "task": self.task,
+            "metric": self.metric,
+            "documents": self.scores.documents,
+            "baseline": self.scores.baseline,
+            "score": self.scores.other,
+            "value": self.scores.recovery,
+            "lost": self.scores.lost,
+            "won": self.scores.won,
+            "verdict": self.scores.verdict,
+            "reason": self.scores.reason,
+            "is_judged": self.is_judged,
+        }
 
 
 def held(recoveries: Sequence[Recovery], least: float) -> bool:
@@ -67,8 +73,19 @@ def recoveries(baseline: Measured, other: Measured, least: float) -> list[Recove
     Raises FlyError if the runs did not answer the same questions.
     """
     compare.check_pairs(baseline, other)
-    itself, found = _rows(baseline, baseline, least), _rows(baseline, other, least)
-    return [_recovery(own, found.get(key)) for key, own in itself.items()]
+    both = zip(_rows(baseline, baseline, least), _rows(baseline, other, least))
+    return [
+        Recovery(row.task, row.metric, row.scores, itself.scores.recovery is not None)
+        for itself, row in both
+    ]
+
+
+def _rows(baseline: Measured, other: Measured, least: float) -> list[compare.ScoreRow]:
+    try:
+        result = compare.compare(baseline, [other], compare.Demand(min_recovery=least))
+    except FlyError:  # the runs pair up, so the baseline has no metric that is a mean
+        return []
+    return result.others[0].rows
 
 
 def check_judgeable(baseline: Measured, least: float) -> list[str]:
@@ -78,37 +95,11 @@ def check_judgeable(baseline: Measured, least: float) -> list[str]:
         of_task = [recovery for recovery in found if recovery.task == name]
         if any(recovery.is_judged for recovery in of_task):
             continue
-        scores = ", ".join(f"{r.metric} {r.baseline:g}" for r in of_task)
+        scores = ", ".join(f"{r.metric} {r.scores.baseline:g}" for r in of_task)
         raise FlyError(
             f"task {name}: the target alone has no score that could be kept or lost "
             f"({scores or 'no metric is a mean over documents'}; {len(task.documents)} documents): "
             "raise --limit, or choose other --tasks"
         )
     unjudged = [recovery for recovery in found if not recovery.is_judged]
-    return [*baseline.notes, *(f"{r.name}: {r.reason}: not judged" for r in unjudged)]
-
-
-def _rows(baseline: Measured, other: Measured, least: float) -> dict[tuple[str, str], compare.Row]:
-    try:
-        result = compare.compare(baseline, [other], compare.Demand(min_recovery=least))
-    except FlyError:  # the runs pair up, so what is missing is a metric that both have
-        return {}
-    return {(row.task, row.metric): row for row in result.others[0].rows}
-
-
-def _recovery(own: compare.Row, found: compare.Row | None) -> Recovery:
-    scores = own.scores if found is None else found.scores
-    missing = found is None or scores.other is None
-    return Recovery(
-        task=own.task,
-        metric=own.metric,
-        documents=scores.documents,
-        baseline=scores.baseline,
-        score=None if missing else scores.other,
-        value=None if missing else scores.recovery,
-        lost=scores.lost,
-        won=scores.won,
-        verdict="not enough evidence" if missing else scores.verdict,
-        reason="the run has no such metric" if found is None else scores.reason,
-        is_judged=own.scores.recovery is not None,
-    )
+    return [*baseline.notes, *(f"{r.name}: {r.scores.reason}: not judged" for r in unjudged)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,13 @@ from rich.table import Table
 import fly
 from fly import config as fly_config
 from fly.analysis.statistics import Ratio
-from fly.config import FlyConfig
-from fly.harness import summary as report
-from fly.tuning.baseline import write_json
+from fly.execution.device import device_facts
+from fly.paths import write_output
+from fly.runs.environment import versions
+from fly.tuning.fidelity import Recovery
 from fly.tuning.real_runs import TunedLM, Workload
-from fly.tuning.search import kind
-from fly.tuning.tune import Options, Run, Tuning
+from fly.tuning.search import changes, kind
+from fly.tuning.tune import Options, RealRun, Tuning
 
 _UNSTEADY = 0.5  # of pace; the short passes that tell it differ by a third on an idle machine, too
 _NOT_WRITTEN = ("trace",)  # switched off for the time of tuning
@@ -29,21 +32,15 @@ def summary(tuning: Tuning, least: float) -> list[dict[str, Any]]:
         {
             "kind": kind(run.config),
             "given": run.is_given,
-            "changes": {
-                key: value
-                for key, value in run.config.model_dump().items()
-                if value != getattr(tuning.given, key)
-            },
+            "changes": changes(tuning.given, run.config),
             "decode_seconds": round(run.seconds, 3),
             "predicted_decode_tok_s": run.predicted and round(run.predicted.tok_s, 3),
-            "measured_decode_tok_s": run.outcome.tok_s,
+            "measured_decode_tok_s": run.result.tok_s,
             "error": None if run.error is None else round(run.error, 4),
             "predicted_tau": run.predicted and round(run.predicted.tau, 3),
-            "measured_tau": run.outcome.stats["tau"],
+            "measured_tau": run.result.stats["tau"],
             "predicted_changed": run.predicted and round(run.predicted.changed, 4),
-            "measured_changed": round(
-                run.outcome.stats["deferred_accepted"] / max(1, run.outcome.stats["emitted"]), 4
-            ),
+            "measured_changed": round(run.result.changed, 4),
             "pace": round(run.pace, 3),
             "recoveries": [recovery.as_dict() for recovery in run.recoveries],
             "held": run.held(least),
@@ -56,85 +53,73 @@ def write_record(
     path: Path, tuning: Tuning, lm: TunedLM, workload: Workload, options: Options
 ) -> None:
     """Everything measured and predicted so far, to check the choice by or to choose anew."""
-    replays = {
-        kind: [
-            {
-                "task": replay.document.task,
-                "doc_id": replay.document.doc_id,
-                "tokens": len(replay.document.tokens),
-                "mismatches": replay.mismatches,
-                "ties": replay.ties,
-                "states": len(replay.tree.own),
-            }
-            for replay in found
-        ]
-        for kind, found in tuning.replays.items()
-    }
-    machine = tuning.machine
-    write_json(
-        path,
-        {
-            "fly": report.versions(),
-            "device": report.device_facts(lm.device),
-            "dtype": str(lm.model.dtype),
-            "workload": workload.as_dict(),
-            "min_recovery": options.min_recovery,
-            "max_changed": options.max_changed,
-            "given": tuning.given.model_dump(),
-            "target_alone": {
-                "reused": tuning.reused_baseline,
-                "stats": tuning.baseline.stats,
-                "scores": tuning.baseline.scores,
-            },
-            "costs": {
-                "target": machine.target.as_dict(),
-                "draft": {kind: found.as_dict() for kind, found in machine.draft.items()},
-                "round_overhead": machine.overhead,
-            },
-            "replays": replays,
-            "runs_planned": tuning.planned,
-            "runs": [
-                {**line, "stats": run.outcome.stats, "scores": run.outcome.scores}
-                for line, run in zip(summary(tuning, options.min_recovery), tuning.runs)
-            ],
-            "confirmation": (
-                None
-                if tuning.confirmation is None
-                else tuning.confirmation.as_dict(options.min_recovery)
-            ),
-            "predictions": [found.as_dict(tuning.given) for found in tuning.predictions],
+    least, machine, confirmation = options.min_recovery, tuning.machine, tuning.confirmation
+    record = {
+        "fly": versions(),
+        "device": device_facts(lm.device),
+        "dtype": str(lm.model.dtype),
+        "workload": asdict(workload),
+        "min_recovery": least,
+        "max_changed": options.max_changed,
+        "given": tuning.given.model_dump(),
+        "target_alone": {
+            "reused": tuning.reused_baseline,
+            "stats": tuning.baseline.stats,
+            "scores": tuning.baseline.scores,
         },
-        indent=None,
-    )
+        "costs": {
+            "target": machine.target.as_dict(),
+            "draft": {name: found.as_dict() for name, found in machine.draft.items()},
+            "round_overhead": machine.overhead,
+        },
+        "replays": {
+            quantization: [
+                {
+                    "task": recording.answer.task,
+                    "doc_id": recording.answer.doc_id,
+                    "tokens": len(recording.answer.tokens),
+                    "mismatches": recording.mismatches,
+                    "ties": recording.ties,
+                    "states": len(recording.tree.target),
+                }
+                for recording in recordings
+            ]
+            for quantization, recordings in tuning.recordings.items()
+        },
+        "runs_planned": tuning.planned,
+        "runs": [
+            {**line, "stats": run.result.stats, "scores": run.result.scores}
+            for line, run in zip(summary(tuning, least), tuning.runs)
+        ],
+        "confirmation": confirmation and confirmation.as_dict(least),
+        "predictions": [found.as_dict(tuning.given) for found in tuning.predictions],
+    }
+    write_output(path, json.dumps(record, ensure_ascii=False) + "\n", "--output")
 
 
 def write_config(
     path: Path,
     given_path: str,
-    best: Run,
+    best: RealRun,
     tuning: Tuning,
     workload: Workload,
     options: Options,
     record: Path,
-) -> FlyConfig:
-    """The given file with the best run's keys, its evidence under "$comment"; what it means."""
+) -> None:
+    """The given file with the best run's keys, its evidence under "$comment"."""
     values = fly_config.read_file(given_path)
     before = fly_config.build(values, given_path)
-    new = best.config.model_dump()
-    for key, value in before.model_dump().items():
-        if new[key] != value and key not in _NOT_WRITTEN:
-            values[key] = new[key]
+    values |= {k: v for k, v in changes(before, best.config).items() if k not in _NOT_WRITTEN}
     if path.resolve().parent != fly_config.find_config_file(given_path).resolve().parent:
         values.pop("$schema", None)  # a relative path that leads nowhere from here
-    evidence = _evidence(best, tuning, workload, options, record)
-    values = {"$comment": evidence, **{k: v for k, v in values.items() if k != "$comment"}}
-    result = fly_config.build(values, str(path))
-    write_json(path, values)
-    return result
+    values.pop("$comment", None)
+    values = {"$comment": _evidence(best, tuning, workload, options, record), **values}
+    fly_config.build(values, str(path))
+    write_output(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n", "--output")
 
 
 def _evidence(
-    best: Run, tuning: Tuning, workload: Workload, options: Options, record: Path
+    best: RealRun, tuning: Tuning, workload: Workload, options: Options, record: Path
 ) -> dict[str, Any]:
     lines = summary(tuning, options.min_recovery)
     chosen = lines[tuning.runs.index(best)]
@@ -150,6 +135,9 @@ def _evidence(
         "chosen": chosen,
         "others": [line for line in lines if line is not chosen],
     }
+
+
+# ------------------------------------------------------------------------------------- the table
 
 
 def print_table(tuning: Tuning, least: float) -> None:
@@ -175,7 +163,7 @@ def print_table(tuning: Tuning, least: float) -> None:
         if abs(run.pace - 1) > _UNSTEADY:
             print(
                 f"note: beside {_name(run)}, passes took {run.pace:.2f} times as long as when "
-                "costs were measured: the machine was busy with something else in one of the two"
+                "they were timed: the machine was busy with something else in one of the two"
             )
 
 
@@ -193,8 +181,7 @@ def _confirmation(tuning: Tuning, least: float) -> list[str]:
         f"{_interval(found.over_target)} over the target alone"
     ]
     for name, recoveries in (("it", found.recoveries), ("the given one", found.given_recoveries)):
-        judged = [r for r in recoveries if r.is_judged or r.lost]
-        parts = [f"{r.name} {_number(r.value, '.3f')} (-{r.lost} +{r.won})" for r in judged]
+        parts = [f"{r.name} {_recovery(r, '.3f')}" for r in _decisive(recoveries)]
         lines.append(f"  recovery of {name}: {', '.join(parts) or 'nothing to judge by'}")
     return lines
 
@@ -207,13 +194,13 @@ def _interval(ratio: Ratio | None) -> str:
     return f"{ratio.value:.2f} [{ratio.interval.low:.2f}, {ratio.interval.high:.2f}]"
 
 
-def _name(run: Run) -> str:
+def _name(run: RealRun) -> str:
     return f"{kind(run.config)}, K={run.config.spd_k}" + (" (given)" if run.is_given else "")
 
 
-def _setting(run: Run) -> tuple[str, ...]:
+def _setting(run: RealRun) -> tuple[str, ...]:
     config = run.config
-    relaxed = config.rule == "fly"
+    is_fly = config.rule == "fly"
     gates = {
         "theta": config.entropy_thre, "margin": config.margin_thre,
         "ratio": config.draft_ratio_thre, "rank": config.draft_rank_max,
@@ -222,25 +209,22 @@ def _setting(run: Run) -> tuple[str, ...]:
     return (
         kind(config) + (" (given)" if run.is_given else ""),
         str(config.spd_k),
-        str(config.window) if relaxed else "-",
-        " ".join(f"{k} {v}" for k, v in gates.items() if v is not None) if relaxed else "-",
+        str(config.window) if is_fly else "-",
+        " ".join(f"{k} {v}" for k, v in gates.items() if v is not None) if is_fly else "-",
         ngram if config.drafter_name == "cascade" else "-",
         str(config.draft_quantization),
     )
 
 
-def _numbers(run: Run) -> tuple[str, ...]:
-    stats, predicted = run.outcome.stats, run.predicted
-    changed = stats["deferred_accepted"] / max(1, stats["emitted"])
-    tok_s, tau, share = (
-        (predicted.tok_s, predicted.tau, predicted.changed) if predicted else (None, None, None)
-    )
+def _numbers(run: RealRun) -> tuple[str, ...]:
+    stats, found = run.result.stats, run.predicted
+    tok_s, tau, changed = (found.tok_s, found.tau, found.changed) if found else (None, None, None)
     return (
         _number(tok_s),
         _number(stats["decode_tok_s"]),
         _number(run.error, "+.1%"),
         f"{_number(tau)} / {_number(stats['tau'])}",
-        f"{_number(share, '.1%')} / {changed:.1%}",
+        f"{_number(changed, '.1%')} / {run.result.changed:.1%}",
     )
 
 
@@ -248,10 +232,18 @@ def _number(value: float | None, form: str = ".2f") -> str:
     return "-" if value is None else format(value, form)
 
 
-def _scores(run: Run, least: float) -> tuple[str, str]:
+def _scores(run: RealRun, least: float) -> tuple[str, str]:
     """Recovery per judged metric with the documents lost and won, and whether all of them held."""
-    judged = [r for r in run.recoveries if r.is_judged or r.lost]
-    parts = [f"{_number(r.value)} (-{r.lost} +{r.won})" for r in judged]
-    if len(judged) > 1:
-        parts = [f"{r.name} {part}" for r, part in zip(judged, parts)]
+    judged = _decisive(run.recoveries)
+    name = len(judged) > 1
+    parts = [f"{r.name} {_recovery(r)}" if name else _recovery(r) for r in judged]
     return "\n".join(parts), "yes" if run.held(least) else "no"
+
+
+def _decisive(recoveries: list[Recovery]) -> list[Recovery]:
+    return [recovery for recovery in recoveries if recovery.is_judged or recovery.scores.lost]
+
+
+def _recovery(recovery: Recovery, form: str = ".2f") -> str:
+    scores = recovery.scores
+    return f"{_number(scores.recovery, form)} (-{scores.lost} +{scores.won})"

@@ -8,9 +8,8 @@ not. The median ratio times the anchor's median is the pass's cost.
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -18,15 +17,16 @@ import torch
 
 from fly.execution.argmax import greedy
 from fly.execution.model_runner import ModelRunner
-from fly.speculation.rules.verification import judge
+from fly.execution.pass_costs import PassCosts
+from fly.speculation.rules.base import verify
 from fly.tuning.simulate import Passes
 
-Run = Callable[[int, int], None]  # (width, context): one pass, waited for
+TimedPass = Callable[[int, int], None]  # (width, context): one pass, waited for
 
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """Seconds of one model's pass over one row.
+    """Seconds of one model's pass over one sequence.
 
     by_width: for every measured width, the seconds at each of `contexts` (tokens in the cache).
     anchor: seconds of the anchor, in which all were measured.
@@ -37,15 +37,12 @@ class PassSeconds:
     anchor: float
 
     def at(self, width: int, context: float) -> float:
-        """Interpolated; the outermost lines go on outside of what was measured."""
+        """Interpolated; the last lines go on past what was measured."""
+        if width in self.by_width:
+            return self._at_context(self.by_width[width], context)
         widths = sorted(self.by_width)
-        if width in self.by_width or len(widths) == 1:
-            return self._at_context(self.by_width.get(width, self.by_width[widths[0]]), context)
-        place = min(max(1, bisect_left(widths, width)), len(widths) - 1)
-        low, high = widths[place - 1], widths[place]
-        share = (width - low) / (high - low)
-        below = self._at_context(self.by_width[low], context)
-        return below + share * (self._at_context(self.by_width[high], context) - below)
+        seconds = [self._at_context(self.by_width[each], context) for each in widths]
+        return PassCosts(tuple(widths), tuple(seconds)).at(width)
 
     def _at_context(self, seconds: tuple[float, ...], context: float) -> float:
         low, high = self.contexts[0], self.contexts[-1]
@@ -62,7 +59,11 @@ class PassSeconds:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "by_width": {str(w): s for w, s in self.by_width.items()}}
+        return {
+            "contexts": self.contexts,
+            "by_width": {str(width): seconds for width, seconds in self.by_width.items()},
+            "anchor": self.anchor,
+        }
 
 
 def timed(
@@ -86,7 +87,7 @@ class Anchor:
 
 
 def measure(
-    run: Run,
+    run: TimedPass,
     widths: Sequence[int],
     contexts: Sequence[int],
     *,
@@ -120,28 +121,28 @@ def measure(
     return PassSeconds(tuple(contexts), by_width, unit)
 
 
-def target_pass(runner: ModelRunner, tokens: list[int], longest: int) -> Run:
-    """One row's verification: the pass, the judgement, and the host's wait for it."""
+def target_pass(runner: ModelRunner, tokens: list[int], longest: int) -> TimedPass:
+    """One sequence's verification: the pass, the verdicts, and the host's wait for them."""
     text = _fill(runner, tokens, longest)
 
     def run(width: int, context: int) -> None:
-        runner.keep(0, context)
+        runner.truncate(0, context)
         fed = text[context : context + width]
         logits_BKV = runner.extend([fed])
         draft_BK = torch.tensor([fed[1:]], dtype=torch.long, device=runner.device)
         length_B = torch.tensor([width - 1], device=runner.device)
-        judged = judge(draft_BK, length_B, logits_BKV, None)
-        torch.cat([judged.native_BK.long(), judged.choice_BK1], dim=1).tolist()
+        verdicts = verify(draft_BK, length_B, logits_BKV, gates=None)
+        torch.cat([verdicts.matches_BK.long(), verdicts.target_BK1], dim=1).tolist()
 
     return run
 
 
-def draft_pass(runner: ModelRunner, tokens: list[int], longest: int) -> Run:
-    """One row's pass of the draft model, and the host's wait for its choices."""
+def draft_pass(runner: ModelRunner, tokens: list[int], longest: int) -> TimedPass:
+    """One sequence's pass of the draft model, and the host's wait for its tokens."""
     text = _fill(runner, tokens, longest)
 
     def run(width: int, context: int) -> None:
-        runner.keep(0, context)
+        runner.truncate(0, context)
         greedy(runner.extend([text[context : context + width]])).tolist()
 
     return run
@@ -156,7 +157,7 @@ def _fill(runner: ModelRunner, tokens: list[int], longest: int) -> list[int]:
 
 
 def typical_contexts(lengths: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """A short and a long context among rows of (prompt, generated) tokens, most being between."""
+    """A short and a long context of sequences of (prompt, generated) tokens, most between them."""
     starts = sorted(max(1, prompt - 1) for prompt, _ in lengths)
     ends = sorted(prompt + generated for prompt, generated in lengths)
     tenth = len(lengths) // 10

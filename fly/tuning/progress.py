@@ -9,9 +9,8 @@ from typing import TextIO
 
 
 class Plan:
-    """Stages in order, with seconds that each is expected to take (None: not known yet).
-
-    A stage's line is printed when it starts; `step` adds lines, or on a terminal renews one.
+    """Stages in order. A stage's line is printed when it starts; `step` adds lines, or on a
+    terminal renews one. The time left is told once every stage to come has an expectation.
     """
 
     def __init__(
@@ -21,8 +20,7 @@ class Plan:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stages = stages
-        self._expected: dict[str, float | None] = dict.fromkeys(stages)
-        self._took: dict[str, float] = {}
+        self._left: dict[str, float | None] = dict.fromkeys(stages)  # seconds; None: not known yet
         self._stream = stream or sys.stderr
         self._clock = clock
         self._current: str | None = None
@@ -30,25 +28,27 @@ class Plan:
         self._interval = 1.0 if self._stream.isatty() else 20.0
 
     def expect(self, stage: str, seconds: float) -> None:
-        """A stage's expected length; what a stage really took is not forgotten for it."""
-        if stage in self._expected and stage not in self._took:
-            self._expected[stage] = seconds
+        """How long a stage will take; ignored once it is over."""
+        if stage in self._left:
+            self._left[stage] = seconds
 
     def skip(self, stage: str) -> None:
         """The stage is not needed after all."""
-        self._took[stage] = 0.0
+        self._left.pop(stage, None)
 
     def start(self, stage: str) -> None:
         self.end()
         self._current = stage
         self._begun = self._shown = self._clock()
         number = self._stages.index(stage) + 1
-        self._write(f"[{number}/{len(self._stages)}] {stage}{self._left(self._expected[stage])}")
+        passed = _duration(self._begun - self._started)
+        line = f"[{number}/{len(self._stages)}] {stage}{self._in_all()} ({passed} passed)"
+        print(line, file=self._stream, flush=True)
 
     def end(self) -> None:
         """The current stage is over."""
         if self._current is not None:
-            self._took[self._current] = self._clock() - self._begun
+            self.skip(self._current)
             self._current = None
 
     def step(self, done: int, total: int) -> None:
@@ -58,27 +58,17 @@ class Plan:
             return
         self._shown = now
         rest = (now - self._begun) / max(1, done) * (total - done)
+        self._left[self._current] = rest
         own = f", {_duration(rest)} left of it" if done else ""
         end = "\r" if self._stream.isatty() else "\n"
-        self._stream.write(f"    {done} of {total}{own}{self._left(rest)}   {end}")
-        self._stream.flush()
+        line = f"    {done} of {total}{own}{self._in_all()}   "
+        print(line, file=self._stream, end=end, flush=True)
 
-    def _left(self, of_current: float | None) -> str:
-        """Time left in all, as far as it is known."""
-        later = [
-            seconds
-            for stage, seconds in self._expected.items()
-            if stage not in self._took and stage != self._current
-        ]
-        known = [seconds for seconds in (of_current, *later) if seconds is not None]
-        if len(known) < len(later) + 1:
+    def _in_all(self) -> str:
+        known = [seconds for seconds in self._left.values() if seconds is not None]
+        if len(known) < len(self._left):
             return ""
         return f"; about {_duration(sum(known))} left in all"
-
-    def _write(self, line: str) -> None:
-        passed = _duration(self._clock() - self._started)
-        self._stream.write(f"{line} ({passed} passed)\n")
-        self._stream.flush()
 
 
 def _duration(seconds: float) -> str:

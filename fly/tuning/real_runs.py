@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 import gc
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fly import config as fly_config
-from fly.analysis import scores as measured
+from fly.analysis import scores
 from fly.analysis.scores import Measured
 from fly.config import FlyConfig
 from fly.errors import FlyError
 from fly.execution import weights
 from fly.execution.model_runner import ModelRunner
+from fly.execution.self_check import check_cache_agrees
 from fly.harness import evaluate
 from fly.harness.hf import FlyLM
-from fly.models import fingerprint, loading, sources
-from fly.runs import context as session
-from fly.runs import reader, resume
+from fly.models import fingerprint, sources
+from fly.runs import reader
+from fly.runs.environment import models_of
+from fly.runs.jsonl import JsonLines
 from fly.runs.records import DECODING, TIMED, RequestRecord, RunStats
+from fly.settings import ExecutionSettings
 from fly.speculation.sequence import Request
-from fly.tuning.recorder import Document
+from fly.tuning.recorder import Answer
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -46,20 +46,17 @@ class Workload:
     confirm_run_unsafe_code: bool = False
     samples: dict[str, list[int]] | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass
-class Outcome:
-    """One run. measured: its scores; documents: in the order in which they were decoded.
+class RunResult:
+    """One run. measured: its scores; answers: in the order in which they were decoded.
 
     available: how many documents each task has. decode_seconds: by task and document.
     """
 
     stats: dict[str, Any]
     measured: Measured = field(repr=False)
-    documents: list[Document] = field(default_factory=list, repr=False)
+    answers: list[Answer] = field(default_factory=list, repr=False)
     available: dict[str, int] = field(default_factory=dict, repr=False)
     decode_seconds: dict[tuple[str, int], float] = field(default_factory=dict, repr=False)
 
@@ -68,8 +65,18 @@ class Outcome:
         return float(sum(self.stats["seconds"][phase] for phase in DECODING))
 
     @property
+    def seconds(self) -> float:
+        """Decoding and prefill."""
+        return float(sum(self.stats["seconds"][phase] for phase in TIMED))
+
+    @property
     def tok_s(self) -> float:
         return float(self.stats["decode_tok_s"] or 0.0)
+
+    @property
+    def changed(self) -> float:
+        """Share of emitted tokens that are deferrals that stood, so not the target's own."""
+        return float(self.stats["deferred_accepted"] / max(1, self.stats["emitted"]))
 
     @property
     def scores(self) -> dict[str, dict[int, float]]:
@@ -80,164 +87,144 @@ class Outcome:
             for metric in task.metrics
         }
 
-    @property
-    def seconds(self) -> float:
-        """Decoding and prefill."""
-        return float(sum(self.stats["seconds"][phase] for phase in TIMED))
+
+@dataclass
+class _Decoded:
+    """What a configuration's requests leave in a run."""
+
+    config: FlyConfig
+    stats: RunStats = field(default_factory=RunStats)
+    records: list[RequestRecord] = field(default_factory=list)
+
+    def result(self, found: dict[str, Any]) -> RunResult:
+        """With what lm-eval found."""
+        seconds: dict[tuple[str, int], float] = defaultdict(float)
+        answers = []
+        for record in self.records:
+            request, tokens = record.request, tuple(record.tokens)
+            document = str(request.tag.task_name), int(request.tag.doc_id)
+            seconds[document] += sum(record.seconds[phase] for phase in DECODING)
+            answers.append(
+                Answer(*document, request.prompt, request.budget, tokens, record.finish_reason)
+            )
+        return RunResult(
+            self.stats.as_dict(),
+            scores.measure(reader.of_results(found, self.config.mode)),
+            answers,
+            {name: int(each["original"]) for name, each in found.get("n-samples", {}).items()},
+            dict(seconds),
+        )
+
+
+@dataclass
+class _Turns:
+    """Several configurations in turn. wanted: whose texts lm-eval gets now. texts: by request, of
+    all."""
+
+    decoded: list[_Decoded]
+    done: Callable[[int, int], None]
+    wanted: int = 0
+    texts: dict[tuple[Any, ...], list[str]] = field(default_factory=dict)
 
 
 class TunedLM(FlyLM):
     """A pair whose configuration and draft weights can be changed between runs."""
 
     def __init__(self, config_path: str, model_args: dict[str, Any]) -> None:
-        self.records: list[RequestRecord] = []
+        self._records: list[RequestRecord] = []
         self._turns: _Turns | None = None
-        self._drafts: dict[str, Any] = {}
+        self._drafts: dict[str, Any] = {}  # while several are in turn, by quantisation
         super().__init__(config_path=config_path, batch_size=1, **model_args)
         if self.draft_model is None:
             raise FlyError(f"config_path={config_path}: names no draft model: nothing to tune")
         self._model_args = model_args
         # every K is tried: the run's own choice would only hide what a K costs
         self.given = self.fly_config = self.fly_config.model_copy(update={"draft_policy": "fixed"})
-        self._in_use = self.fly_config.draft_quantization
-
-    def _build(self, instances: list[Instance]) -> list[Request]:
-        wanted = super()._build(instances)
-        for request in wanted:  # refused before the first is decoded
-            if not request.sampling.is_plain:
-                raise FlyError(
-                    f"task {request.tag.task_name}: samples, or has a repetition penalty: fly tune "
-                    "predicts greedy decoding only: choose another task, or temperature=0"
-                )
-        return wanted
-
-    def _keep(
-        self, instance: Instance, text: str, record: RequestRecord, log: session.JsonLines
-    ) -> None:
-        self.records.append(record)
-        super()._keep(instance, text, record, log)
+        self._in_use: str = self.fly_config.draft_quantization
 
     def identity(self) -> dict[str, Any]:
         """What the models are, beside the configuration: their files, HFLM's arguments."""
         _, hf_args = fly_config.split_model_args(self._model_args)
         hf_args.pop("device", None)  # where it runs is noted as what was found
         hashed = fingerprint.of_value(hf_args)  # they may hold a token
-        return {"models": resume.models_of(self.given, hf_args), "model_args": hashed}
+        return {"models": models_of(self.given, hf_args), "model_args": hashed}
 
     def quantizations(self) -> list[str]:
         """What draft_quantization can be here, the one in use first."""
-        fresh = self._fresh_draft()
-        kinds = [str(kind) for kind in weights.quantizations(fresh, self.given)]
-        del fresh
+        kinds = weights.quantizations(self._fresh_draft(), self.given.part(ExecutionSettings))
         gc.collect()
-        in_use = self.quantization
-        return sorted(kinds, key=lambda kind: kind != in_use)
+        return sorted(kinds, key=lambda kind: kind != self.quantization)
 
     @property
     def quantization(self) -> str:
         """That of the draft in use, by its own name where the configuration says auto."""
         if self._in_use != "auto":
             return self._in_use
-        done = str(self.preparation.draft).split()[-1]
+        done = str(self.packed.draft).split()[-1]
         return done if done in ("int4", "int8", "fp8") else "none"
 
     def use(self, config: FlyConfig) -> None:
         """Decode by this configuration from now on; loads the draft again if it has to."""
-        if config.draft_quantization in self._drafts:
-            self.draft_model = self._drafts[config.draft_quantization]
-            self._in_use = config.draft_quantization
-        elif config.draft_quantization not in (self._in_use, self.quantization):
-            self.draft_model = None  # before the next one is loaded
+        wanted = config.draft_quantization
+        if wanted in self._drafts:
+            self.engines.draft, self._in_use = self._drafts[wanted], wanted
+        elif wanted not in (self._in_use, self.quantization):
+            self.engines.draft = None  # before the next one is loaded
             gc.collect()
             draft = self._fresh_draft()
-            loading.check_cache_agrees(draft, "pretrained")
-            weights.prepare_draft(draft, config)
-            self.draft_model, self._in_use = draft, config.draft_quantization
+            check_cache_agrees(draft, "pretrained")
+            weights.pack_draft(draft, config.part(ExecutionSettings))
+            self.engines.draft, self._in_use = draft, wanted
             if self._turns is not None:  # it will be needed again
-                self._drafts[self._in_use] = draft
+                self._drafts[wanted] = draft
         self.fly_config = config
 
     def _fresh_draft(self) -> Any:
         _, source = sources.sources(self.fly_config)
         assert source is not None
-        return self._load_draft(source, self._model_args)
+        return self.load_draft(source, self._model_args)
 
-    def runners(self, slots: int) -> tuple[ModelRunner, ModelRunner]:
-        """Target and draft with so many slots each, in eager passes."""
-        size = self.model.config.get_text_config().vocab_size
-        assert self.draft_model is not None
-        context = self._context_of(self.draft_model)
-        return (
-            ModelRunner(self.model, slots, self.max_length, vocabulary=size),
-            ModelRunner(self.draft_model, slots, context, vocabulary=size),
-        )
+    def runners(self, slots: int, *, eager: bool = False) -> tuple[ModelRunner, ModelRunner]:
+        """Target and draft with so many slots each, as the engine has them or in eager passes."""
+        config = self.fly_config
+        if eager:
+            config = config.model_copy(update={"compile": "off", "prefix_reuse": True})
+        return self.engines.target_runner(config, slots), self.engines.draft_runner(config, slots)
 
-    def timed_runners(self) -> tuple[ModelRunner, ModelRunner]:
-        """Target and draft as the engine has them for one row."""
-        assert self.draft_model is not None
-        context = self._context_of(self.draft_model)
-        return (
-            self._runner(self.model, 1, self.max_length),
-            self._runner(self.draft_model, 1, context),
-        )
-
-    def run(self, workload: Workload, config: FlyConfig) -> Outcome:
+    def run(self, workload: Workload, config: FlyConfig) -> RunResult:
         """The workload under a configuration, through lm-eval."""
-        self.use(config)
-        self.stats, self.records = RunStats(), []
-        result = self._evaluate(workload)
-        return _outcome(result, config.mode, self.stats, self.records)
+        decoded = _Decoded(config)
+        self._decode_for(decoded)
+        return decoded.result(self._evaluate(workload))
+
+    def _decode_for(self, decoded: _Decoded) -> None:
+        """From now on."""
+        self.use(decoded.config)
+        self.stats, self._records = decoded.stats, decoded.records
 
     def run_in_turns(
         self,
         workload: Workload,
         configs: Sequence[FlyConfig],
         done: Callable[[int, int], None] = lambda count, total: None,
-    ) -> list[Outcome]:
+    ) -> list[RunResult]:
         """The workload under several configurations, each document by all of them in turn; which
         is the first changes from document to document."""
-        turns = self._turns = _Turns(configs, done)
+        turns = self._turns = _Turns([_Decoded(config) for config in configs], done)
         self._drafts[self._in_use] = self._drafts[self.quantization] = self.draft_model
-        outcomes = []
+        results = []
         try:
-            for number, config in enumerate(configs):
+            for number, decoded in enumerate(turns.decoded):
                 turns.wanted = number  # decoded at the first call, looked up at the others
-                result = self._evaluate(workload)
-                outcomes.append(
-                    _outcome(result, config.mode, turns.stats[number], turns.records[number])
-                )
+                results.append(decoded.result(self._evaluate(workload)))
         finally:
             self._turns = None
             self._drafts = {}
-        return outcomes
-
-    def _generate(self, requests: list[Instance], disable_tqdm: bool) -> list[str]:
-        turns = self._turns
-        if turns is None:
-            return super()._generate(requests, disable_tqdm)
-        texts = []
-        for count, instance in enumerate(requests):
-            key = (instance.task_name, instance.doc_id, instance.idx, instance.args[0])
-            if key not in turns.texts:
-                turns.texts[key] = self._by_all(instance, turns)
-                turns.done(count + 1, len(requests))
-            texts.append(turns.texts[key][turns.wanted])
-        return texts
-
-    def _by_all(self, instance: Instance, turns: _Turns) -> list[str]:
-        """One document's text under every configuration."""
-        numbers = range(len(turns.configs))
-        first = len(turns.texts) % len(numbers)
-        texts: dict[int, str] = {}
-        for number in [*numbers[first:], *numbers[:first]]:
-            self.use(turns.configs[number])
-            self.stats, self.records = turns.stats[number], turns.records[number]
-            (texts[number],) = super()._generate([instance], disable_tqdm=True)
-        return [texts[number] for number in numbers]
+        return results
 
     def _evaluate(self, workload: Workload) -> dict[str, Any]:
         budget = workload.max_gen_toks
-        result = evaluate.run_tasks(
+        found = evaluate.run_tasks(
             self,
             workload.tasks,
             limit=None if workload.samples else workload.limit,
@@ -250,49 +237,44 @@ class TunedLM(FlyLM):
         )
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        return result
+        return found
 
+    # ------------------------------------------------- what lm-eval's requests come through
 
-@dataclass
-class _Turns:
-    """configs: in turn. wanted: whose texts lm-eval gets now. texts: by request, of all."""
+    def build_requests(self, instances: list[Instance]) -> list[Request]:
+        """Refuses what cannot be predicted, before the first is decoded."""
+        wanted = super().build_requests(instances)
+        for request in wanted:
+            if not request.sampling.is_plain:
+                raise FlyError(
+                    f"task {request.tag.task_name}: samples, or has a repetition penalty: fly tune "
+                    "predicts greedy decoding only: choose another task, or temperature=0"
+                )
+        return wanted
 
-    configs: Sequence[FlyConfig]
-    done: Callable[[int, int], None]
-    wanted: int = 0
-    texts: dict[tuple[Any, ...], list[str]] = field(default_factory=dict)
-    stats: list[RunStats] = field(init=False)
-    records: list[list[RequestRecord]] = field(init=False)
+    def keep(self, instance: Instance, text: str, record: RequestRecord, log: JsonLines) -> None:
+        self._records.append(record)
+        super().keep(instance, text, record, log)
 
-    def __post_init__(self) -> None:
-        self.stats = [RunStats() for _ in self.configs]
-        self.records = [[] for _ in self.configs]
+    def generate(self, requests: list[Instance], disable_tqdm: bool) -> list[str]:
+        turns = self._turns
+        if turns is None:
+            return super().generate(requests, disable_tqdm)
+        texts = []
+        for count, instance in enumerate(requests):
+            key = (instance.task_name, instance.doc_id, instance.idx, instance.args[0])
+            if key not in turns.texts:
+                turns.texts[key] = self._by_all(instance, turns)
+                turns.done(count + 1, len(requests))
+            texts.append(turns.texts[key][turns.wanted])
+        return texts
 
-
-def _outcome(
-    result: dict[str, Any], mode: str, stats: RunStats, records: list[RequestRecord]
-) -> Outcome:
-    seconds: dict[tuple[str, int], float] = defaultdict(float)
-    for record in records:
-        tag = record.request.tag
-        took = sum(record.seconds[phase] for phase in DECODING)
-        seconds[str(tag.task_name), int(tag.doc_id)] += took
-    return Outcome(
-        stats.as_dict(),
-        measured.measure(reader.of_results(result, mode)),
-        [_document(record) for record in records],
-        {name: int(found["original"]) for name, found in result.get("n-samples", {}).items()},
-        dict(seconds),
-    )
-
-
-def _document(record: RequestRecord) -> Document:
-    instance = record.request.tag
-    return Document(
-        task=str(instance.task_name),
-        doc_id=int(instance.doc_id),
-        prompt=record.request.prompt,
-        budget=record.request.budget,
-        tokens=tuple(record.tokens),
-        finish=record.finish_reason,
-    )
+    def _by_all(self, instance: Instance, turns: _Turns) -> list[str]:
+        """One document's text under every configuration."""
+        numbers = range(len(turns.decoded))
+        first = len(turns.texts) % len(numbers)
+        texts: dict[int, str] = {}
+        for number in [*numbers[first:], *numbers[:first]]:
+            self._decode_for(turns.decoded[number])
+            (texts[number],) = super().generate([instance], disable_tqdm=True)
+        return [texts[number] for number in numbers]

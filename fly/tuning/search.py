@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -10,11 +10,14 @@ from typing import Any
 from fly import config as fly_config
 from fly.config import FlyConfig
 from fly.errors import FlyError
+from fly.harness.engine_factory import rule_of
 from fly.runs.records import Counts
-from fly.speculation.rules import configured as rules
+from fly.settings import DrafterSettings
+from fly.speculation.drafters.ngram import ngram_sizes
+from fly.speculation.rules.gates import Gate
 from fly.tuning.pass_seconds import PassSeconds
-from fly.tuning.recorder import Replay
-from fly.tuning.simulate import CascadeCounter, DraftCounter, StepCounter, Walk, walk
+from fly.tuning.recorder import Recording
+from fly.tuning.simulate import CascadeCounter, DraftCounter, walk
 
 Keys = dict[str, Any]
 
@@ -23,14 +26,14 @@ _PLAIN: Keys = {
     "use_sd": True, "verification": None, "window_rule": "paper", "abla_no_window": False,
     "margin_thre": None, "draft_policy": "fixed", "drafter": None,
 }  # fmt: skip
+_GATE_KEYS = ("entropy_thre", "draft_ratio_thre", "draft_rank_max")
 _NGRAM_KEYS = ("min_ngram_size", "max_ngram_size", "num_ngram_pred_tokens")
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The values tried. ngrams: (min, max, tokens), None is the draft model alone.
-
-    gates: (entropy_thre, draft_ratio_thre, draft_rank_max) together.
+    """The values tried. gates: of `_GATE_KEYS` together. ngrams: of `_NGRAM_KEYS` together; None is
+    the draft model alone.
     """
 
     spd_k: tuple[int, ...] = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
@@ -46,13 +49,17 @@ class Grid:
     def around(self, base: FlyConfig) -> Grid:
         """With the values of the given configuration among them."""
         gates = (base.entropy_thre, base.draft_ratio_thre, base.draft_rank_max)
-        ngram = (base.min_ngram_size, base.max_ngram_size, base.num_ngram_pred_tokens)
+        ngram = ngram_sizes(base.part(DrafterSettings))
         return Grid(
             spd_k=tuple(sorted({*self.spd_k, base.spd_k} - {0})),
             win_len=tuple(sorted({*self.win_len, base.win_len} - {0})),
             gates=tuple(dict.fromkeys([gates, *self.gates])),
             ngrams=tuple(dict.fromkeys([*self.ngrams, ngram])),
         )
+
+    @property
+    def longest_guess(self) -> int:
+        return max(ngram[2] for ngram in self.ngrams if ngram is not None)
 
     def rules(self) -> Iterator[Keys]:
         """Keys of every verification rule and K; those that fly itself refuses are left out."""
@@ -65,14 +72,29 @@ class Grid:
                     "enable_fly": True,
                     "defer_across_rounds": across,
                     "win_len": window,
-                    **dict(zip(("entropy_thre", "draft_ratio_thre", "draft_rank_max"), gate)),
+                    **dict(zip(_GATE_KEYS, gate)),
                 }
 
-    @staticmethod
-    def drafter_keys(ngram: tuple[int, int, int] | None) -> Keys:
-        if ngram is None:
-            return {"use_ngram": False}
-        return {"use_ngram": True, **dict(zip(_NGRAM_KEYS, ngram))}
+    def configs(self, base: FlyConfig, quantization: str) -> Iterator[list[FlyConfig]]:
+        """All configurations; those that differ in their n-grams alone are together."""
+        for rule in self.rules():
+            values = {**base.model_dump(), **_PLAIN, **rule, "draft_quantization": quantization}
+            yield [
+                fly_config.build(
+                    {
+                        **values,
+                        "use_ngram": ngram is not None,
+                        **dict(zip(_NGRAM_KEYS, ngram or ())),
+                    },
+                    "tune",
+                )
+                for ngram in self.ngrams
+            ]
+
+
+def gates_of(configs: Iterable[FlyConfig]) -> frozenset[Gate]:
+    """Those of their rules: what has to be recorded."""
+    return frozenset(gate for config in configs for gate in rule_of(config).gates or ())
 
 
 @dataclass(frozen=True)
@@ -146,77 +168,64 @@ def kind(config: FlyConfig) -> str:
 def predict(
     base: FlyConfig,
     grid: Grid,
-    replays: dict[str, list[Replay]],
+    recordings: Mapping[str, list[Recording]],
     machine: Machine,
     eos_ids: frozenset[int],
     done: Callable[[int, int], None] = lambda count, total: None,
 ) -> list[Prediction]:
     """Every configuration of the grid, the fastest first. `done(count, total)`: walks done.
 
-    replays: by quantisation of the draft, the same documents each.
+    recordings: by quantisation of the draft, the same documents each.
     """
-    todo = [(quantization, rule) for quantization in replays for rule in grid.rules()]
-    found = []
-    for count, (quantization, rule) in enumerate(todo, start=1):
-        found += _predict_rule(
-            base, rule, grid, quantization, replays[quantization], machine, eos_ids
-        )
-        done(count, len(todo))
+    total = len(recordings) * len(list(grid.rules()))
+    found: list[Prediction] = []
+    count = 0
+    for quantization, recorded in recordings.items():
+        for configs in grid.configs(base, quantization):
+            found += _predict(configs, recorded, machine, eos_ids)
+            count += 1
+            done(count, total)
     return sorted(found, key=lambda prediction: prediction.seconds)
 
 
-def _predict_rule(
-    base: FlyConfig,
-    rule: Keys,
-    grid: Grid,
-    quantization: str,
-    replays: list[Replay],
-    machine: Machine,
-    eos_ids: frozenset[int],
-) -> list[Prediction]:
-    """One walk serves every drafter: n-grams change what drafting costs, not what is drafted."""
-    values = {**base.model_dump(), **_PLAIN, **rule, "draft_quantization": quantization}
-    configs = [fly_config.build({**values, **grid.drafter_keys(n)}, "tune") for n in grid.ngrams]
-    counters = [counter_for(config, machine.pass_cost[quantization]) for config in configs]
-    walked = walk(replays, configs[0].spd_k, rules.relaxation(configs[0]), eos_ids, counters)
-    pairs = zip(configs, counters)
-    return [_prediction(c, walked, n, machine, machine.draft[quantization]) for c, n in pairs]
-
-
 def predict_one(
-    config: FlyConfig,
-    replays: list[Replay],
-    machine: Machine,
-    eos_ids: frozenset[int],
+    config: FlyConfig, recordings: list[Recording], machine: Machine, eos_ids: frozenset[int]
 ) -> Prediction | None:
-    """The given configuration's own speed; None if it does what no replay can tell.
+    """The given configuration's own speed; None if it does what no recording can tell.
 
     `draft_quantization` must be named, not auto.
     """
     if config.draft_policy != "fixed" or config.rule not in ("exact", "fly"):
         return None
-    counter = counter_for(config, machine.pass_cost[config.draft_quantization])
-    walked = walk(replays, config.spd_k, rules.relaxation(config), eos_ids, [counter])
-    return _prediction(config, walked, counter, machine, machine.draft[config.draft_quantization])
+    return _predict([config], recordings, machine, eos_ids)[0]
 
 
-def counter_for(config: FlyConfig, pass_cost: Callable[[int], float]) -> DraftCounter:
+def _predict(
+    configs: list[FlyConfig],
+    recordings: list[Recording],
+    machine: Machine,
+    eos_ids: frozenset[int],
+) -> list[Prediction]:
+    """One walk serves every drafter: n-grams change what drafting costs, not what is drafted."""
+    first, quantization = configs[0], configs[0].draft_quantization
+    counters = [_counter_for(config, machine.pass_cost[quantization]) for config in configs]
+    walked = walk(recordings, first.spd_k, rule_of(first), eos_ids, counters)
+    return [
+        Prediction(
+            config,
+            walked.counts,
+            draft_seconds=machine.draft[quantization].total(counter.passes),
+            verify_seconds=machine.target.total(walked.verify),
+            other_seconds=machine.overhead * walked.counts.rounds,
+        )
+        for config, counter in zip(configs, counters)
+    ]
+
+
+def _counter_for(config: FlyConfig, pass_cost: Callable[[int], float]) -> DraftCounter:
     if config.drafter_name == "cascade":
-        sizes = (config.min_ngram_size, config.max_ngram_size, config.num_ngram_pred_tokens)
-        return CascadeCounter(*sizes, pass_cost)
-    return StepCounter()
-
-
-def _prediction(
-    config: FlyConfig, walked: Walk, counter: DraftCounter, machine: Machine, draft: PassSeconds
-) -> Prediction:
-    return Prediction(
-        config,
-        walked.counts,
-        draft_seconds=draft.total(counter.passes),
-        verify_seconds=machine.target.total(walked.verify),
-        other_seconds=machine.overhead * walked.counts.rounds,
-    )
+        return CascadeCounter(*ngram_sizes(config.part(DrafterSettings)), pass_cost)
+    return DraftCounter()
 
 
 def choose(predictions: Sequence[Prediction], count: int, max_changed: float) -> list[Prediction]:
@@ -229,17 +238,13 @@ def choose(predictions: Sequence[Prediction], count: int, max_changed: float) ->
         raise FlyError(
             f"--max_changed {max_changed}: no configuration changes so few tokens: raise it"
         )
-    best: list[Prediction] = []
+    of_kind: dict[str, Prediction] = {}
     for prediction in faithful:
-        if all(kind(prediction.config) != kind(other.config) for other in best):
-            best.append(prediction)
+        of_kind.setdefault(kind(prediction.config), prediction)
     # exact verification keeps the scores, so it stays among few, whatever its place
-    best.sort(key=lambda p: (kind(p.config) != "exact", p.seconds))
-    best = best[:count]
+    best = sorted(of_kind.values(), key=lambda p: (kind(p.config) != "exact", p.seconds))[:count]
     for prediction in faithful:
-        if len(best) >= count:
-            break
-        if all(_rule(prediction) != _rule(other) for other in best):
+        if len(best) < count and all(_rule(prediction) != _rule(other) for other in best):
             best.append(prediction)
     return sorted(best, key=lambda p: p.seconds)
 
@@ -249,5 +254,4 @@ def _rule(prediction: Prediction) -> tuple[Any, ...]:
     rule = (kind(config), config.spd_k)
     if config.rule == "exact":
         return rule
-    gates = (config.entropy_thre, config.draft_ratio_thre, config.draft_rank_max)
-    return (*rule, config.win_len, *gates)
+    return (*rule, config.win_len, *(getattr(config, key) for key in _GATE_KEYS))

@@ -5,28 +5,27 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
-from fly import config as fly_config
 from fly.config import FlyConfig
 from fly.errors import FlyError
-from fly.harness import summary
+from fly.execution.device import device_facts
 from fly.models import fingerprint
+from fly.runs.environment import versions
 from fly.tuning import baseline, fidelity, pass_seconds
 from fly.tuning.confirm import Confirmation, confirm
 from fly.tuning.fidelity import Recovery
 from fly.tuning.pass_seconds import PassSeconds
 from fly.tuning.progress import Plan
-from fly.tuning.real_runs import Outcome, TunedLM, Workload
-from fly.tuning.recorder import Recorder, Replay, record_all
-from fly.tuning.search import Grid, Machine, Prediction, choose, predict, predict_one
+from fly.tuning.real_runs import RunResult, TunedLM, Workload
+from fly.tuning.recorder import Recorder, Recording
+from fly.tuning.search import Grid, Machine, Prediction, choose, gates_of, predict, predict_one
 
 _SWEEPS = 7
 _ANCHORS = 5  # passes timed before and after a real run
-_OF_DRAFT = ("costs", "replay")
-_NARROW = 4  # rows and tokens of one pass that int4 weights serve as int4
+_NARROW = 4  # sequences and tokens of one pass that int4 weights serve as int4
 
 
 @dataclass(frozen=True)
@@ -41,16 +40,20 @@ class Options:
     max_changed: float = 0.03
     min_recovery: float = 0.99
 
+    @property
+    def baseline_file(self) -> Path:
+        return self.output.with_suffix(".baseline.json")
+
 
 @dataclass(frozen=True)
-class Run:
-    """A configuration run for real. predicted: None where no replay tells. pace: how slow the
-    machine was then, by anchor passes; 1 is as when costs were measured. recoveries: empty until
-    the run is judged."""
+class RealRun:
+    """A configuration run for real. predicted: None where no recording tells. pace: how slow the
+    machine was then, by anchor passes; 1 is as when passes were timed. recoveries: empty until the
+    run is judged."""
 
     config: FlyConfig
     predicted: Prediction | None
-    outcome: Outcome
+    result: RunResult
     pace: float
     is_given: bool
     recoveries: list[Recovery] = field(default_factory=list)
@@ -58,14 +61,14 @@ class Run:
     @property
     def error(self) -> float | None:
         """Predicted over measured tokens per second, minus 1."""
-        if self.predicted is None or not self.outcome.tok_s:
+        if self.predicted is None or not self.result.tok_s:
             return None
-        return self.predicted.tok_s / self.outcome.tok_s - 1
+        return self.predicted.tok_s / self.result.tok_s - 1
 
     @property
     def seconds(self) -> float:
         """Of decoding: what is ranked by, as a configuration that talks more takes longer."""
-        return self.outcome.seconds_of_decoding
+        return self.result.seconds_of_decoding
 
     def held(self, least: float) -> bool:
         return fidelity.held(self.recoveries, least)
@@ -77,21 +80,21 @@ class Tuning:
     confirmation: of `fastest`, where that is not the given configuration."""
 
     given: FlyConfig
-    baseline: Outcome
+    baseline: RunResult
     reused_baseline: bool
     machine: Machine
-    replays: dict[str, list[Replay]] = field(repr=False)
+    recordings: dict[str, list[Recording]] = field(repr=False)
     predictions: list[Prediction] = field(repr=False)
     planned: int = 0
-    runs: list[Run] = field(default_factory=list)
+    runs: list[RealRun] = field(default_factory=list)
     confirmation: Confirmation | None = None
 
-    def fastest(self, least: float) -> Run | None:
+    def fastest(self, least: float) -> RealRun | None:
         """That of the least time whose scores held in the search; none that decoded nothing."""
-        held = [run for run in self.runs if run.held(least) and run.outcome.tok_s]
+        held = [run for run in self.runs if run.held(least) and run.result.tok_s]
         return min(held, key=lambda run: run.seconds, default=None)
 
-    def choice(self, least: float) -> tuple[Run | None, str]:
+    def choice(self, least: float) -> tuple[RealRun | None, str]:
         """(what to use from now on, why in a clause). None if no configuration kept the scores."""
         best = self.fastest(least)
         given = next((run for run in self.runs if run.is_given), None)
@@ -102,16 +105,18 @@ class Tuning:
         found = self.confirmation
         if found is None:
             return None, "the fastest configuration was not confirmed"
-        # the search's documents have chosen among the others, and told of the given one by luck
-        given_holds = (
-            given is not None and found.given_held(least) and (found.fresh or given.held(least))
-        )
         if not found.is_judged:
             none = "the target alone has no score on the documents of the confirmation"
             if given is not None and given.held(least):
                 return given, f"the given configuration stays: {none}"
             return None, none
-        if not found.held(least):
+        # the search's documents have chosen among the others, and told of the given one by luck
+        given_holds = (
+            given is not None
+            and fidelity.held(found.given_recoveries, least)
+            and (found.fresh or given.held(least))
+        )
+        if not fidelity.held(found.recoveries, least):
             lost = "the fastest did not keep the scores where that was checked again"
             if given_holds:
                 return given, f"the given configuration stays: {lost}"
@@ -134,21 +139,23 @@ class Tuner:
         keep: Callable[[Tuning], None] = lambda tuning: None,
     ) -> None:
         self._lm, self._workload, self._options, self._keep = lm, workload, options, keep
-        self._kinds = options.quantizations
-        self._given = fly_config.build(
-            {**lm.given.model_dump(), "draft_quantization": lm.quantization}, "tune"
-        )
+        self._given = lm.given.model_copy(update={"draft_quantization": lm.quantization})
         self._grid = Grid().around(self._given)
+        self._real = [f"real run {number}" for number in range(1, options.candidates + 2)]
         self._plan = Plan(
             [
                 "the target alone",
-                *[f"{what}, draft weights: {kind}" for kind in self._kinds for what in _OF_DRAFT],
+                *[
+                    f"{what}, draft weights: {quantization}"
+                    for quantization in options.quantizations
+                    for what in ("pass times", "recording")
+                ],
                 "search",
-                *[f"real run {number}" for number in range(1, options.candidates + 2)],
+                *self._real,
                 "confirmation",
             ]
         )
-        self._target_costs: PassSeconds | None = None
+        self._target_seconds: PassSeconds | None = None
         self._anchor: pass_seconds.Anchor | None = None
 
     def run(self) -> Tuning:
@@ -158,50 +165,55 @@ class Tuner:
         self._expect(first)
         drafts: dict[str, PassSeconds] = {}
         pass_cost: dict[str, Callable[[int], float]] = {}
-        replays: dict[str, list[Replay]] = {}
-        for quantization in self._kinds:
-            self._plan.start(f"costs, draft weights: {quantization}")
-            self._lm.use(self._with(quantization))
-            drafts[quantization], pass_cost[quantization] = self._measure(first)
-            self._plan.start(f"replay, draft weights: {quantization}")
-            replays[quantization] = self._replay(quantization, first)
+        recordings: dict[str, list[Recording]] = {}
+        for quantization in self._options.quantizations:
+            self._plan.start(f"pass times, draft weights: {quantization}")
+            self._lm.use(self._given.model_copy(update={"draft_quantization": quantization}))
+            drafts[quantization], pass_cost[quantization] = self._time_passes(first)
+            self._plan.start(f"recording, draft weights: {quantization}")
+            recordings[quantization] = self._record(quantization, first)
             gc.collect()
-        assert self._target_costs is not None
-        stats = first.stats
-        overhead = stats["seconds"]["other"] / max(1, stats["rounds"])
-        machine = Machine(self._target_costs, overhead, drafts, pass_cost)
+        assert self._target_seconds is not None
+        overhead = first.stats["seconds"]["other"] / max(1, first.stats["rounds"])
+        machine = Machine(self._target_seconds, overhead, drafts, pass_cost)
         self._plan.start("search")
         predictions = predict(
-            self._given, self._grid, replays, machine, self._lm.eos_ids, self._plan.step
+            self._given, self._grid, recordings, machine, self._lm.eos_ids, self._plan.step
         )
-        tuning = Tuning(self._given, first, reused, machine, replays, predictions)
-        self._live(tuning)
+        tuning = Tuning(self._given, first, reused, machine, recordings, predictions)
+        self._run_candidates(tuning)
         self._confirm(tuning)
         self._plan.end()
         return tuning
 
-    def _confirm(self, tuning: Tuning) -> None:
-        """The fastest beside the given one, if that is another."""
-        best = tuning.fastest(self._options.min_recovery)
-        if best is None or best.is_given:
-            self._plan.skip("confirmation")
-            return
-        self._plan.start("confirmation")
-        tuning.confirmation = confirm(
-            self._lm,
-            self._workload,
-            tuning.baseline,
-            self._given,
-            best.config,
-            self._options.min_recovery,
-            self._plan.step,
-        )
-        self._keep(tuning)
+    # ------------------------------------------------------------------------ the target alone
 
-    def _check(self, first: Outcome) -> None:
+    def _baseline(self) -> tuple[RunResult, bool]:
+        """(the target's run, whether an earlier tune has kept it)."""
+        self._plan.start("the target alone")
+        path = self._options.baseline_file
+        key = {
+            "workload": asdict(self._workload),
+            "config": {**self._given.model_dump(), "draft_quantization": None},
+            "versions": versions(),
+            "device": device_facts(self._lm.device),
+            "dtype": str(self._lm.model.dtype),
+            "files": fingerprint.of_files(
+                Path(self._workload.include_path or os.devnull).resolve()
+            ),
+            **self._lm.identity(),
+        }
+        if (kept := baseline.load(path, key)) is not None:
+            print(f"the target alone: kept by an earlier run ({path}); remove it to measure anew")
+            return kept, True
+        found = self._lm.run(self._workload, self._given.model_copy(update={"use_sd": False}))
+        baseline.save(path, key, found)
+        return found, False
+
+    def _check(self, first: RunResult) -> None:
         """Refuse what the rest could not make use of."""
         what = f"--tasks {' '.join(self._workload.tasks)}"
-        if not first.documents:
+        if not first.answers:
             raise FlyError(
                 f"{what}: no request generates text, so there is nothing to decode faster: choose "
                 "generation tasks"
@@ -213,73 +225,46 @@ class Tuner:
         for note in fidelity.check_judgeable(first.measured, self._options.min_recovery):
             print(f"note: {note}")
 
-    def _baseline(self) -> tuple[Outcome, bool]:
-        self._plan.start("the target alone")
-        path = self._options.output.with_suffix(".baseline.json")
-        key = {
-            "workload": self._workload.as_dict(),
-            "config": {**self._given.model_dump(), "draft_quantization": None},
-            "versions": summary.versions(),
-            "device": summary.device_facts(self._lm.device),
-            "dtype": str(self._lm.model.dtype),
-            "files": fingerprint.of_files(
-                Path(self._workload.include_path or os.devnull).resolve()
-            ),
-            **self._lm.identity(),
-        }
-        if (kept := baseline.load(path, key)) is not None:
-            print(f"the target alone: kept by an earlier run ({path}); remove it to measure anew")
-            return kept, True
-        alone = fly_config.build({**self._given.model_dump(), "use_sd": False}, "tune")
-        outcome = self._lm.run(self._workload, alone)
-        baseline.save(path, key, outcome)
-        return outcome, False
-
-    def _expect(self, first: Outcome) -> None:
+    def _expect(self, first: RunResult) -> None:
         """Rough lengths of what follows, to be corrected by what the first of a kind takes."""
-        for quantization in self._kinds:
-            self._plan.expect(f"costs, draft weights: {quantization}", 20)
-            self._plan.expect(f"replay, draft weights: {quantization}", 0.3 * first.seconds)
+        for quantization in self._options.quantizations:
+            self._plan.expect(f"pass times, draft weights: {quantization}", 20)
+            self._plan.expect(f"recording, draft weights: {quantization}", 0.3 * first.seconds)
         self._plan.expect("search", 30 + 0.2 * first.stats["emitted"] / 10)
-        for number in range(1, self._options.candidates + 2):
-            self._plan.expect(f"real run {number}", 0.6 * first.seconds)
+        for stage in self._real:
+            self._plan.expect(stage, 0.6 * first.seconds)
         self._plan.expect("confirmation", 2.2 * first.seconds)
 
-    def _with(self, quantization: str) -> FlyConfig:
-        return fly_config.build(
-            {**self._given.model_dump(), "draft_quantization": quantization}, "tune"
-        )
+    # -------------------------------------------------------------------- what is predicted from
 
-    def _measure(self, first: Outcome) -> tuple[PassSeconds, Callable[[int], float]]:
-        """The draft's costs, and once the target's."""
-        target, draft = self._lm.timed_runners()
-        contexts = pass_seconds.typical_contexts(
-            [(len(d.prompt), len(d.tokens)) for d in first.documents]
-        )
-        longest = max(first.documents, key=lambda d: len(d.prompt) + len(d.tokens))
-        text = [*longest.prompt, *longest.tokens]
-        widest = max(self._grid.spd_k) + 1
-        guess = max(ngram[2] for ngram in self._grid.ngrams if ngram is not None)
-        most = draft.max_length - max(widest, guess + 2)
+    def _time_passes(self, first: RunResult) -> tuple[PassSeconds, Callable[[int], float]]:
+        """The draft's pass times and relative costs; the first time the target's, too."""
+        target, draft = self._lm.runners(1)
+        widest = max(*self._grid.spd_k, self._grid.longest_guess + 1) + 1
+        most = draft.max_length - widest
         if most < 1:
             raise FlyError(
                 f"the context of {draft.max_length} tokens has no room for passes of "
-                f"{max(widest, guess + 2)}: nothing to tune: use models with a longer one"
+                f"{widest}: nothing to tune: use models with a longer one"
             )
+        contexts = pass_seconds.typical_contexts(
+            [(len(answer.prompt), len(answer.tokens)) for answer in first.answers]
+        )
         contexts = (min(contexts[0], most), min(contexts[1], most))
-        room = contexts[1] + max(widest, guess + 2)
-        if self._target_costs is None:
-            verify = pass_seconds.target_pass(target, text, room)
+        text = max(([*answer.prompt, *answer.tokens] for answer in first.answers), key=len)
+        if self._target_seconds is None:
+            verify = pass_seconds.target_pass(target, text, contexts[1] + widest)
             widths = [1, *(k + 1 for k in self._grid.spd_k)]
-            self._target_costs = self._timed(verify, widths, contexts)
+            self._target_seconds = self._timed(verify, widths, contexts)
             self._anchor = pass_seconds.Anchor(
-                lambda: verify(1, contexts[0]), self._target_costs.anchor
+                lambda: verify(1, contexts[0]), self._target_seconds.anchor
             )
-        run = pass_seconds.draft_pass(draft, text, room)
-        return self._timed(run, range(1, guess + 3), contexts), draft.relative_cost
+        run = pass_seconds.draft_pass(draft, text, contexts[1] + widest)
+        widths = [*range(1, self._grid.longest_guess + 3)]
+        return self._timed(run, widths, contexts), draft.relative_cost
 
     def _timed(
-        self, run: pass_seconds.Run, widths: Sequence[int], contexts: Sequence[int]
+        self, run: pass_seconds.TimedPass, widths: Sequence[int], contexts: Sequence[int]
     ) -> PassSeconds:
         return pass_seconds.measure(
             run,
@@ -287,73 +272,83 @@ class Tuner:
             contexts,
             sweeps=_SWEEPS,
             anchor=self._anchor,
-            done=lambda n: self._plan.step(n, _SWEEPS),
+            done=lambda sweep: self._plan.step(sweep, _SWEEPS),
         )
 
-    def _replay(self, quantization: str, first: Outcome) -> list[Replay]:
+    def _record(self, quantization: str, first: RunResult) -> list[Recording]:
         narrow = quantization == "int4"
-        rows = _NARROW if narrow else 8
-        target, draft = self._lm.runners(rows + 1)
+        target, draft = self._lm.runners((_NARROW if narrow else 8) + 1, eager=True)
+        configs = [self._given, *(each[0] for each in self._grid.configs(self._given, "none"))]
         recorder = Recorder(
             target,
             draft,
             self._lm.eos_ids,
+            gates_of(configs),
             length=max(self._grid.spd_k) + max(self._grid.win_len),
             **({"width": _NARROW} if narrow else {}),
         )
-        total = len(first.documents)
-        return record_all(recorder, first.documents, lambda done: self._plan.step(done, total))
+        recordings = []
+        for answer in first.answers:
+            recordings.append(recorder.record(answer))
+            self._plan.step(len(recordings), len(first.answers))
+        return recordings
 
-    def _live(self, tuning: Tuning) -> None:
-        given = predict_one(
-            self._given, tuning.replays[self._lm_kind()], tuning.machine, self._lm.eos_ids
-        )
+    # ------------------------------------------------------------------------------- real runs
+
+    def _run_candidates(self, tuning: Tuning) -> None:
+        """The given configuration and the best predicted ones."""
+        recorded = tuning.recordings[self._given.draft_quantization]
+        given = predict_one(self._given, recorded, tuning.machine, self._lm.eos_ids)
         chosen = choose(tuning.predictions, self._options.candidates, self._options.max_changed)
-        others = [p for p in chosen if p.config != self._given]
         todo: list[tuple[FlyConfig, Prediction | None]] = [(self._given, given)]
-        todo += [(p.config, p) for p in others]
+        todo += [(found.config, found) for found in chosen if found.config != self._given]
         loaded = self._lm.quantization  # what is loaded goes first: one load less
         todo.sort(key=lambda item: item[0].draft_quantization != loaded)
-        for number in range(len(todo) + 1, self._options.candidates + 2):
-            self._plan.skip(f"real run {number}")
-        for number, (_, predicted) in enumerate(todo, start=1):
-            self._plan.expect(f"real run {number}", self._expected_seconds(tuning, predicted))
+        for stage in self._real[len(todo) :]:
+            self._plan.skip(stage)
+        prefill = 1.5 * float(tuning.baseline.stats["seconds"]["prefill"])
+        for stage, (_, predicted) in zip(self._real, todo):
+            seconds = tuning.baseline.seconds if predicted is None else predicted.seconds
+            self._plan.expect(stage, prefill + seconds)
         tuning.planned = len(todo)
         self._keep(tuning)
-        for number, (config, predicted) in enumerate(todo, start=1):
-            self._plan.start(f"real run {number}")
-            tuning.runs.append(self._run_one(tuning, config, predicted))
+        for stage, (config, predicted) in zip(self._real, todo):
+            self._plan.start(stage)
+            run = self._run_one(tuning, config, predicted)
+            tuning.runs.append(run)
             self._keep(tuning)  # before it is judged, which may end the tune
-            tuning.runs[-1] = self._judged(tuning, tuning.runs[-1])
+            tuning.runs[-1] = replace(run, recoveries=self._judged(tuning, run.result))
             self._keep(tuning)
 
-    def _lm_kind(self) -> str:
-        return str(self._given.draft_quantization)
-
-    def _expected_seconds(self, tuning: Tuning, predicted: Prediction | None) -> float:
-        prefill = 1.5 * float(tuning.baseline.stats["seconds"]["prefill"])
-        return prefill + (predicted.seconds if predicted else tuning.baseline.seconds)
-
-    def _run_one(self, tuning: Tuning, config: FlyConfig, predicted: Prediction | None) -> Run:
-        self._lm.use(config)
-        before = self._anchor_seconds()
-        outcome = self._lm.run(self._workload, config)
-        after = self._anchor_seconds()
-        return Run(
-            config,
-            predicted,
-            outcome,
-            pace=median([*before, *after]) / tuning.machine.target.anchor,
-            is_given=config == self._given,
-        )
-
-    def _judged(self, tuning: Tuning, run: Run) -> Run:
-        path = self._options.output.with_suffix(".baseline.json")
-        baseline.check_same_documents(tuning.baseline, run.outcome, path)
-        least = self._options.min_recovery
-        found = fidelity.recoveries(tuning.baseline.measured, run.outcome.measured, least)
-        return replace(run, recoveries=found)
-
-    def _anchor_seconds(self) -> list[float]:
+    def _run_one(self, tuning: Tuning, config: FlyConfig, predicted: Prediction | None) -> RealRun:
         assert self._anchor is not None
-        return pass_seconds.timed(self._anchor.run, _ANCHORS)
+        self._lm.use(config)
+        seconds = pass_seconds.timed(self._anchor.run, _ANCHORS)
+        result = self._lm.run(self._workload, config)
+        seconds += pass_seconds.timed(self._anchor.run, _ANCHORS)
+        pace = median(seconds) / self._anchor.seconds
+        return RealRun(config, predicted, result, pace, is_given=config == self._given)
+
+    def _judged(self, tuning: Tuning, result: RunResult) -> list[Recovery]:
+        baseline.check_same_documents(tuning.baseline, result, self._options.baseline_file)
+        least = self._options.min_recovery
+        return fidelity.recoveries(tuning.baseline.measured, result.measured, least)
+
+    def _confirm(self, tuning: Tuning) -> None:
+        """The fastest beside the given one, if that is another."""
+        least = self._options.min_recovery
+        best = tuning.fastest(least)
+        if best is None or best.is_given:
+            self._plan.skip("confirmation")
+            return
+        self._plan.start("confirmation")
+        tuning.confirmation = confirm(
+            self._lm,
+            self._workload,
+            tuning.baseline,
+            self._given,
+            best.config,
+            least,
+            self._plan.step,
+        )
+        self._keep(tuning)

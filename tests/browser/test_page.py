@@ -155,7 +155,7 @@ def test_trace_on_hover(open_report, pair):
         assert part in shown
     assert "opened here; the next 2 matched" in shown
     assert tokens.locator(".in-window").count() == 3
-    tokens.locator(".token.correction").last.hover()
+    tokens.locator(".token.recovered").last.hover()
     assert "␣gamma" in tip.inner_text()  # what it stands for
     page.mouse.move(0, 0)
     assert not tip.is_visible()

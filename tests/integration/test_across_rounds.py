@@ -1,4 +1,4 @@
-"""Deferral across rounds on real caches: after a rollback target and draft see the row as it is.
+"""Deferral across rounds on real caches: after a rollback both models see the text as it is.
 
 The oracle's target is a script without K/V; here every round is held against fresh whole passes.
 """
@@ -11,26 +11,26 @@ from fly.speculation.drafters.draft_model import ModelDrafter
 from tests import tiny
 
 
-def own_choices(model, tokens):
-    """The model's choice after each prefix of the row, from one pass without a cache."""
+def own_tokens(model, tokens):
+    """The model's own token after each prefix of the text, from one pass without a cache."""
     with torch.inference_mode():
         return model(torch.tensor([tokens])).logits[0].argmax(-1).tolist()
 
 
 def watch(engine, target, draft_model):
-    """Count the engine's choices, and the draft's tokens, that a fresh pass would not make."""
-    seen = {"choices": 0, "wrong choices": 0, "drafted": 0, "wrong drafts": 0}
+    """Count the target's tokens, and the draft's, that a fresh pass would not give."""
+    seen = {"targets": 0, "wrong targets": 0, "drafted": 0, "wrong drafts": 0}
     verify = engine._verify
 
-    def checked(rows, draft):
-        before = [list(row.tokens) for row in rows]
-        verdicts, logits = verify(rows, draft)
+    def checked(running, draft):
+        before = [list(sequence.tokens) for sequence in running]
+        verdicts, logits = verify(running, draft)
         for tokens, verdict in zip(before, verdicts):
-            row, start = tokens + verdict.draft, len(tokens) - 1
-            choices = own_choices(target, row)[start:]
-            drafted = own_choices(draft_model, row)[start:-1]
-            seen["choices"] += len(choices)
-            seen["wrong choices"] += sum(a != b for a, b in zip(choices, verdict.choice))
+            text, start = tokens + verdict.draft, len(tokens) - 1
+            targets = own_tokens(target, text)[start:]
+            drafted = own_tokens(draft_model, text)[start:-1]
+            seen["targets"] += len(targets)
+            seen["wrong targets"] += sum(a != b for a, b in zip(targets, verdict.target_tokens))
             seen["drafted"] += len(drafted)
             seen["wrong drafts"] += sum(a != b for a, b in zip(drafted, verdict.draft))
         return verdicts, logits
@@ -53,25 +53,25 @@ def decode(target, draft, name, slots, window, capture=None):
 @pytest.mark.parametrize(
     ("slots", "window", "capture"),
     [(1, 4, None), (3, 6, None), (3, 4, False)],
-    ids=["one row", "rows", "static passes"],
+    ids=["one sequence", "several", "static passes"],
 )
 @pytest.mark.parametrize("name", ["model", "cascade"])
-def test_both_models_see_the_row_as_it_is(target, draft, name, slots, window, capture):
+def test_both_models_see_the_text_as_it_is(target, draft, name, slots, window, capture):
     seen = decode(target, draft, name, slots, window, capture)
-    assert seen["choices"] > seen["drafted"] > 100
-    assert (seen["wrong choices"], seen["wrong drafts"]) == (0, 0)
+    assert seen["targets"] > seen["drafted"] > 100
+    assert (seen["wrong targets"], seen["wrong drafts"]) == (0, 0)
 
 
 def test_mutant_a_cache_that_never_grows_shorter(target, draft, monkeypatch):
     """Dropped tokens stay in the target's cache: what follows is decoded after another text."""
-    settle = ModelRunner.settle
+    honest = ModelRunner.commit
 
-    def keep_all(self, slot, tokens, length):
-        kept = max(length, self.lengths[slot]) if self.model is target else length
-        settle(self, slot, tokens, kept)
+    def commit_all(self, slot, tokens, length):
+        longest = max(length, self.lengths[slot]) if self.model is target else length
+        honest(self, slot, tokens, longest)
 
-    monkeypatch.setattr(ModelRunner, "settle", keep_all)
-    assert decode(target, draft, "model", 3, 4)["wrong choices"] > 0
+    monkeypatch.setattr(ModelRunner, "commit", commit_all)
+    assert decode(target, draft, "model", 3, 4)["wrong targets"] > 0
 
 
 def test_mutant_a_draft_that_does_not_see_what_took_a_tokens_place(target, draft, monkeypatch):
@@ -79,12 +79,12 @@ def test_mutant_a_draft_that_does_not_see_what_took_a_tokens_place(target, draft
     unseen = ModelDrafter._unseen
     shown = {}
 
-    def stale(self, slot, row):
-        tokens = unseen(self, slot, row)
+    def stale(self, slot, sequence):
+        tokens = unseen(self, slot, sequence)
         at = self.runner.lengths[slot]
         for place, token in enumerate(tokens, start=at):
-            shown.setdefault((row.request.tag, place), token)
-        return [shown[row.request.tag, place] for place in range(at, at + len(tokens))]
+            shown.setdefault((sequence.request.tag, place), token)
+        return [shown[sequence.request.tag, place] for place in range(at, at + len(tokens))]
 
     monkeypatch.setattr(ModelDrafter, "_unseen", stale)
     assert decode(target, draft, "model", 3, 4)["wrong drafts"] > 0

@@ -13,9 +13,10 @@ import torch
 import transformers
 
 from fly.errors import FlyError
-from fly.execution.merged_linear import Sibling, fuse
+from fly.execution.merged_linear import Sibling, merge
 from fly.execution.model_runner import ModelRunner
-from fly.models import loading
+from fly.execution.self_check import check_cache_agrees
+from fly.models.compatibility import refuse_unsupported
 from fly.speculation.sequence import Request
 from tests import tiny
 
@@ -272,7 +273,7 @@ class Rows:
             assert difference <= TOLERANCE, f"row {slot} of {len(row)} tokens: {difference:.3g}"
             accepted = self.random.randint(0, len(draft))
             self.rows[slot] = row + draft[:accepted] + self.tokens(1)
-            self.runner.keep(slot, len(self.rows[slot]) - 1)
+            self.runner.truncate(slot, len(self.rows[slot]) - 1)
 
 
 def compare_with_fresh_passes(model, runner_type=ModelRunner, longest=70):
@@ -298,8 +299,8 @@ def compare_with_fresh_passes(model, runner_type=ModelRunner, longest=70):
 @pytest.mark.parametrize("name", EXACT)
 def test_rows_equal_fresh_passes_after_every_round(name):
     model = exact_model(name)
-    loading.refuse_unsupported(model, FIELD, CONTEXT)
-    loading.check_cache_agrees(model, FIELD)
+    refuse_unsupported(model, FIELD, CONTEXT)
+    check_cache_agrees(model, FIELD)
     compare_with_fresh_passes(model)
 
 
@@ -323,7 +324,7 @@ def test_joined_siblings_answer_as_before(name):
     row = list(range(3, 40))
     expected = logits_of(model, row)
     calls = []
-    fuse(model, lambda linear: linear)
+    merge(model, lambda linear: linear)
     products = {module.product for module in model.modules() if isinstance(module, Sibling)}
     for product in products:
         product.register_forward_hook(lambda module, *args: calls.append(module))
@@ -331,7 +332,7 @@ def test_joined_siblings_answer_as_before(name):
     assert all(calls.count(product) <= 1 for product in products)
     if name in ("llama", "qwen3", "opt"):
         assert products
-    loading.check_cache_agrees(model, FIELD)
+    check_cache_agrees(model, FIELD)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -348,24 +349,24 @@ class NeverRollsBack(ModelRunner):
         self.fed = [length + len(row) for length, row in zip(self.lengths, tokens)]
         return logits_BQV
 
-    def keep(self, slot, length):
-        super().keep(slot, max(length, self.fed[slot]))
+    def truncate(self, slot, length):
+        super().truncate(slot, max(length, self.fed[slot]))
 
 
 class KeepsOneTooFew(ModelRunner):
-    def keep(self, slot, length):
-        super().keep(slot, length - 1)
+    def truncate(self, slot, length):
+        super().truncate(slot, length - 1)
 
 
 class MovesOnlyTheLength(ModelRunner):
     def move(self, source, destination):
-        self.keep(destination, self.lengths[source])
+        self.truncate(destination, self.lengths[source])
 
 
 class MovesToTheNextSlot(ModelRunner):
     def move(self, source, destination):
         super().move(source, (destination + 1) % len(self.lengths))
-        self.keep(destination, self.lengths[source])
+        self.truncate(destination, self.lengths[source])
 
 
 @pytest.mark.parametrize(
@@ -577,7 +578,7 @@ def test_refused_by_its_configuration(name):
     *classes, settings, word = REFUSED[name]
     model = build(*classes, settings)
     with pytest.raises(FlyError, match=word) as caught:
-        loading.refuse_unsupported(model, FIELD, CONTEXT)
+        refuse_unsupported(model, FIELD, CONTEXT)
     assert_one_clear_line(caught.value, model)
     assert model.config.model_type == name
 
@@ -596,9 +597,9 @@ def test_refused_by_its_configuration(name):
 def test_alibi_is_refused_by_the_trial(config_name, model_name, settings):
     """These compute positions from a 2D mask, which ragged rows do not have."""
     model = build(config_name, model_name, settings)
-    loading.refuse_unsupported(model, FIELD, CONTEXT)
+    refuse_unsupported(model, FIELD, CONTEXT)
     with pytest.raises(FlyError, match="this architecture is not supported yet") as caught:
-        loading.check_cache_agrees(model, FIELD)
+        check_cache_agrees(model, FIELD)
     assert_one_clear_line(caught.value, model)
 
 
@@ -615,16 +616,16 @@ def test_a_window_of_the_whole_context_is_exact_and_one_less_is_refused(config_n
     longest = 140
     model = build(config_name, model_name, HEADS_OF_8 | {"sliding_window": longest})
     with pytest.raises(FlyError, match="sliding"):
-        loading.refuse_unsupported(model, FIELD, longest + 1)
-    loading.refuse_unsupported(model, FIELD, longest)
-    loading.check_cache_agrees(model, FIELD)
+        refuse_unsupported(model, FIELD, longest + 1)
+    refuse_unsupported(model, FIELD, longest)
+    check_cache_agrees(model, FIELD)
     compare_with_fresh_passes(model, longest=100)
 
 
 def refused(model):
     try:
-        loading.refuse_unsupported(model, FIELD, CONTEXT)
-        loading.check_cache_agrees(model, FIELD)
+        refuse_unsupported(model, FIELD, CONTEXT)
+        check_cache_agrees(model, FIELD)
     except FlyError as error:
         assert_one_clear_line(error, model)
         return True

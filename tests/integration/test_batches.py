@@ -1,4 +1,4 @@
-"""Continuous batching: results do not depend on rows in flight, order, shared prefixes, memory."""
+"""Continuous batching: results do not depend on batch size, order, shared prefixes, memory."""
 
 import random
 from dataclasses import replace
@@ -7,13 +7,15 @@ import pytest
 import torch
 
 from fly.errors import FlyError
-from fly.execution import memory
+from fly.execution import oom
+from fly.execution.batch_size import SequenceWork, sequences_that_fit
 from fly.execution.model_runner import ModelRunner
 from fly.execution.pass_costs import PairCosts, PassCosts
 from fly.speculation import engine as engine_module
 from fly.speculation.draft_length import AdaptiveLength
 from fly.speculation.drafters.base import NoDrafter
-from fly.speculation.drafters.draft_model import CascadeDrafter, ModelDrafter
+from fly.speculation.drafters.cascade import CascadeDrafter
+from fly.speculation.drafters.draft_model import ModelDrafter
 from fly.speculation.sampling import Sampling
 from fly.speculation.sequence import Request
 from tests import tiny
@@ -26,7 +28,7 @@ def pair():
 
 
 def requests(count=11):
-    """Rows that differ in everything: prompt, shared prefix, budget, stop string."""
+    """Requests that differ in everything: prompt, shared prefix, budget, stop string."""
     generator = random.Random(5)
     common = [generator.randrange(3, 64) for _ in range(30)]
     made = []
@@ -42,13 +44,13 @@ def decode(ids):
     return "".join(f" {token}," for token in ids)
 
 
-def run(pair, wanted, slots, *, k=6, length=None, reuse=True, relaxation=None, target=None):
+def run(pair, wanted, slots, *, k=6, length=None, reuse=True, rule=tiny.EXACT, target=None):
     target_model, draft = pair
     runner = ModelRunner(draft, slots, 512, reuse_prefixes=reuse)
     target = target or ModelRunner(target_model, slots, 512, reuse_prefixes=reuse)
     drafter = CascadeDrafter(runner, frozenset({tiny.EOS}), 1, 4, 6)
     own = {"decode": decode, "reuse_prefixes": reuse, "draft_length": length}
-    engine = tiny.engine(target, drafter, k, relaxation, **own)
+    engine = tiny.engine(target, drafter, k, rule, **own)
     records = {record.request.tag: record for record in engine.run(wanted)}
     assert len(records) == len(wanted)
     return records
@@ -58,18 +60,18 @@ def tokens(records):
     return [records[tag].tokens for tag in sorted(records)]
 
 
-@pytest.mark.parametrize("relaxation", [None, tiny.relaxed(2, 0.3)], ids=["exact", "fly"])
+@pytest.mark.parametrize("rule", [tiny.EXACT, tiny.relaxed(2, 0.3)], ids=["exact", "fly"])
 @pytest.mark.parametrize("slots", [1, 3, 8])
-def test_rows_in_flight_and_order_change_nothing(pair, slots, relaxation):
+def test_batch_size_and_order_change_nothing(pair, slots, rule):
     wanted = requests()
-    expected = tokens(run(pair, wanted, 1, relaxation=relaxation, reuse=False))
+    expected = tokens(run(pair, wanted, 1, rule=rule, reuse=False))
     shuffled = random.Random(slots).sample(wanted, len(wanted))
-    assert tokens(run(pair, shuffled, slots, relaxation=relaxation)) == expected
-    assert any(len(row) > 3 for row in expected)
+    assert tokens(run(pair, shuffled, slots, rule=rule)) == expected
+    assert any(len(output) > 3 for output in expected)
 
 
-def test_a_cache_that_mixes_up_rows_is_noticed(pair, monkeypatch):
-    """The mutant of the test above: a moved row whose K/V did not move with it."""
+def test_a_cache_that_mixes_up_sequences_is_noticed(pair, monkeypatch):
+    """The mutant of the test above: a moved sequence whose K/V did not move with it."""
     expected = tokens(run(pair, requests(), 1, reuse=False))
     monkeypatch.setattr("fly.execution.kv_cache.SlotCache.copy_slot", lambda *args: None)
     assert tokens(run(pair, requests(), 3)) != expected
@@ -77,10 +79,10 @@ def test_a_cache_that_mixes_up_rows_is_noticed(pair, monkeypatch):
 
 @pytest.mark.parametrize("slots", [1, 3])
 def test_adaptive_drafts_change_nothing_when_verified_exactly(pair, slots):
-    """Rows whose draft is left out for some rounds, or is postponed from their start, included."""
+    """Also where drafting is left out for some rounds, or is postponed from the start."""
     wanted = requests()
     expected = run(pair, wanted, slots)
-    # drafting pays for a single row only: it starts late, behind rows that did without
+    # drafting pays for a single sequence only: it starts late, behind others that did without
     costs = PairCosts(PassCosts((1, 3, 4), (1.0, 1.0, 40.0)), PassCosts((1,), (0.1,)), "test")
     length = Recorded(12, costs)
     adaptive = run(pair, wanted, slots, length=length, k=12)
@@ -112,13 +114,13 @@ def test_shared_prefixes_are_copied_and_repeats_prefill_nothing(pair):
         assert sum(record.prompt_tokens_reused for record in without.values()) == 0
 
 
-def test_a_prefix_left_by_a_longer_row_is_not_trusted_past_its_own_tokens(pair):
-    """What a rejected draft wrote must not pass for the prompt of the next row."""
+def test_a_prefix_left_by_a_longer_sequence_is_not_trusted_past_its_own_tokens(pair):
+    """What a rejected draft wrote must not pass for the prompt of the next sequence."""
     target, _ = pair
     runner = ModelRunner(target, 1, 512)
     runner.prefill(0, [5, 6, 7])
     runner.extend([[8, 9, 10]])
-    runner.keep(0, 4)
+    runner.truncate(0, 4)
     runner.extend([[11]])
     assert runner.prefill(0, [5, 6, 7, 8, 9, 10]) == 4
     fresh = ModelRunner(target, 1, 512)
@@ -127,50 +129,50 @@ def test_a_prefix_left_by_a_longer_row_is_not_trusted_past_its_own_tokens(pair):
 
 
 class OutOfMemoryAbove(ModelRunner):
-    """A runner whose passes fail while more than `rows` slots exist, every third pass."""
+    """A runner whose passes fail while more than `most` slots exist, every third pass."""
 
     passes = 0
 
     def extend(self, tokens):
         self.passes += 1
-        if self.slots > self.rows and self.passes % 3 == 0:
+        if self.slots > self.most and self.passes % 3 == 0:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return super().extend(tokens)
 
 
-def out_of_memory_above(model, slots, rows):
+def out_of_memory_above(model, slots, most):
     runner = OutOfMemoryAbove(model, slots, 512)
-    runner.rows = rows
+    runner.most = most
     return runner
 
 
-def test_out_of_memory_halves_the_rows_and_loses_nothing(pair, caplog):
+def test_out_of_memory_halves_the_running_sequences_and_loses_nothing(pair, caplog):
     wanted = requests()
-    target = out_of_memory_above(pair[0], 8, rows=2)
+    target = out_of_memory_above(pair[0], 8, most=2)
     assert tokens(run(pair, wanted, 8, target=target)) == tokens(run(pair, wanted, 1))
     assert target.slots == 2
-    assert "going on with 4 rows" in caplog.text
-    assert "going on with 2 rows" in caplog.text
+    assert "going on with 4 running sequences" in caplog.text
+    assert "going on with 2 running sequences" in caplog.text
 
 
 def test_out_of_memory_changes_no_sample(pair):
     """A round that is done again must not draw again: other numbers, another text."""
     wanted = [replace(r, sampling=Sampling(1.0), seed=n) for n, r in enumerate(requests())]
-    target = out_of_memory_above(pair[0], 4, rows=1)
+    target = out_of_memory_above(pair[0], 4, most=1)
     assert tokens(run(pair, wanted, 4, target=target)) == tokens(run(pair, wanted, 1))
     assert target.slots == 1
 
 
 @pytest.mark.parametrize("where", ["prefill", "propose", "commit"])
-def test_out_of_memory_anywhere_loses_no_finished_row(pair, where, monkeypatch):
-    """Also after a row has ended, and while the next one is let in."""
+def test_out_of_memory_anywhere_loses_no_finished_sequence(pair, where, monkeypatch):
+    """Also after a sequence has ended, and while the next one is admitted."""
     wanted, calls = requests(), []
     owner = ModelRunner if where == "prefill" else CascadeDrafter
     honest = getattr(owner, where)
 
-    def fail_at_times(self, *args):
+    def fail_at_times(self, *args, **kwargs):
         calls.append(None)
-        result = honest(self, *args)
+        result = honest(self, *args, **kwargs)
         if len(calls) in (4, 9):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return result
@@ -179,7 +181,7 @@ def test_out_of_memory_anywhere_loses_no_finished_row(pair, where, monkeypatch):
     monkeypatch.setattr(owner, where, fail_at_times)
     target_model, draft = pair
     drafter = CascadeDrafter(ModelRunner(draft, 4, 512), frozenset({tiny.EOS}), 1, 4, 6)
-    engine = tiny.engine(target_model, drafter, 6, None, 4, decode=decode)
+    engine = tiny.engine(target_model, drafter, 6, slots=4, decode=decode)
     records = list(engine.run(wanted))
     assert sorted(record.request.tag for record in records) == list(range(len(wanted)))
     assert tokens({record.request.tag: record for record in records}) == expected
@@ -201,7 +203,7 @@ class Clock:
 
 
 def test_only_decoding_is_decode_time(pair, monkeypatch):
-    """Traces were `other`, their entropies `verify`, and failed passes and moved rows nothing."""
+    """Traces were `other`, their entropies `verify`, failed passes and moved sequences nothing."""
     clock = Clock()
     monkeypatch.setattr(engine_module, "time", clock)
     slow = {"entropy": 100.0, "move": 10.0, "fail": 1000.0}
@@ -227,10 +229,10 @@ def test_only_decoding_is_decode_time(pair, monkeypatch):
                 raise
 
     target = Slow(pair[0], 8, 512)
-    target.rows = 4
+    target.most = 4
     rounds = []
     engine = tiny.engine(
-        target, NoDrafter(), 0, None, 4, decode=decode, trace_entropy="top3",
+        target, NoDrafter(), 0, slots=4, decode=decode, trace_entropy="top3",
         observer=lambda record: clock.spend(1.0, rounds.append(record)),
     )  # fmt: skip
     records = list(engine.run(requests()))
@@ -247,8 +249,8 @@ def test_only_decoding_is_decode_time(pair, monkeypatch):
     assert total["draft"] == total["prefill"] == 0
 
 
-def test_room_is_reserved_for_both_models_and_again_after_memory_ran_out(pair):
-    """Room that grows later drops every captured graph."""
+def test_memory_is_reserved_for_both_models_and_again_after_memory_ran_out(pair):
+    """A cache that grows later drops every captured graph."""
     wanted = requests()
     longest = max(len(request.prompt) + request.budget for request in wanted)
 
@@ -257,7 +259,7 @@ def test_room_is_reserved_for_both_models_and_again_after_memory_ran_out(pair):
             return self.extend(ids_BQ.tolist())
 
     target = OnDevice(pair[0], 4, 512)
-    target.rows = 2
+    target.most = 2
     target.use_static_passes(capture=False)
     draft = ModelRunner(pair[1], 4, 512)
     draft.use_static_passes(capture=False)
@@ -269,7 +271,7 @@ def test_room_is_reserved_for_both_models_and_again_after_memory_ran_out(pair):
             f(tokens),
         )
     drafter = ModelDrafter(draft, frozenset({tiny.EOS}))
-    engine = tiny.engine(target, drafter, 6, None, 4, decode=decode)
+    engine = tiny.engine(target, drafter, 6, slots=4, decode=decode)
     list(engine.run(wanted))
     for of_target in (True, False):
         growths = [(slots, had) for who, slots, grew, had in grown if who is of_target and grew]
@@ -277,9 +279,9 @@ def test_room_is_reserved_for_both_models_and_again_after_memory_ran_out(pair):
     assert min(target.cache.capacity, draft.cache.capacity) >= longest
 
 
-def test_one_row_that_does_not_fit_ends_with_one_clear_line(pair):
-    with pytest.raises(FlyError, match="out of memory with one row"):
-        run(pair, requests(), 2, target=out_of_memory_above(pair[0], 2, rows=0))
+def test_one_sequence_that_does_not_fit_ends_with_one_clear_line(pair):
+    with pytest.raises(FlyError, match="out of memory with one running sequence"):
+        run(pair, requests(), 2, target=out_of_memory_above(pair[0], 2, most=0))
 
 
 def test_other_errors_are_not_taken_for_memory(pair):
@@ -291,28 +293,28 @@ def test_other_errors_are_not_taken_for_memory(pair):
         run(pair, requests(), 2, target=Broken(pair[0], 2, 512))
 
 
-def test_auto_batch_fits_rows_to_free_memory(pair, monkeypatch):
-    work = memory.RowWork(ModelRunner(pair[0], 1, 512), width=7)
-    row = memory.row_bytes(work, 100)
+def test_auto_batch_fits_sequences_to_free_memory(pair, monkeypatch):
+    work = SequenceWork(ModelRunner(pair[0], 1, 512), width=7)
+    each = work.bytes_for(100)
     kv = 2 * 2 * 2 * 8 * 4  # layers, K and V, K/V heads, head size, float32
-    assert row == kv * 256 + 7 * 64 * (8 + 4)  # capacity comes in blocks of 256 tokens
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 10 * row)
-    assert memory.rows_that_fit([work], 100, at_most=64) == 8
-    assert memory.rows_that_fit([work, work], 100, at_most=64) == 4
-    assert memory.rows_that_fit([work], 100, at_most=3) == 3
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 0)
-    assert memory.rows_that_fit([work], 100, at_most=64) == 1
+    assert each == kv * 256 + 7 * 64 * (8 + 4)  # capacity comes in blocks of 256 tokens
+    monkeypatch.setattr(oom, "free_bytes", lambda device: 10 * each)
+    assert sequences_that_fit([work], 100, at_most=64) == 8
+    assert sequences_that_fit([work, work], 100, at_most=64) == 4
+    assert sequences_that_fit([work], 100, at_most=3) == 3
+    monkeypatch.setattr(oom, "free_bytes", lambda device: 0)
+    assert sequences_that_fit([work], 100, at_most=64) == 1
 
 
-def test_auto_batch_counts_the_distributions_of_sampling_rows(pair):
+def test_auto_batch_counts_the_distributions_of_sampling_sequences(pair):
     """A draft of K tokens is verified against K distributions of the whole vocabulary (64)."""
     runner = ModelRunner(pair[1], 1, 512)
-    greedy = memory.row_bytes(memory.RowWork(runner, 2), 100)
-    assert memory.row_bytes(memory.RowWork(runner, 2, kept=9), 100) == greedy + 9 * 64 * 4
+    greedy = SequenceWork(runner, 2).bytes_for(100)
+    assert SequenceWork(runner, 2, kept=9).bytes_for(100) == greedy + 9 * 64 * 4
 
 
 def test_memory_stays_flat_over_many_requests(pair):
-    """The cache and the indexes grow with the longest row, not with the number of requests."""
+    """The cache and the indexes grow with the longest sequence, not with the number of requests."""
     many = [
         Request(tuple(random.Random(n).choices(range(3, 64), k=5 + 97 * n % 400)), 4, tag=n)
         for n in range(120)

@@ -123,7 +123,7 @@ def test_a_mode_that_was_cut_short_goes_on(tmp_path, monkeypatch):
     folder = tmp_path / "fly"
     with pytest.raises(FlyError, match=r"killed by signal 9.*goes on with fly$"):
         run_modes.run_missing({"fly": mode}, ["--limit", "1"], tmp_path)
-    begun = Manifest.create(folder, arguments={})
+    begun = Manifest.create(folder, {"output_path": str(folder)})
     begun.release()
     with pytest.raises(FlyError, match="goes on with fly; to start it anew, remove"):
         run_modes.run_missing({"fly": mode}, ["--limit", "1"], tmp_path)
@@ -144,11 +144,13 @@ def test_a_mode_that_was_cut_short_goes_on(tmp_path, monkeypatch):
     ]
 
 
-def test_a_hub_models_commit_becomes_known_while_it_runs(tmp_path, monkeypatch):
+def test_a_hub_models_commit_becomes_known_while_it_runs(tmp_path, monkeypatch, capsys):
     """On a fresh cache the first call knows no commit; the second must find what it began."""
     commit = [None]
+    calls = []
 
     def fetched(command):
+        calls.append(command[4:])
         commit[0] = commit[0] or "abc"
         return status
 
@@ -158,22 +160,20 @@ def test_a_hub_models_commit_becomes_known_while_it_runs(tmp_path, monkeypatch):
     status = -9
     with pytest.raises(FlyError, match="killed by signal 9"):
         run_modes.run_missing({"fly": mode}, [], tmp_path)
-    begun = Manifest.create(tmp_path / "fly", arguments={})
+    begun = Manifest.create(tmp_path / "fly", {"output_path": "fly"})
     begun.release()
-    mark = {
-        "command": run_modes._hash(mode, []),
-        "models": look(),
-        "versions": run_modes.versions(),
-    }
-    mark |= {"files": {}, "machine": run_modes.machine_facts()}
-    assert run_modes._cut_short(tmp_path / "fly", mark) == begun.path
     status = 0
     run_modes.run_missing({"fly": mode}, [], tmp_path)
+    assert calls[1][-2:] == ["--resume", str(begun.path)]
     run = SimpleNamespace(rounds=[], requests=[1], path=tmp_path / "fly" / "results.json")
-    monkeypatch.setattr(run_modes.runs, "load", lambda folder: run)
-    assert run_modes._finished(tmp_path / "fly", mark)
+    monkeypatch.setattr(run_modes.reader, "load", lambda folder: run)
+    run_modes.run_missing({"fly": mode}, [], tmp_path)
+    assert len(calls) == 2
     commit[0] = "def"
-    assert not run_modes._finished(tmp_path / "fly", {**mark, "models": look()})
+    capsys.readouterr()
+    run_modes.run_missing({"fly": mode}, [], tmp_path)
+    assert len(calls) == 3
+    assert 'made anew: models.target.commit was "abc", is now "def"' in capsys.readouterr().out
 
 
 def test_a_failing_mode_ends_with_one_line_and_keeps_the_finished(
@@ -269,7 +269,7 @@ def test_a_run_of_another_configuration_is_not_taken_for_finished(
     calls = []
     monkeypatch.setattr(run_modes, "_run", lambda mode, given: calls.append(mode.name))
     run = SimpleNamespace(rounds=[], requests=[1], path=tmp_path / "out/fly/results.json")
-    monkeypatch.setattr(run_modes.runs, "load", lambda folder: run)
+    monkeypatch.setattr(run_modes.reader, "load", lambda folder: run)
     values = {"pretrained": str(saved_pair / "draft"), "config_path": str(config_file)}
     out = tmp_path / "out"
     (out / "fly").mkdir(parents=True)
@@ -292,7 +292,7 @@ def test_what_has_changed_under_the_same_command_runs_again(
     calls = []
     monkeypatch.setattr(run_modes, "_run", lambda mode, given: calls.append(mode.name))
     run = SimpleNamespace(rounds=[], requests=[1], path=tmp_path / "out/fly/results.json")
-    monkeypatch.setattr(run_modes.runs, "load", lambda folder: run)
+    monkeypatch.setattr(run_modes.reader, "load", lambda folder: run)
     values = {"pretrained": str(saved_pair / "draft"), "config_path": str(config_file)}
     facts = {"name": "a CPU"}
     monkeypatch.setattr(run_modes, "machine_facts", lambda: dict(facts))

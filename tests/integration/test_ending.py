@@ -157,4 +157,4 @@ def test_a_folder_removed_in_the_middle_is_no_success(place):
     status, output = killing.Run(["--resume", out], place).end()
     assert status == 0, output[-2000:]
     assert len(killing.records(out)) == killing.REQUESTS
-    assert reader.load(out).resumed["requests"] == kept
+    assert reader.load(out).entry["resumed"]["requests"] == kept

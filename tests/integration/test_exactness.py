@@ -11,7 +11,7 @@ import torch
 from fly.execution.model_runner import ModelRunner
 from fly.speculation import engine as engine_module
 from fly.speculation.drafters.draft_model import ModelDrafter
-from fly.speculation.rules.verification import judge, resolve
+from fly.speculation.rules.base import Rule, verify
 from fly.speculation.sampling import GREEDY, Sampling
 from fly.speculation.sequence import Request
 from tests import tiny
@@ -24,8 +24,8 @@ def expected(target):
     return [tiny.generate(target, prompt, BUDGET) for prompt in tiny.prompts()]
 
 
-def run(target, draft, name, k, slots=1, relaxation=None):
-    engine = tiny.engine(target, tiny.drafter(name, slots, draft), k, relaxation, slots)
+def run(target, draft, name, k, slots=1, rule=tiny.EXACT):
+    engine = tiny.engine(target, tiny.drafter(name, slots, draft), k, rule, slots)
     return tiny.decode_all(engine, tiny.prompts(), BUDGET)
 
 
@@ -38,7 +38,7 @@ def test_target_only(target, draft, expected):
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("k", [1, 4, 15])
 @pytest.mark.parametrize("name", ["model", "ngram", "cascade"])
-def test_strict_equals_generate(target, draft, expected, name, k, slots):
+def test_exact_equals_generate(target, draft, expected, name, k, slots):
     records = run(target, draft, name, k, slots)
     assert [record.tokens for record in records] == expected
     assert 0 < tiny.total(records, "native_accepted") < tiny.total(records, "drafted")
@@ -56,10 +56,10 @@ def test_cascade_drafts_exactly_what_the_model_drafts(target, draft):
         assert tiny.total(plain, name) == tiny.total(cascade, name)
 
 
-def test_rows_do_not_influence_each_other(target, draft):
+def test_sequences_do_not_influence_each_other(target, draft):
     """FLy too: slots and arrival order change nothing (float32)."""
     relaxed = tiny.relaxed(1, 0.1)
-    alone = run(target, draft, "model", 6, slots=1, relaxation=relaxed)
+    alone = run(target, draft, "model", 6, slots=1, rule=relaxed)
     engine = tiny.engine(target, tiny.drafter("model", 3, draft), 6, relaxed, slots=3)
     order = [3, 0, 4, 2, 1]
     shuffled = tiny.decode_all(engine, [tiny.prompts()[i] for i in order], BUDGET)
@@ -67,27 +67,29 @@ def test_rows_do_not_influence_each_other(target, draft):
 
 
 def test_fly_relaxes_and_its_tokens_are_the_drafts_or_the_targets(target, draft, expected):
-    records = run(target, draft, "model", 8, relaxation=tiny.relaxed(1, 0.1))
+    records = run(target, draft, "model", 8, rule=tiny.relaxed(1, 0.1))
     assert tiny.total(records, "deferred_accepted") > 0
     assert [record.tokens for record in records] != expected
 
 
-def resolve_one_too_many(native, may_wait, *rest):
-    resolution = resolve(native, may_wait, *rest)
-    return replace(resolution, accepted=min(resolution.accepted + 1, len(native)))
+def resolve_one_too_many(rule, judged, honest=Rule.resolve):
+    resolution = honest(rule, judged)
+    return replace(resolution, accepted=min(resolution.accepted + 1, len(judged.draft)))
 
 
-def judge_by_top_two(draft_BK, length_B, logits_BKV, *rest):
-    judged = judge(draft_BK, length_B, logits_BKV, *rest)
+def verify_by_top_two(draft_BK, length_B, logits_BKV, *rest):
+    found = verify(draft_BK, length_B, logits_BKV, *rest)
     second_BK = logits_BKV.topk(2, -1).indices[:, : draft_BK.shape[1], 1]
-    return replace(judged, native_BK=judged.native_BK | (draft_BK == second_BK))
+    return replace(found, matches_BK=found.matches_BK | (draft_BK == second_BK))
 
 
 @pytest.mark.parametrize(
-    ("name", "mutant"), [("resolve", resolve_one_too_many), ("judge", judge_by_top_two)]
+    ("where", "name", "mutant"),
+    [(Rule, "resolve", resolve_one_too_many), (engine_module, "verify", verify_by_top_two)],
+    ids=["resolve", "verify"],
 )
-def test_mutant_verification_is_caught(target, draft, expected, monkeypatch, name, mutant):
-    monkeypatch.setattr(engine_module, name, mutant)
+def test_mutant_verification_is_caught(target, draft, expected, monkeypatch, where, name, mutant):
+    monkeypatch.setattr(where, name, mutant)
     records = run(target, draft, "model", 4)
     assert [record.tokens for record in records] != expected
 
@@ -96,17 +98,17 @@ def test_mutant_cache_without_rollback_is_caught(target, draft, expected, monkey
     """The target forgets to take rejected tokens out of its cache."""
     honest = ModelRunner.extend
 
-    def extend_and_keep(self, tokens):
+    def extend_and_note(self, tokens):
         logits = honest(self, tokens)
         if self.model is target:
-            self.stale = [length + len(row) for length, row in zip(self.lengths, tokens)]
+            self.stale = [length + len(feed) for length, feed in zip(self.lengths, tokens)]
         return logits
 
-    def settle_stale(self, slot, tokens, length):
+    def commit_stale(self, slot, tokens, length):
         self.lengths[slot] = max(length, getattr(self, "stale", self.lengths)[slot])
 
-    monkeypatch.setattr(ModelRunner, "extend", extend_and_keep)
-    monkeypatch.setattr(ModelRunner, "settle", settle_stale)
+    monkeypatch.setattr(ModelRunner, "extend", extend_and_note)
+    monkeypatch.setattr(ModelRunner, "commit", commit_stale)
     assert [record.tokens for record in run(target, draft, "ngram", 4)] != expected
 
 
@@ -116,8 +118,8 @@ def test_a_drafter_with_a_wrong_cache_costs_speed_not_correctness(
     """A drafter that never saw the prompt drafts badly; the target still decides."""
     honest = tiny.total(run(target, draft, "model", 4), "native_accepted")
 
-    def admit_blindly(self, slot, row, *, soon=True):
-        self.runner.prefill(slot, [3] * (len(row.tokens) - 1))
+    def admit_blindly(self, slot, sequence, features=None, *, soon=True):
+        self.runner.prefill(slot, [3] * (len(sequence.tokens) - 1))
 
     monkeypatch.setattr(ModelDrafter, "admit", admit_blindly)
     records = run(target, draft, "model", 4)

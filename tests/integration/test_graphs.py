@@ -3,9 +3,12 @@
 import pytest
 import torch
 
-from fly.execution.cuda_graphs import StaticPasses
+from fly.execution.cuda_graphs import CudaGraphRunner
 from fly.execution.model_runner import ModelRunner
 from fly.speculation.drafters.draft_model import ModelDrafter
+from fly.speculation.rules import base as rules
+from fly.speculation.rules.gates import EntropyGate, all_pass
+from fly.speculation.sequence import Request
 from tests import tiny
 
 EOS = frozenset({tiny.EOS})
@@ -17,10 +20,10 @@ def pair():
     return target, tiny.noisy_copy(target, 0.01)
 
 
-def decode(pair, name, slots, static, relaxation=None, budget=40):
+def decode(pair, name, slots, static, rule=tiny.EXACT, budget=40):
     capture = False if static else None
     drafter = tiny.drafter(name, slots, pair[1], capture=capture)
-    engine = tiny.engine(tiny.runner(pair[0], slots, capture), drafter, 5, relaxation)
+    engine = tiny.engine(tiny.runner(pair[0], slots, capture), drafter, 5, rule)
     records = tiny.decode_all(engine, tiny.prompts(8), budget)
     return engine, records
 
@@ -29,12 +32,12 @@ def outcome(records):
     return [(record.tokens, record.counts, record.prompt_tokens_reused) for record in records]
 
 
-@pytest.mark.parametrize("relaxation", [None, tiny.relaxed(2, 0.3)], ids=["exact", "fly"])
+@pytest.mark.parametrize("rule", [tiny.EXACT, tiny.relaxed(2, 0.3)], ids=["exact", "fly"])
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("name", ["none", "model", "ngram", "cascade"])
-def test_static_passes_decode_as_eager_ones_do(pair, name, slots, relaxation):
-    engine, static = decode(pair, name, slots, True, relaxation)
-    _, eager = decode(pair, name, slots, False, relaxation)
+def test_static_passes_decode_as_eager_ones_do(pair, name, slots, rule):
+    engine, static = decode(pair, name, slots, True, rule)
+    _, eager = decode(pair, name, slots, False, rule)
     assert outcome(static) == outcome(eager)
     assert engine._target.static._captured  # and it was they that ran
 
@@ -59,7 +62,7 @@ def test_the_draft_loop_runs_in_one_piece(pair, monkeypatch):
 
 def test_a_graph_that_forgets_the_lengths_is_noticed(pair, monkeypatch):
     """The mutant: inputs other than the ids are not brought up to date."""
-    honest = StaticPasses._fill
+    honest = CudaGraphRunner._fill
 
     def forget(self, captured, ids_BQ):
         lengths = captured.lengths.clone()
@@ -67,12 +70,13 @@ def test_a_graph_that_forgets_the_lengths_is_noticed(pair, monkeypatch):
         captured.lengths.copy_(lengths)
 
     expected = outcome(decode(pair, "model", 3, False)[1])
-    monkeypatch.setattr(StaticPasses, "_fill", forget)
+    monkeypatch.setattr(CudaGraphRunner, "_fill", forget)
     assert outcome(decode(pair, "model", 3, True)[1]) != expected
 
 
 def test_shapes_are_few(pair):
-    """Rows and widths come in buckets: finishing rows and short last rounds cost no capture."""
+    """Batch sizes and widths come in buckets: sequences that end and short last rounds cost no
+    capture."""
     engine, _ = decode(pair, "model", 3, True)
     target, draft = engine._target.static, engine._drafter.runner.static
     assert {width for _, _, width, _, _ in target._captured} <= {1, 2, 3, 5, 9}
@@ -84,7 +88,7 @@ def test_a_pass_that_cannot_be_captured_falls_back_and_says_why(pair, monkeypatc
     def refuse(self, *args):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    monkeypatch.setattr(StaticPasses, "_make", refuse)
+    monkeypatch.setattr(CudaGraphRunner, "_make", refuse)
     engine, static = decode(pair, "model", 2, True)
     assert engine._target.static.failure == "operation not permitted when stream is capturing"
     assert "eager passes from here on: operation not permitted" in caplog.text
@@ -111,24 +115,19 @@ def expected_logits(model, tokens, last):
 
 def test_a_dense_gate_judges_as_the_sparse_one():
     """Accelerators compute every position's entropy; CPUs only the candidates'."""
-    from fly.speculation.rules import verification
-    from fly.speculation.rules.gates import EntropyGate, all_pass
-
     torch.manual_seed(0)
     logits = 3 * torch.randn(4, 6, 50)
     candidates = torch.rand(4, 6) < 0.5
     gates, draft = (EntropyGate(0.5),), torch.zeros(4, 6, dtype=torch.long)
-    sparse = verification._gate(logits, draft, candidates, gates)
+    sparse = rules._gate(logits, draft, candidates, gates)
     everywhere = all_pass(gates, logits.flatten(0, 1), draft.flatten()).view(4, 6)
     assert torch.equal(sparse, candidates & everywhere)
     assert sparse.any()
     assert not torch.equal(sparse, candidates)
 
 
-def test_rows_that_are_not_drafted_for_keep_their_books(pair):
-    """A row at the end of its budget, and one past the draft's context, beside an open one."""
-    from fly.speculation.sequence import Request
-
+def test_sequences_that_are_not_drafted_for_keep_their_books(pair):
+    """One at the end of its budget, and one past the draft's context, beside an open one."""
     target, draft = pair
     requests = [
         Request((5, 6, 7), 30, tag=0),

@@ -13,7 +13,7 @@ from fly.execution import kernels
 from fly.harness.hf import FlyLM
 from fly.models import sources
 from fly.runs import context
-from fly.runs.finished_requests import Earlier
+from fly.runs.finished_requests import FinishedRequests
 from fly.runs.manifest import Manifest
 from fly.runs.records import PHASES
 from fly.speculation.sampling import Sampling
@@ -145,7 +145,7 @@ def test_model_info_is_plain_json_with_the_documented_names(saved_pair):
 
 @pytest.mark.parametrize("drafter", ["model", "ngram", "cascade"])
 @pytest.mark.parametrize("batch_size", [1, 3, "auto"])
-def test_drafters_and_rows_give_the_same_texts(saved_pair, lm, drafter, batch_size):
+def test_drafters_and_batch_sizes_give_the_same_texts(saved_pair, lm, drafter, batch_size):
     other = fly_lm(saved_pair, drafter=drafter, batch_size=batch_size)
     wanted = {"max_gen_toks": 40, "until": ["q"]}
     assert other.generate_until(instances(wanted)) == lm.generate_until(instances(wanted))
@@ -259,8 +259,8 @@ def test_characters_that_a_stop_string_matched_are_not_cleaned_away(saved_pair, 
     """Else "b ." in one block would hide the stop "b " that one token at a time meets."""
     lm = fly_lm(saved_pair)
     monkeypatch.setattr(lm.tokenizer, "clean_up_tokenization_spaces", True)
-    wanted = lm._build(instances({"until": ["b "]}, ["a"]))
-    engine = lm._engine(wanted, lambda record: None, wanted)
+    wanted = lm.build_requests(instances({"until": ["b "]}, ["a"]))
+    engine = lm.engines.engine(lm.fly_config, wanted, wanted, lambda record: None, False)
     assert engine._decode(lm.tok_encode("b .", add_special_tokens=False)) == "b ."
 
 
@@ -317,19 +317,20 @@ def test_what_was_finished_survives_ctrl_c(saved_pair, tmp_path, monkeypatch, ca
     lm = fly_lm(saved_pair)
     kept = []
     monkeypatch.setattr(lm.cache_hook, "add_partial", lambda *args: kept.append(args))
-    honest = lm._keep
+    honest = lm.keep
 
     def interrupt_after_two(*args):
         honest(*args)
         if len(kept) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(lm, "_keep", interrupt_after_two)
+    monkeypatch.setattr(lm, "keep", interrupt_after_two)
     with pytest.raises(KeyboardInterrupt):
         lm.generate_until(instances({"max_gen_toks": 10}))
-    rows = [json.loads(line) for line in next(tmp_path.glob("*.jsonl")).read_text().splitlines()]
-    assert len({row["doc_id"] for row in rows}) == 2
-    assert {"task", "prompt_hash", "text", "tau", "finish_reason"} <= set(rows[0])
+    (file,) = tmp_path.glob("*.jsonl")
+    written = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len({record["doc_id"] for record in written}) == 2
+    assert {"task", "prompt_hash", "text", "tau", "finish_reason"} <= set(written[0])
     assert "2 of 5 responses are kept" in caplog.text
     assert "with --use_cache the same command" in caplog.text
     context.start()
@@ -337,19 +338,19 @@ def test_what_was_finished_survives_ctrl_c(saved_pair, tmp_path, monkeypatch, ca
 
 def interrupt_after_one(lm, monkeypatch):
     """Ctrl-C once the first response is kept."""
-    honest = lm._keep
+    honest = lm.keep
 
     def interrupt(*args):
         honest(*args)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(lm, "_keep", interrupt)
+    monkeypatch.setattr(lm, "keep", interrupt)
 
 
 def test_an_interruption_names_the_way_on(saved_pair, tmp_path, monkeypatch, caplog):
     """With a manifest the run can be resumed, and the message is the command."""
     run = context.start(tmp_path)
-    run.go_on_as(Manifest.create(tmp_path, arguments={}), None)
+    run.join(Manifest.create(tmp_path, {"output_path": str(tmp_path)}), None)
     lm = fly_lm(saved_pair)
     interrupt_after_one(lm, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
@@ -362,16 +363,16 @@ def test_an_interruption_names_the_way_on(saved_pair, tmp_path, monkeypatch, cap
 
 def test_calls_with_settings_of_their_own_are_resumed_each(saved_pair, tmp_path, monkeypatch):
     """Two tasks, two calls: the first is there, the second is not; nothing is decoded twice."""
-    manifest = Manifest.create(tmp_path, arguments={})
+    manifest = Manifest.create(tmp_path, {"output_path": str(tmp_path)})
     calls = [instances({"max_gen_toks": 10}), instances({"max_gen_toks": 20, "until": ["q"]})]
     for instance in calls[1]:
         instance.task_name = "b_task"
     whole = fly_lm(saved_pair)
     expected = [whole.generate_until(call) for call in calls]
-    context.start(tmp_path).go_on_as(manifest, None)
+    context.start(tmp_path).join(manifest, None)
     fly_lm(saved_pair).generate_until(calls[0])
     for decoded in (5, 0):
-        context.start(tmp_path).go_on_as(manifest, Earlier(tmp_path, manifest.started))
+        context.start(tmp_path).join(manifest, FinishedRequests(tmp_path, manifest.started))
         lm = fly_lm(saved_pair)
         cached = Mock()
         monkeypatch.setattr(lm.cache_hook, "add_partial", cached)
@@ -410,18 +411,18 @@ def test_auto_batch_size_is_said_and_bounded_by_memory(saved_pair, lm, monkeypat
     auto = fly_lm(saved_pair, batch_size="auto")
     wanted = instances({"max_gen_toks": 10})
     assert auto.generate_until(wanted) == lm.generate_until(wanted)
-    assert "batch_size=auto: 5 rows in flight" in caplog.text
-    monkeypatch.setattr("fly.execution.memory.free_bytes", lambda device: 0)
+    assert "batch_size=auto: 5 running sequences" in caplog.text
+    monkeypatch.setattr("fly.execution.oom.free_bytes", lambda device: 0)
     auto.generate_until(wanted)
-    assert "batch_size=auto: 1 rows in flight" in caplog.text
+    assert "batch_size=auto: 1 running sequences" in caplog.text
 
 
 def test_auto_batch_size_knows_which_requests_sample(saved_pair, monkeypatch):
     auto = fly_lm(saved_pair, batch_size="auto")
     kept = []
     monkeypatch.setattr(
-        "fly.execution.memory.rows_that_fit",
-        lambda works, **_: kept.append([work.kept for work in works]) or 2,
+        "fly.harness.engine_factory.sequences_that_fit",
+        lambda works, *_, **__: kept.append([work.kept for work in works]) or 2,
     )
     auto.generate_until(instances({"max_gen_toks": 4}))
     auto.generate_until(instances({"max_gen_toks": 4, "do_sample": True, "temperature": 1.0}))
@@ -435,18 +436,18 @@ def test_a_draft_that_is_loaded_again_has_the_checkpoints_dtype(saved_pair, monk
     ready = fly_lm(saved_pair, dtype="bfloat16")
     assert ready.model.dtype == torch.float32
     _, draft = sources.sources(ready.fly_config)
-    assert ready._load_draft(draft, {}).dtype == torch.bfloat16
+    assert ready.load_draft(draft, {}).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("batch_size", [2, "auto"])
 def test_lossy_drafts_are_all_or_none_whatever_is_left_to_decode(saved_pair, caplog, batch_size):
     """A resumed run has fewer requests left, which must not switch drafting on or off."""
     lm = fly_lm(saved_pair, enable_fly=True, draft_policy="auto", batch_size=batch_size)
-    wanted = lm._build(instances({"max_gen_toks": 4}))
+    wanted = lm.build_requests(instances({"max_gen_toks": 4}))
     lengths = []
     for missing in (wanted, wanted[:1]):
-        lm._engine(missing, lambda record: None, wanted)
-        lengths.append(lm.draft_length)
+        lm.engines.engine(lm.fly_config, missing, wanted, lambda record: None, False)
+        lengths.append(lm.engines.draft_length)
     assert lengths[0] == lengths[1]
     assert lengths[0]["policy"] == "rule"
     # a draft as large as its target never pays, and the log says what to do
@@ -507,10 +508,10 @@ def test_a_draft_with_a_short_window_serves_a_shorter_context(saved_pair, tmp_pa
 def test_max_length_does_not_reach_past_the_context(saved_pair, caplog):
     """Positions past the context were clamped, and tokens came out wrong without a word."""
     lm = fly_lm(saved_pair, max_length=64)
-    (request,) = lm._build(instances({"max_length": 400, "max_gen_toks": 8}, ["abc"]))
+    (request,) = lm.build_requests(instances({"max_length": 400, "max_gen_toks": 8}, ["abc"]))
     assert len(request.prompt) + request.budget == 64
     assert "max_length=400 of gen_kwargs is more than the target's context" in caplog.text
-    (short,) = lm._build(instances({"max_length": 20, "max_gen_toks": 8}, ["abc"]))
+    (short,) = lm.build_requests(instances({"max_length": 20, "max_gen_toks": 8}, ["abc"]))
     assert len(short.prompt) + short.budget == 20
 
 
@@ -523,7 +524,7 @@ def test_autocast_is_refused_as_fly_s_passes_have_one_dtype(saved_pair):
 def test_a_token_limit_of_the_generation_config_is_named(saved_pair, monkeypatch, caplog):
     lm = fly_lm(saved_pair)
     monkeypatch.setattr(lm.model.generation_config, "max_new_tokens", 7)
-    lm._build(instances({"max_gen_toks": 4}, ["a"]))
+    lm.build_requests(instances({"max_gen_toks": 4}, ["a"]))
     assert "generation_config sets max_new_tokens=7" in caplog.text
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fly.runs import context
+from fly.runs.jsonl import JsonLines
 from tests import tiny, traced_runs, written_runs
 from tests.integration import test_cli
 from tests.integration.test_cli import config_file, run, task_dir  # noqa: F401  fixtures
@@ -247,8 +247,8 @@ MODEL_ARGS = [
     ("spdk=3", "unknown model_args key 'spdk': did you mean 'spd_k'"),
     ("batch_size=2", "give it as --batch_size"),
     ("device=cpu", "give it as --device"),
-    ("draft_device=banana", "draft_device=banana: not to be had here: choose from cpu"),
-    ("draft_device=cuda:99", "draft_device=cuda:99: not to be had here"),
+    ("draft_device=banana", "draft_device=banana: not available here: choose from cpu"),
+    ("draft_device=cuda:99", "draft_device=cuda:99: not available here"),
     ("draft_dtype=banana", "draft_dtype=banana: no such dtype"),
     ("dtype=banana", "dtype=banana: no such dtype"),
     ("dtype=nn", "dtype=nn: no such dtype"),
@@ -906,7 +906,7 @@ RECORDS = [
     ("fly_requests_", ["seconds"], {"sleep": 1}, "seconds.prefill is missing"),
     ("fly_requests_", ["seconds", "sleep"], 1, "sleep"),
     ("fly_requests_", ["decoding"], [], "decoding was []"),
-    ("fly_requests_", ["text"], 5, "text is 5"),
+    ("fly_requests_", ["text"], 5, "text=5"),
     ("fly_trace_", ["idx"], REMOVED, "idx is missing"),
     ("fly_trace_", ["request"], "0", "request='0'"),
     ("fly_vocabulary_", ["id"], None, "id=None"),
@@ -963,7 +963,7 @@ def test_a_full_disk(place, tmp_path, capsys, monkeypatch, what):
     """Nothing half-done is left behind, and what was finished stays."""
     if what == "records":
         written = []
-        write = context.JsonLines.flush
+        write = JsonLines.flush
 
         def flush(self):
             if len(written) == 2:
@@ -971,7 +971,7 @@ def test_a_full_disk(place, tmp_path, capsys, monkeypatch, what):
             written.append(1)
             write(self)
 
-        monkeypatch.setattr(context.JsonLines, "flush", flush)
+        monkeypatch.setattr(JsonLines, "flush", flush)
     elif what == "manifest":
         monkeypatch.setattr("fly.runs.manifest.write_whole", _full)
     else:

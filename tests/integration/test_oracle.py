@@ -1,24 +1,24 @@
 """The engine against a plain oracle (tests/oracle.py), over scripted targets and drafters.
 
-The scripted target chooses by a hash of all tokens that the engine fed to a slot, so that one
+The scripted target's token is a hash of all tokens that the engine fed to a slot, so that one
 stale, missing or foreign token in a cache changes what it says.
 """
 
 import random
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fly.speculation.drafters.base import Draft
+from fly.speculation.drafters.base import Draft, Drafter
 from fly.speculation.engine import Engine
+from fly.speculation.rules.fly import FlyRule
 from fly.speculation.rules.gates import EntropyGate
-from fly.speculation.rules.verification import Relaxation, resolve
 from fly.speculation.sequence import Request, Sequence
+from tests import tiny
 from tests.oracle import Oracle, Rule, Script, plain
 
 CASES = 1500  # engine runs of the long comparison, of one to five requests each
@@ -28,7 +28,8 @@ FIXED = 300  # engine runs on which every mutant must fail
 class ScriptedTarget:
     """A ModelRunner whose K/V are the tokens themselves: it answers from what it was fed.
 
-    A token that is kept though it was never fed is -1; positions past a row's own feed answer EOS.
+    A token that stays though it was never fed is -1; positions past a sequence's own feed answer
+    EOS.
     """
 
     static = None
@@ -51,16 +52,19 @@ class ScriptedTarget:
     def reserve_rows(self, longest, *, width, steps=0):
         pass
 
-    def prefill(self, slot, tokens):
+    def prefill(self, slot, tokens, *, reuse=True):
         self.fed[slot], self.lengths[slot] = list(tokens), len(tokens)
         return 0
 
-    def keep(self, slot, length):
+    def take_hidden(self):
+        return None
+
+    def truncate(self, slot, length):
         self.lengths[slot] = length
 
-    def settle(self, slot, tokens, length):
+    def commit(self, slot, tokens, length):
         """`tokens` are not looked at: what was fed counts, not what should have been."""
-        self.keep(slot, length)
+        self.truncate(slot, length)
 
     def move(self, source, destination):
         self.fed[destination] = self.fed[source][: self.lengths[source]]
@@ -82,39 +86,34 @@ class ScriptedTarget:
         return self.extend(ids_BQ.tolist())
 
     def logits(self, prefix):
-        """As many likely tokens as the script has rivals, its choice a little ahead."""
+        """As many likely tokens as the script has rivals, its own a little ahead."""
         values = [-30.0] * self.script.vocab
-        best = self.script.choice(prefix)
+        best = self.script.target_token(prefix)
         for step in range(self.script.rivals(prefix)):
             values[(best + step) % self.script.vocab] = 0.0
         values[best] = 0.01
         return torch.tensor(values)
 
 
-class ScriptedDrafter:
-    """Proposes what the script says, and checks that rows stay in the slots they were given."""
-
-    devices = ()
+class ScriptedDrafter(Drafter):
+    """Proposes what the script says, and checks that sequences stay in the slots given to them."""
 
     def __init__(self, script, slots, *, on_device=False):
         self.script, self.on_device = script, on_device
         self.resize(slots)
 
-    def admit(self, slot, row, *, soon=True):
-        self.rows[slot] = row
-
-    def reserve(self, longest, spd_k):
-        pass
+    def admit(self, slot, sequence, features=None, *, soon=True):
+        self.admitted[slot] = sequence
 
     def move(self, source, destination):
-        self.rows[destination] = self.rows[source]
+        self.admitted[destination] = self.admitted[source]
 
     def resize(self, slots):
-        self.rows = [None] * slots
+        self.admitted = [None] * slots
 
-    def propose(self, rows, limits):
-        assert rows == self.rows[: len(rows)], "rows changed their slots unannounced"
-        chains = [self._chain(row.tokens, limit) for row, limit in zip(rows, limits)]
+    def propose(self, running, limits):
+        assert running == self.admitted[: len(running)], "sequences changed slots unannounced"
+        chains = [self._chain(s.tokens, limit) for s, limit in zip(running, limits)]
         draft = Draft(chains)
         return Draft.on_device(*draft.padded(torch.device("cpu"))) if self.on_device else draft
 
@@ -125,9 +124,6 @@ class ScriptedDrafter:
             if token == self.script.eos_id:
                 break
         return chain
-
-    def commit(self, rows, verdicts):
-        pass
 
 
 @dataclass(frozen=True)
@@ -144,8 +140,8 @@ class Case:
 def draw_case(pick) -> Case:
     """A random case; `pick(values)` chooses one of them, at random or as hypothesis likes."""
     window, across = pick([None, 0, 1, 1, 2, 3, 4, 6]), pick([False, True, True])
-    room = None if across or window is None else window + pick([0, 0, 1])
-    rule = Rule(pick(range(1, 9)), window, pick([None, 0.3, 0.9]), room)
+    lookahead = None if across or window is None else window + pick([0, 0, 1])
+    rule = Rule(pick(range(1, 9)), window, pick([None, 0.3, 0.9]), lookahead)
     script = Script(
         pick(range(10**6)), pick(range(8, 13)), pick([0.3, 0.6, 0.8, 0.9]), pick([0, 0.02, 0.08])
     )
@@ -170,23 +166,23 @@ def cases(draw):
     return draw_case(lambda values: draw(st.sampled_from(values)))
 
 
-def relaxation(rule):
+def rule_of(rule):
+    """The engine's rule for the oracle's."""
     if rule.window is None:
-        return None
+        return tiny.EXACT
     gates = () if rule.theta is None else (EntropyGate(rule.theta),)
-    return Relaxation(gates, rule.window, rule.room)
+    return tiny.fly_rule(gates, rule.window, rule.lookahead)
 
 
-def run(case: Case, requests=None, observer=lambda record: None):
+def run(case: Case, requests=None):
     """{tag: (tokens, finish reason, counts)} from the engine; `requests` keep their order."""
     engine = Engine(
         ScriptedTarget(case.script, case.slots),
         ScriptedDrafter(case.script, case.slots, on_device=case.on_device),
+        rule_of(case.rule),
         spd_k=case.rule.spd_k,
-        relaxation=relaxation(case.rule),
         eos_ids=frozenset({case.script.eos_id}),
         decode=case.script.decode,
-        observer=observer,
         reuse_prefixes=requests is None,  # sorts them
     )
     records = {record.request.tag: record for record in engine.run(requests or case.requests)}
@@ -222,31 +218,37 @@ EVENTS = [
     "stop by a deferral, cut in a later round",
     "stop by a deferral, rolled back",
     "refused: EOS",
-    "refused: no room in the round",
+    "refused: too few drafted after it",
     *(
         f"{kind} token ends: {reason}"
-        for kind in ("native", "deferred", "correction", "rollback", "bonus")
+        for kind in ("match", "deferred", "recovered", "rollback", "bonus")
         for reason in ("eos", "stop")
     ),
     "bonus token ends: length",
 ]
 
 
-def note_final(seen, record):
-    seen.append((record.row, record.row.tokens[: record.row.final_length]))
+def noting_final(seen, honest=Sequence.round_record):
+    def round_record(sequence, *args):
+        seen.append((sequence, sequence.tokens[: sequence.final_length]))
+        return honest(sequence, *args)
+
+    return round_record
 
 
-def test_the_engine_decodes_as_the_oracle_does():
+def test_the_engine_decodes_as_the_oracle_does(monkeypatch):
     """Any slip in windows, rollbacks, ends, counts or cache calls; every event must have occurred.
 
     Also a final token that is taken back: callers may have shown it already.
     """
-    events, requests = Counter(), 0
+    events, requests, final = Counter(), 0, []
+    monkeypatch.setattr(Sequence, "round_record", noting_final(final))
     for case in seeded(CASES):
-        final = []
-        got = run(case, observer=partial(note_final, final))
+        final.clear()
+        got = run(case)
         assert got == expected(case, events), case
-        assert all(row.tokens[: len(tokens)] == tokens for row, tokens in final), case
+        assert len(final) == sum(counts["rounds"] for _, _, counts in got.values())
+        assert all(s.tokens[: len(tokens)] == tokens for s, tokens in final), case
         assert all(counts["emitted"] == len(tokens) for tokens, _, counts in got.values())
         requests += len(got)
     assert requests >= 4000
@@ -262,7 +264,7 @@ def test_the_engine_decodes_as_the_oracle_does_for_cases_that_hypothesis_seeks(c
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_slots_and_order_change_no_record(slots):
-    """A row that reads another's cache, deferral or counts."""
+    """A sequence that reads another's cache, deferral or counts."""
     for number, case in enumerate(seeded(100)):
         shuffled = random.Random(number).sample(case.requests, len(case.requests))
         assert run(replace(case, slots=slots), requests=shuffled) == expected(case), case
@@ -280,8 +282,8 @@ class TightTarget(ScriptedTarget):
         return super().extend(tokens)
 
 
-def test_rows_interrupted_by_lack_of_memory_go_on_with_their_open_deferral(monkeypatch):
-    """A window, or a provisional token, that is forgotten when a row is let in again."""
+def test_sequences_interrupted_by_lack_of_memory_go_on_with_their_open_deferral(monkeypatch):
+    """A window, or a provisional token, that is forgotten when a sequence is admitted again."""
     monkeypatch.setattr(f"{__name__}.ScriptedTarget", TightTarget)
     for case in seeded(100):
         assert run(replace(case, slots=4)) == expected(case), case
@@ -309,7 +311,7 @@ class Spelled(Script):
     drafted: str = ""
     vocab: int = 27
 
-    def choice(self, prefix):
+    def target_token(self, prefix):
         return self._spell(self.said, prefix)
 
     def proposal(self, prefix):
@@ -320,14 +322,14 @@ class Spelled(Script):
         return self.eos_id if letter == "." else ord(letter) - ord("a")
 
 
-# target, draft, rule (K, W, room), budget, stop -> text, why it ends,
+# target, draft, rule (K, W, lookahead), budget, stop -> text, why it ends,
 # (deferred_accepted, deferred_rolled_back, discarded)
 BY_HAND = {
     "stands within a round": (
         ("abcdef", "xbcdef", (4, 2, 2), 6, None),
         ("xbcdef", "length", (1, 0, 0)),
     ),
-    "no room in the round": (
+    "too few drafted after it": (
         ("abcdef", "xbcdef", (2, 2, 2), 6, None),
         ("abcdef", "length", (0, 0, 0)),
     ),
@@ -389,53 +391,63 @@ BY_HAND = {
 @pytest.mark.parametrize("name", BY_HAND)
 def test_by_hand(name):
     """The engine or the oracle reads the semantics wrong: answers worked out on paper."""
-    (said, drafted, (k, window, room), budget, stop), (text, reason, counts) = BY_HAND[name]
+    (said, drafted, (k, window, lookahead), budget, stop), (text, reason, counts) = BY_HAND[name]
     script = Spelled(0, said=said + "q" * 9, drafted=drafted)
     requests = (Request((0,), budget, (stop,) if stop else (), tag=0),)
-    case = Case(script, Rule(k, window, None, room), requests, slots=1, on_device=False)
+    case = Case(script, Rule(k, window, None, lookahead), requests, slots=1, on_device=False)
     for tokens, why, got in (run(case)[0], expected(case)[0]):
         assert (script.decode(tokens), why) == (text, reason)
         names = ("deferred_accepted", "deferred_rolled_back", "discarded")
         assert tuple(got[name] for name in names) == counts
 
 
-def window_too_short(native, may_wait, relaxation, *rest):
-    if relaxation is not None and relaxation.window > 1:
-        relaxation = replace(relaxation, window=relaxation.window - 1)
-    return resolve(native, may_wait, relaxation, *rest)
+resolve = FlyRule.resolve
 
 
-def deferred_token_kept_within_a_round(*args):
-    result = resolve(*args)
+def window_too_short(rule, judged):
+    shorter = tiny.fly_rule(rule.gates, max(rule.window - 1, min(rule.window, 1)), rule.lookahead)
+    return resolve(shorter, judged)
+
+
+def deferred_eos(rule, judged):
+    return resolve(rule, replace(judged, eos_ids=frozenset()))
+
+
+def draft_past_a_stop_string_counts(rule, judged):
+    return resolve(rule, replace(judged, stop_at=lambda: None))
+
+
+def deferred_token_kept_within_a_round(rule, judged):
+    result = resolve(rule, judged)
     if not result.rolled_back:
         return result
     stands = (*result.deferred, result.accepted)
     return replace(result, accepted=result.accepted + 1, deferred=stands, rolled_back=False)
 
 
-def deferred_token_kept_across_rounds(row, *args):
-    at, row.open = row.open.at, None
-    row._truncate(at + 1)
+def deferred_token_kept_across_rounds(sequence, *args):
+    at, sequence.open = sequence.open.at, None
+    sequence._truncate(at + 1)
     return 0
 
 
-def budget_closes_the_window(row, honest=Sequence._end):
-    if row.remaining <= 0:
-        row.open = None
-    return honest(row)
+def budget_closes_the_window(sequence, honest=Sequence._end):
+    if sequence.remaining <= 0:
+        sequence.open = None
+    return honest(sequence)
 
 
-def provisional_tokens_counted(row, counts, honest=Sequence._count):
-    row.open, held = None, row.open
-    honest(row, counts)
-    row.open = held
+def provisional_tokens_counted(sequence, counts, honest=Sequence._count):
+    sequence.open, held = None, sequence.open
+    honest(sequence, counts)
+    sequence.open = held
 
 
-class UnsettledTarget(ScriptedTarget):
-    """Not told when a row grows shorter."""
+class UncommittedTarget(ScriptedTarget):
+    """Not told when a sequence grows shorter."""
 
-    def settle(self, slot, tokens, length):
-        super().settle(slot, tokens, max(length, self.lengths[slot]))
+    def commit(self, slot, tokens, length):
+        super().commit(slot, tokens, max(length, self.lengths[slot]))
 
 
 class UnmovedTarget(ScriptedTarget):
@@ -443,18 +455,18 @@ class UnmovedTarget(ScriptedTarget):
         pass
 
 
+IN_RULE = "fly.speculation.rules.fly.FlyRule.resolve"
 MUTANTS = {
-    "window one too short": ("fly.speculation.engine.resolve", window_too_short),
-    "deferred token kept within a round": (
-        "fly.speculation.engine.resolve",
-        deferred_token_kept_within_a_round,
-    ),
+    "window one too short": (IN_RULE, window_too_short),
+    "EOS deferred": (IN_RULE, deferred_eos),
+    "drafted past a stop string": (IN_RULE, draft_past_a_stop_string_counts),
+    "deferred token kept within a round": (IN_RULE, deferred_token_kept_within_a_round),
     "deferred token kept across rounds": (
         "fly.speculation.sequence.Sequence._roll_back",
         deferred_token_kept_across_rounds,
     ),
-    "target not settled": (f"{__name__}.ScriptedTarget", UnsettledTarget),
-    "target row not moved": (f"{__name__}.ScriptedTarget", UnmovedTarget),
+    "target not committed": (f"{__name__}.ScriptedTarget", UncommittedTarget),
+    "target sequence not moved": (f"{__name__}.ScriptedTarget", UnmovedTarget),
     "budget closes the window": (
         "fly.speculation.sequence.Sequence._end",
         budget_closes_the_window,
@@ -465,7 +477,7 @@ MUTANTS = {
     ),
     "stop by a deferred token cuts at once": (
         "fly.speculation.sequence.Sequence._eos_after",
-        lambda row, start: True,
+        lambda sequence, start: True,
     ),
 }
 

@@ -41,14 +41,16 @@ def test_a_real_run_from_the_command_line(saved_pair, config_file, task_dir, tmp
     stats = finished.entry["stats"]
     (own,) = data["summary"]["runs"]
     assert own["stats"] == stats
-    assert own["settings"]["K"] == "4"
+    assert own["settings"]["spd_k"] == "4"
     assert sum(own["acceptance"]["blocks"]) == stats["rounds"]
-    kept = [sum(p[name] for p in own["acceptance"]["positions"]) for name in ("native", "deferred")]
+    kept = [
+        sum(p[name] for p in own["acceptance"]["positions"]) for name in ("matches", "deferred")
+    ]
     assert kept == [stats["native_accepted"], stats["deferred_accepted"]]
     assert data["summary"]["comparisons"] == []
     for number, row in enumerate(data["documents"]):
         trace = data["traces"]["documents"][str(number)]["0"][0]
-        stands = [i for i, letter in enumerate(trace["source"]) if letter != "r"]
+        stands = [i for i, letter in enumerate(trace["source"]) if letter != "x"]
         text = "".join(data["traces"]["texts"][trace["text"][i]] for i in stands)
         (response,) = data["texts"][number]["runs"][0]["responses"]
         assert text.removesuffix("</s>") == response
@@ -69,9 +71,9 @@ def test_two_runs(written, tmp_path):
     (compared,) = data["summary"]["comparisons"]
     assert (compared["main"]["lost"], compared["main"]["won"]) == (1, 1)
     assert compared["verdict"] == "not enough evidence"
-    assert compared["end_to_end"]["value"] == pytest.approx(2.0)
+    assert compared["speed"]["end_to_end"]["value"] == pytest.approx(2.0)
     (entry,) = data["summary"]["scores"]
-    low, high = (entry["runs"][0][key] for key in ("low", "high"))
+    low, high = (entry["runs"][0]["interval"][key] for key in ("low", "high"))
     assert (low, high) == pytest.approx((0.2077, 0.9385), abs=1e-4)  # Wilson, 2 of 3
     assert list(data["traces"]["documents"]) == ["1"]
 
@@ -84,7 +86,7 @@ def test_several_runs_of_one_mode_are_told_apart(written, tmp_path):
     changed.write_text(json.dumps(results))
     data, _ = written(*folders)
     names = [own["name"] for own in data["summary"]["runs"]]
-    assert names == ["fly (win_len=2)", "fly (win_len=4)", "fly (win_len=2) #2"]
+    assert names == ["fly (W=2)", "fly (W=4)", "fly (W=2) #2"]
     assert len(data["summary"]["comparisons"]) == 2
 
 
@@ -121,7 +123,7 @@ def test_a_run_of_another_backend_has_scores_and_no_times(written, tmp_path):
     data, _ = written(traced_runs.write(tmp_path / "a", "hf"), traced_runs.write(tmp_path / "b"))
     hf = data["summary"]["runs"][0]
     assert (hf["mode"], hf["stats"], hf["acceptance"]) == ("hf", None, None)
-    assert data["summary"]["comparisons"][0]["end_to_end"] is None
+    assert data["summary"]["comparisons"][0]["speed"]["end_to_end"] is None
     assert "tokens" not in data["documents"][0]["runs"][0]
 
 
@@ -157,7 +159,7 @@ def test_model_texts_cannot_leave_their_block(written, tmp_path):
     assert data["texts"][0]["runs"][0]["responses"] == [EVIL]
     assert text.count(EVIL) == 0
     assert (
-        "pwned>" in data["traces"]["texts"][data["traces"]["documents"]["0"]["0"][0]["choice"][2]]
+        "pwned>" in data["traces"]["texts"][data["traces"]["documents"]["0"]["0"][0]["target"][2]]
     )
     for found in re.findall(r'<script type="application/json".*?>(.*?)</script>', text):
         assert "<" not in found
@@ -213,7 +215,7 @@ def test_a_trace_with_a_missing_line_is_refused(tmp_path, written):
     (trace,) = folder.glob("fly_trace_*")
     first, _, last = trace.read_text().splitlines()
     trace.write_text(f"{first}\n{last}\n")
-    with pytest.raises(Exception, match=r"its trace cannot be replayed: .*round 3 does not follow"):
+    with pytest.raises(Exception, match=r"its trace cannot be replayed .*round 3 does not follow"):
         written(folder)
 
 
@@ -224,6 +226,6 @@ def test_the_intervals_of_other_metrics_come_from_lm_eval(tmp_path):
     whole["results"][traced_runs.TASK]["exact_match_stderr,none"] = 0.1
     results.write_text(json.dumps(whole))
     ((found,),) = (entry["runs"] for entry in summary.scores([runs.load(folder)]))
-    assert (found["value"], found["low"], found["high"]) == pytest.approx(
+    assert (found["value"], found["interval"]["low"], found["interval"]["high"]) == pytest.approx(
         (0.375, 0.375 - 0.196, 0.375 + 0.196), abs=1e-3
     )

@@ -122,7 +122,7 @@ def test_killed_at_any_moment_and_resumed_a_run_ends_like_an_unbroken_one(place,
     status, output = killing.Run(command, place).end()
     assert status == 0, output[-2000:]
     check_equal(out, unbroken)
-    resumed = reader.load(out).resumed
+    resumed = reader.load(out).entry["resumed"]
     assert resumed["requests"] == REQUESTS
     assert len(resumed["at"]) == len(plan)
     assert ("a torn last line" in output) == plan[-1][2]
@@ -149,7 +149,7 @@ def test_a_command_of_its_own_killed_in_the_middle(place, unbroken):
     status, output = killing.Run([f"--resume={out}"], elsewhere).end()
     assert status == 0, output[-2000:]
     check_equal(out, unbroken)
-    assert reader.load(out).resumed["requests"] >= 7
+    assert reader.load(out).entry["resumed"]["requests"] >= 7
     status, output = killing.Run(["--resume", out], elsewhere).end()
     assert status == 0
     assert "has ended: results: " in output
@@ -271,7 +271,7 @@ def test_a_second_process_is_refused_and_a_moved_folder_is_not(broken):
     (broken / "cut").rename(moved)
     status, output = killing.Run(["--resume", moved], elsewhere).end()
     assert status == 0, output[-2000:]
-    assert reader.load(moved).resumed["requests"] >= 4
+    assert reader.load(moved).entry["resumed"]["requests"] >= 4
 
 
 def test_with_use_cache_nothing_is_asked_or_counted_twice(place):

@@ -34,7 +34,7 @@ def test_a_run_reads_back(folder):
         assert sample.responses == (by_document[sample.doc_id]["text"],)
     assert sum(r["emitted"] for r in run.requests) == run.entry["stats"]["emitted"]
     assert run.rounds == []  # no trace was asked for
-    assert run.resumed is None
+    assert run.entry["resumed"] is None
 
 
 def test_the_newest_results_of_a_folder_are_read(folder):
@@ -71,17 +71,17 @@ def test_a_torn_last_line_is_dropped_and_no_other(tmp_path):
     path = tmp_path / "fly_requests_x.jsonl"
     whole = json.dumps({"doc_id": 0})
     path.write_text(whole + "\n" + '{"doc_id"')
-    assert reader.read_lines(path) == [{"doc_id": 0}]
+    assert reader.read_lines(path, dict) == [{"doc_id": 0}]
     path.write_text(whole + "\n" + whole)
-    assert len(reader.read_lines(path)) == 2
+    assert len(reader.read_lines(path, dict)) == 2
     path.write_text('{"doc_id"\n' + whole + "\n")
     with pytest.raises(FlyError, match="line 1: not valid JSON"):
-        reader.read_lines(path)
+        reader.read_lines(path, dict)
 
 
 def test_an_unfinished_newest_run_says_how_it_goes_on(tmp_path):
     """An older run's results, or its own half of them, are not what was asked for."""
-    run = Manifest.create(tmp_path, arguments={})
+    run = Manifest.create(tmp_path, {"output_path": str(tmp_path)})
     with pytest.raises(FlyError, match=r"has not ended: `fly --resume \S*` goes on with it$"):
         reader.load(tmp_path)
     old = tmp_path / "results_2020-01-01T00-00-00.000000.json"

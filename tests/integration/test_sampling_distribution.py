@@ -18,12 +18,12 @@ import torch
 
 from fly.execution.model_runner import ModelRunner
 from fly.speculation.drafters.base import NoDrafter
-from fly.speculation.drafters.draft_model import CascadeDrafter, ModelDrafter
+from fly.speculation.drafters.cascade import CascadeDrafter
+from fly.speculation.drafters.draft_model import ModelDrafter
 from fly.speculation.drafters.ngram import NgramDrafter
-from fly.speculation.rules.gates import EntropyGate, RankGate
-from fly.speculation.rules.verification import Relaxation
+from fly.speculation.rules.gates import RankGate
 from fly.speculation.sampling import Noise, Sampling, draw, rejection_sample
-from fly.speculation.sequence import Request
+from fly.speculation.sequence import Request, Sequence
 from tests import tiny
 
 V = 8
@@ -31,7 +31,7 @@ SCALE = float(os.environ.get("FLY_TEST_TOKENS", "1"))
 PROMPT = (3, 4, 5, 6, 3, 4)  # its last tokens came before, so that n-gram drafts happen
 HONEST, REFUTED = 1e-3, 1e-6  # p-values: above the one, below the other
 NO_EOS = frozenset()
-ACCEPT_ALL = Relaxation((), 0, 0, by_gates_alone=True)
+ACCEPT_ALL = tiny.gated_rule()
 
 
 # Chi-square
@@ -133,13 +133,13 @@ def table_drafter(name, slots, draft=FAR):
     return ModelDrafter(TableRunner(draft, slots), NO_EOS)
 
 
-def table_engine(name, draft=FAR, *, k=3, slots=48, relaxation=None, **kwargs):
+def table_engine(name, draft=FAR, *, k=3, slots=48, rule=tiny.EXACT, **kwargs):
     drafter = table_drafter(name, slots, draft)
-    return tiny.engine(TableRunner(TARGET, slots), drafter, k, relaxation, eos=NO_EOS, **kwargs)
+    return tiny.engine(TableRunner(TARGET, slots), drafter, k, rule, eos=NO_EOS, **kwargs)
 
 
 def table_requests(count, budget, settings=MIXED, prompt=PROMPT, seed=0):
-    """Rows of a batch differ in their settings, so that mixing rows up shows."""
+    """Requests of a batch differ in their settings, so that mixing them up shows."""
     return [
         Request(prompt, budget, tag=i, sampling=settings[i % len(settings)], seed=seed * 10**6 + i)
         for i in range(count)
@@ -157,9 +157,9 @@ def transitions(records):
     counts = Counter()
     for record in records:
         request = record.request
-        row = [*request.prompt, *record.tokens]
-        for at in range(len(request.prompt), len(row)):
-            counts[request.sampling, row[at - 2], row[at - 1], row[at]] += 1
+        text = [*request.prompt, *record.tokens]
+        for at in range(len(request.prompt), len(text)):
+            counts[request.sampling, text[at - 2], text[at - 1], text[at]] += 1
     test = ChiSquare()
     for settings in {record.request.sampling for record in records}:
         p_VVV = processed(TARGET, settings).tolist()
@@ -203,27 +203,27 @@ def test_every_drafter_leaves_the_distribution_as_it_is(name, draft, k):
 def either_of_two(p_NV, q_KV, draft_K, noise):
     """The draft stands if it matches either of two independent draws."""
     k = len(draft_K)
-    choice_N = draw(p_NV, noise.choose[: k + 1])
+    target_N = draw(p_NV, noise.target[: k + 1])
     second_K = draw(p_NV[:k], noise.accept[:k])
-    return (choice_N[:k] == draft_K) | (second_K == draft_K), choice_N
+    return (target_N[:k] == draft_K) | (second_K == draft_K), target_N
 
 
 def without_residual(p_NV, q_KV, draft_K, noise):
     """After a rejection the token is drawn from p, not from what q left of it."""
-    native_K, choice_N = rejection_sample(p_NV, q_KV, draft_K, noise)
-    own_N = draw(p_NV, noise.choose[: len(choice_N)])
-    own_N[:-1] = torch.where(native_K, draft_K, own_N[:-1])
-    return native_K, own_N
+    matches_K, target_N = rejection_sample(p_NV, q_KV, draft_K, noise)
+    own_N = draw(p_NV, noise.target[: len(target_N)])
+    own_N[:-1] = torch.where(matches_K, draft_K, own_N[:-1])
+    return matches_K, own_N
 
 
 def one_uniform(p_NV, q_KV, draft_K, noise):
-    """The number that rejected the draft also chooses in its place."""
-    again = torch.cat([noise.accept, noise.choose[-1:]])
+    """The number that rejected the draft also draws in its place."""
+    again = torch.cat([noise.accept, noise.target[-1:]])
     return rejection_sample(p_NV, q_KV, draft_K, Noise(noise.draft, noise.accept, again))
 
 
 def drafted_and_accepted_by_one_uniform(p_NV, q_KV, draft_K, noise):
-    return rejection_sample(p_NV, q_KV, draft_K, Noise(noise.draft, noise.draft, noise.choose))
+    return rejection_sample(p_NV, q_KV, draft_K, Noise(noise.draft, noise.draft, noise.target))
 
 
 def one_position_late(p_NV, q_KV, draft_K, noise):
@@ -341,7 +341,7 @@ def test_whole_continuations_of_a_real_model(models, name, draft, settings):
 
 
 def test_a_draft_penalised_as_a_whole_is_noticed(models, monkeypatch):
-    """The mutant of the penalty: the target's row i sees all drafted tokens, not the first i."""
+    """The mutant of the penalty: every position of the target sees all drafted tokens."""
     honest = Sampling.process
 
     def all_at_once(self, logits_NV, before, drafted):
@@ -360,7 +360,7 @@ def test_a_draft_penalised_as_a_whole_is_noticed(models, monkeypatch):
 
 
 def varied_requests():
-    """Rows that differ in prompt, budget, seed and settings; some are greedy."""
+    """Requests that differ in prompt, budget, seed and settings; some are greedy."""
     generator = random.Random(8)
     settings = (*MIXED, Sampling(), Sampling(1.1, min_p=0.05, repetition_penalty=1.2))
     return [
@@ -376,17 +376,17 @@ def varied_requests():
 
 
 @pytest.mark.parametrize(
-    "relaxation",
-    [None, tiny.relaxed(2, 0.3), tiny.relaxed(2, 0.3, across=True)],
+    "rule",
+    [tiny.EXACT, tiny.relaxed(2, 0.3), tiny.relaxed(2, 0.3, across=True)],
     ids=["exact", "within", "across"],
 )
 @pytest.mark.parametrize("name", ["none", "model", "ngram", "cascade"])
-def test_a_rows_tokens_do_not_depend_on_its_neighbours(target, draft, name, relaxation):
+def test_tokens_do_not_depend_on_other_sequences(target, draft, name, rule):
     """One generator for the batch, or numbers taken by what was accepted, would show here."""
     wanted, seen = varied_requests(), []
     for slots in (1, 3, 8):
         drafter = tiny.drafter(name, slots, draft)
-        engine = tiny.engine(target, drafter, 4, relaxation, slots, reuse_prefixes=slots != 3)
+        engine = tiny.engine(target, drafter, 4, rule, slots, reuse_prefixes=slots != 3)
         shuffled = random.Random(slots).sample(wanted, len(wanted))
         seen.append({record.request.tag: record.tokens for record in engine.run(shuffled)})
     assert seen[0] == seen[1] == seen[2]
@@ -410,14 +410,14 @@ def test_seeds_alone_tell_equal_requests_apart(target, draft):
 @pytest.mark.parametrize("across", [False, True], ids=["within", "across"])
 def test_fly_whose_gates_never_pass_is_exact_verification(name, across):
     """The same tokens, not just the same distribution: FLy takes no random number of its own."""
-    never = Relaxation((EntropyGate(99.0),), 2, None if across else 2)
+    never = tiny.relaxed(2, 99.0, across)
     runs = [
-        table_engine(name, ANOTHER, k=4, relaxation=relaxation).run(table_requests(60, 40))
-        for relaxation in (None, never)
+        table_engine(name, ANOTHER, k=4, rule=rule).run(table_requests(60, 40))
+        for rule in (tiny.EXACT, never)
     ]
     exact, fly = ({record.request.tag: record for record in run} for run in runs)
-    assert {tag: row.tokens for tag, row in exact.items()} == {
-        tag: row.tokens for tag, row in fly.items()
+    assert {tag: record.tokens for tag, record in exact.items()} == {
+        tag: record.tokens for tag, record in fly.items()
     }
     assert settled(fly.values())
 
@@ -441,7 +441,7 @@ def chained(tables, settings):
 def test_accepting_everything_samples_from_the_draft(settings):
     """Two drafted tokens follow q, the bonus after them p; by exact verification it would be p."""
     requests = table_requests(4000, 3, (settings,), seed=5)
-    engine = table_engine("model", ANOTHER, k=2, relaxation=ACCEPT_ALL)
+    engine = table_engine("model", ANOTHER, k=2, rule=ACCEPT_ALL)
     records = list(engine.run(requests))
     test = joint(records, chained([ANOTHER, ANOTHER, TARGET], settings))
     assert test.p_value > HONEST
@@ -450,12 +450,12 @@ def test_accepting_everything_samples_from_the_draft(settings):
 
 
 def test_rules_that_decide_by_gates_draw_anew_from_the_target():
-    """Catches a rejected token that comes back as its own correction: only the argmax stands here,
+    """Catches a rejected token that comes back as the recovered token: only the argmax stands here,
     so a token is the argmax if that was drafted, and else drawn from p."""
     settings = Sampling(1.0)
-    rule = Relaxation((RankGate(1),), 0, 0, by_gates_alone=True)
+    rule = tiny.gated_rule(RankGate(1))
     records = list(
-        table_engine("model", ANOTHER, k=1, relaxation=rule).run(
+        table_engine("model", ANOTHER, k=1, rule=rule).run(
             table_requests(4000, 2, (settings,), seed=5)
         )
     )
@@ -472,17 +472,23 @@ def test_rules_that_decide_by_gates_draw_anew_from_the_target():
         assert (test.p_value > HONEST) == agrees
 
 
-class RolledBack:
-    """Observer: the first tokens of rows whose first token was deferred and then rolled back."""
+@pytest.fixture
+def rolled_back(monkeypatch):
+    """First tokens of sequences whose first token was deferred, and rolled back by a mismatch."""
+    tokens, honest = [], Sequence.round_record
 
-    def __init__(self):
-        self.tokens = []
+    def note(sequence, verdict, counts, by, start):
+        resolution = verdict.resolution
+        at_once = resolution.rolled_back and start == 0 and resolution.accepted == 0
+        if at_once or (resolution.rolls_back_earlier and len(sequence.generated) == 1):
+            tokens.append(sequence.generated[0])
+        return honest(sequence, verdict, counts, by, start)
 
-    def __call__(self, record):
-        resolution = record.verdict.resolution
-        at_once = resolution.rolled_back and record.start == 0 and resolution.accepted == 0
-        if at_once or (resolution.reopened and record.length == 1):
-            self.tokens.append(record.row.generated[0])
+    monkeypatch.setattr(Sequence, "round_record", note)
+    return tokens
+
+
+WITHIN, ACROSS = tiny.relaxed(1, None), tiny.relaxed(2, None, across=True)
 
 
 def residual(settings, rule_token=None):
@@ -497,7 +503,7 @@ def residual(settings, rule_token=None):
 
 
 def both_mismatch(settings):
-    """Chance that the first two tokens drafted from q both are native mismatches."""
+    """Chance that the first two tokens drafted from q are both mismatches."""
     p_VVV, q_VVV = processed(TARGET, settings), processed(ANOTHER, settings)
     surplus_VVV = (q_VVV - p_VVV).clamp(min=0)  # q(d) * (1 - min(1, p/q))
     first_V = surplus_VVV[PROMPT[-2], PROMPT[-1]]
@@ -505,34 +511,32 @@ def both_mismatch(settings):
 
 
 @pytest.mark.parametrize(
-    ("name", "relaxation", "k"),
+    ("name", "rule", "k"),
     [
-        ("model", Relaxation((), 1, 1), 3),
-        ("model", Relaxation((EntropyGate(0.0),), 1, 1), 2),
-        ("cascade", Relaxation((), 1, 1), 3),
-        ("ngram", Relaxation((), 1, 1), 3),
-        ("model", Relaxation((), 2, None), 1),
-        ("ngram", Relaxation((), 2, None), 1),
+        ("model", WITHIN, 3),
+        ("model", tiny.relaxed(1, 0.0), 2),
+        ("cascade", WITHIN, 3),
+        ("ngram", WITHIN, 3),
+        ("model", ACROSS, 1),
+        ("ngram", ACROSS, 1),
     ],
     ids=["model", "model-gate", "cascade", "ngram", "model-across", "ngram-across"],
 )
-def test_a_rolled_back_deferral_becomes_a_draw_from_the_residual(name, relaxation, k):
+def test_a_rolled_back_deferral_becomes_a_draw_from_the_residual(name, rule, k, rolled_back):
     """Whether it is rolled back depends on later tokens only, so the residual is what remains.
 
     Drawing afresh from p would give the rejected token a second chance. Across rounds the token
     kept with the deferral must be that of its own position and round.
     """
-    settings = Sampling(1.1)
-    rolled_back = RolledBack()
-    engine = table_engine(name, ANOTHER, k=k, relaxation=relaxation, observer=rolled_back)
-    count = 3000
+    settings, count = Sampling(1.1), 3000
+    engine = table_engine(name, ANOTHER, k=k, rule=rule)
     list(engine.run(table_requests(count, 5, (settings,), seed=6)))
     rule_token = PROMPT[2] if name == "ngram" else None
     expected, mass = residual(settings, rule_token)
-    observed = Counter(rolled_back.tokens)
+    observed = Counter(rolled_back)
     test = ChiSquare()
     test.add([observed[token] for token in range(V)], expected)
-    assert len(rolled_back.tokens) > 200
+    assert len(rolled_back) > 200
     assert test.p_value > HONEST
     if k > 1:  # rolled back within the round: how often is known, too
         chance = both_mismatch(settings)
@@ -540,20 +544,18 @@ def test_a_rolled_back_deferral_becomes_a_draw_from_the_residual(name, relaxatio
             p_VVV = processed(TARGET, settings)
             chance = mass * (1 - p_VVV[PROMPT[-1], PROMPT[2], PROMPT[3]].item())
         often = ChiSquare()
-        often.add([len(rolled_back.tokens), count - len(rolled_back.tokens)], [chance, 1 - chance])
+        often.add([len(rolled_back), count - len(rolled_back)], [chance, 1 - chance])
         assert often.p_value > HONEST
 
 
-@pytest.mark.parametrize(
-    ("k", "relaxation"), [(3, Relaxation((), 1, 1)), (1, tiny.relaxed(2, None, across=True))]
-)
-def test_rolled_back_to_a_draw_from_p_is_noticed(k, relaxation, monkeypatch):
+@pytest.mark.parametrize(("k", "rule"), [(3, WITHIN), (1, ACROSS)], ids=["within", "across"])
+def test_rolled_back_to_a_draw_from_p_is_noticed(k, rule, rolled_back, monkeypatch):
     """The mutant of the test above."""
     monkeypatch.setattr(IN_ENGINE, without_residual)
-    settings, rolled_back = Sampling(1.1), RolledBack()
-    engine = table_engine("model", ANOTHER, k=k, relaxation=relaxation, observer=rolled_back)
+    settings = Sampling(1.1)
+    engine = table_engine("model", ANOTHER, k=k, rule=rule)
     list(engine.run(table_requests(3000, 5, (settings,), seed=6)))
-    observed = Counter(rolled_back.tokens)
+    observed = Counter(rolled_back)
     test = ChiSquare()
     test.add([observed[token] for token in range(V)], residual(settings)[0])
     assert test.p_value < REFUTED

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 import pytest
 
 from fly.errors import FlyError
-from fly.harness.hf import FlyLM
+from fly.harness.engine_factory import EngineFactory
 from fly.runs import context, replay
 from tests.integration.test_lm import PROMPTS, fly_lm, instances
 
@@ -32,16 +32,16 @@ def assert_replays(generation, record):
     sources = Counter(token.source for token in generation.shown)
     assert sources["ngram"] + sources["draft"] == counts.native_accepted
     assert sources["deferred"] == counts.deferred_accepted
-    assert sources["correction"] == counts.corrections
+    assert sources["recovered"] == counts.corrections
     assert sources["bonus"] == counts.bonus
     assert [token.index for token in tokens] == list(range(len(tokens)))
     for token in generation.shown:
-        assert token.native == (token.id == token.choice)
+        assert token.matches_target == (token.id == token.target_id)
         assert token.window is None or token.window < token.index <= token.window + 3
     fallen = [token for token in generation.shown if not token.stands and token.was_deferred]
     assert len(fallen) == counts.deferred_rolled_back
     for token in tokens:
-        assert token.source != "deferred" or token.choice != token.id
+        assert token.source != "deferred" or token.target_id != token.id
 
 
 @pytest.mark.parametrize("across", [True, False])
@@ -52,7 +52,7 @@ def test_a_run_can_be_replayed_from_its_trace(saved_pair, folder, drafter, acros
         saved_pair, **RELAXED, trace=True, drafter=drafter, defer_across_rounds=across, batch_size=3
     )
     seen = []
-    lm._keep = lambda instance, text, record, log: seen.append(record)
+    lm.keep = lambda instance, text, record, log: seen.append(record)
     lm.generate_until(instances({"max_gen_toks": 40}))
     rounds = defaultdict(list)
     for line in lines(folder):
@@ -76,15 +76,15 @@ def test_a_run_can_be_replayed_from_its_trace(saved_pair, folder, drafter, acros
 
 
 @pytest.mark.parametrize("rule", ["fly", "exact", "typical", "top_k"])
-def test_a_native_token_is_the_targets_own_choice_when_sampling_too(saved_pair, folder, rule):
+def test_a_match_is_the_targets_own_token_when_sampling_too(saved_pair, folder, rule):
     """A rule that never draws in a match's place must not show a draw there."""
     own = {"verification": rule, "drafter": "model", "defer_across_rounds": rule == "fly"}
     lm = fly_lm(saved_pair, **{**RELAXED, **own}, trace=True, temperature=1.0, top_k=0)
     lm.generate_until(instances({"max_gen_toks": 40, "do_sample": True}))
     seen = [
-        (native, token == choice)
+        (matches, token == target)
         for line in lines(folder)
-        for native, token, choice in zip(line["native"], line["draft"], line["choice"])
+        for matches, token, target in zip(line["native"], line["draft"], line["choice"])
     ]
     assert {("1", True), ("0", False)} <= set(seen)
     assert ("1", False) not in seen
@@ -106,14 +106,14 @@ def test_refused_without_a_folder(saved_pair):
 
 
 def test_a_draft_that_stays_on_its_device_is_named_too(saved_pair, folder, monkeypatch):
-    honest = FlyLM._runner
+    honest = EngineFactory._runner
 
-    def static(self, *args):
-        runner = honest(self, *args)
+    def static(self, *args, **kwargs):
+        runner = honest(self, *args, **kwargs)
         runner.use_static_passes(capture=False)
         return runner
 
-    monkeypatch.setattr(FlyLM, "_runner", static)
+    monkeypatch.setattr(EngineFactory, "_runner", static)
     lm = fly_lm(saved_pair, **RELAXED, trace=True, drafter="model")
     lm.generate_until(instances({"max_gen_toks": 10}, PROMPTS[:2]))
     lm.generate_until(instances({"max_gen_toks": 10}, PROMPTS[:1]))

@@ -67,12 +67,14 @@ def test_lines_printed_round_by_round_are_the_final_text(lm, saved_pair, across,
     lines = console.file.getvalue().split("\n")
     assert lines[0:-1:2] == expected(display, lm, 60, keep_dropped)
     (generation,) = display.generations
-    counts = generation.row.counts
+    counts = generation.counts
     assert counts.deferred_rolled_back > 0
     assert counts.deferred_accepted > 0
     assert (counts.discarded > 0) == across
     standing = [token.id for token in generation.shown if token.stands]
-    assert standing == generation.row.generated
+    assert len(standing) == counts.emitted
+    (text,) = lm.generate_until(instances({"max_gen_toks": 80}, ["def add(a, b):"]))
+    assert lm.tokenizer.decode(standing, skip_special_tokens=True) == text
     letters = "".join(lines[1::2])
     assert ("x" in letters) == keep_dropped
     assert "?" not in letters  # provisional
@@ -124,7 +126,7 @@ def test_kept_drops_stay_struck(lm):
 def test_counts_and_deferrals_are_the_engines(lm):
     _, display = decode(lm)
     (generation,) = display.generations
-    counts = generation.row.counts
+    counts = generation.counts
     console = Console(file=io.StringIO(), width=100)
     print_counts(console, generation)
     print_deferrals(console, generation, reader(lm.tokenizer), "top3")
@@ -132,7 +134,7 @@ def test_counts_and_deferrals_are_the_engines(lm):
     assert f"{counts.emitted} / {counts.rounds} = {counts.emitted / counts.rounds:.2f}" in printed
     deferred = counts.deferred_accepted + counts.deferred_rolled_back
     assert f"{deferred} deferrals" in printed
-    assert printed.count("stood ") - 1 == counts.deferred_accepted  # one is the row's name
+    assert printed.count("stood ") - 1 == counts.deferred_accepted  # one is the heading
     assert printed.count("\u2502 rolled back") == counts.deferred_rolled_back
     sums = re.search(r"(\d+) of \d+: draft (\d+), n-gram (\d+), deferred and stood (\d+)", printed)
     total, *parts = map(int, sums.groups())
@@ -147,7 +149,7 @@ def test_watching_changes_nothing(lm):
     assert lm.generate_until(instances({"max_gen_toks": 40}, ["x"])) == plain
     lm.observers.clear()
     assert seen
-    assert all(len(record.verdict.entropy) == len(record.verdict.choice) for record in seen)
+    assert all(len(record.entropy) == len(record.target_tokens) for record in seen)
 
 
 def test_a_prompt_on_the_command_line(pair_file, capsys):

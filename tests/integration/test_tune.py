@@ -123,7 +123,7 @@ def test_other_prompts_than_the_kept_ones_are_refused(arguments, task_dir, capsy
     assert tune_it(arguments, min_recovery=0.01, candidates=1) == 0
     kept = arguments["--output"].with_suffix(".baseline.json")
     values = json.loads(kept.read_text())
-    values["documents"][0]["prompt"][0] ^= 1
+    values["measured"]["tasks"]["tiny_scored"]["documents"]["0"]["prompt"] = "0123456789abcdef"
     kept.write_text(json.dumps(values))
     assert tune_it(arguments, "--force", min_recovery=0.01, candidates=1) == 2
     assert "holds other documents" in capsys.readouterr().err
@@ -134,7 +134,7 @@ def test_other_prompts_than_the_kept_ones_are_refused(arguments, task_dir, capsy
 
 
 def test_no_configuration_is_written_if_none_kept_the_score(arguments, capsys, monkeypatch):
-    monkeypatch.setattr(tune.Run, "held", lambda self, least: False)
+    monkeypatch.setattr(tune.RealRun, "held", lambda self, least: False)
     assert tune_it(arguments, candidates=1) == 1
     assert "none was written" in capsys.readouterr().err
     assert not arguments["--output"].exists()
@@ -144,7 +144,7 @@ def test_no_configuration_is_written_if_none_kept_the_score(arguments, capsys, m
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"batch_size": 4}, "--batch_size 4: fly tune predicts one row"),
+        ({"batch_size": 4}, "--batch_size 4: fly tune predicts one running sequence"),
         ({"limit": 0}, "--limit 0: must be at least 1"),
         ({"max_changed": 2}, "--max_changed 2: give a share from 0 to 1"),
         ({"min_recovery": 0}, "--min-recovery 0: give a share above 0 and at most 1"),
@@ -240,9 +240,9 @@ def test_retrained_weights_at_the_same_path_are_measured_anew(
     assert "hf_of_mine" not in arguments["--output"].with_suffix(".baseline.json").read_text()
 
 
-def test_draft_weights_that_are_not_to_be_had(arguments, capsys):
+def test_draft_weights_that_are_not_available(arguments, capsys):
     assert tune_it(arguments, draft_quantization="fp8") == 2
-    assert "--draft_quantization fp8: not to be had here: choose from none" in (
+    assert "--draft_quantization fp8: not available here: choose from none" in (
         capsys.readouterr().err
     )
 
@@ -252,7 +252,10 @@ def test_sampling_is_refused(arguments, task_dir, capsys, monkeypatch):  # noqa:
     text = path.read_text().replace("do_sample: false", "do_sample: true, temperature: 0.7")
     (task_dir / "tiny_sampled.yaml").write_text(text.replace("tiny_task", "tiny_sampled"))
     with monkeypatch.context() as patch:  # refused before the first is decoded
-        patch.setattr("fly.harness.hf.FlyLM._engine", lambda *a: pytest.fail("it was decoded"))
+        patch.setattr(
+            "fly.harness.engine_factory.EngineFactory.engine",
+            lambda *a: pytest.fail("it was decoded"),
+        )
         assert tune_it(arguments, tasks="tiny_sampled") == 2
     assert "predicts greedy decoding only" in capsys.readouterr().err
 
@@ -284,13 +287,13 @@ def test_configurations_in_turns_decode_what_each_does_alone(arguments, saved_pa
     steps = []
     together = lm.run_in_turns(workload, configs, lambda done, total: steps.append((done, total)))
     assert steps == [(1, 3), (2, 3), (3, 3)]
-    for outcome, own in zip(together, configs):
+    for result, own in zip(together, configs):
         single = lm.run(workload, own)
-        assert [d.tokens for d in sorted(outcome.documents, key=lambda d: d.doc_id)] == [
-            d.tokens for d in sorted(single.documents, key=lambda d: d.doc_id)
+        assert [a.tokens for a in sorted(result.answers, key=lambda a: a.doc_id)] == [
+            a.tokens for a in sorted(single.answers, key=lambda a: a.doc_id)
         ]
-        assert outcome.measured.tasks == single.measured.tasks
+        assert result.measured.tasks == single.measured.tasks
         for name in ("requests", "emitted", "rounds", "drafted"):
-            assert outcome.stats[name] == single.stats[name]
-        assert set(outcome.decode_seconds) == {("tiny_scored", i) for i in range(3)}
-        assert outcome.available == {"tiny_scored": single.available["tiny_scored"]}
+            assert result.stats[name] == single.stats[name]
+        assert set(result.decode_seconds) == {("tiny_scored", i) for i in range(3)}
+        assert result.available == {"tiny_scored": single.available["tiny_scored"]}

@@ -99,7 +99,7 @@ class Surroundings:
             "{ROOT}": str(self.root), "{FLY}": str(package), "FLYPIDI": str(os.getpid()),
             "FLYPID": repr(str(os.getpid())), "CANARYPID": str(self.witness.pid),
             "SITE+": f"{site.getsitepackages()[0]!r}+",
-            "BOOT,": f"{str(package / 'sandbox/bootstrap.py')!r},",
+            "BOOT,": f"{str(package / 'harness/sandbox/bootstrap.py')!r},",
             "UPORT": str(udp), "PORT": str(tcp), "PY,": f"{sys.executable!r},",
             "flyattack'": f"{self.root.name}'",
         }.items():  # fmt: skip

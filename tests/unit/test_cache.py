@@ -6,7 +6,8 @@ import transformers
 
 from fly.errors import FlyError
 from fly.execution.model_runner import ModelRunner
-from fly.models import loading
+from fly.execution.self_check import check_cache_agrees
+from fly.models.compatibility import refuse_unsupported
 from tests import tiny
 
 SIZES = {
@@ -40,8 +41,8 @@ def random_model(name, **extra):
 def test_ragged_rounds_equal_fresh_prefill(name):
     """Rows of unequal length, rejected tokens, a moved row, growth past the first block."""
     model = random_model(name)
-    loading.refuse_unsupported(model, "target", 512)
-    loading.check_cache_agrees(model, "target")
+    refuse_unsupported(model, "target", 512)
+    check_cache_agrees(model, "target")
     runner = ModelRunner(model, slots=3, max_length=512)
     rows = [tiny.prompts(3)[index] for index in (1, 2, 0)]
     rows[1] = rows[1] * 13  # longer than one block of capacity
@@ -60,7 +61,7 @@ def test_ragged_rounds_equal_fresh_prefill(name):
             torch.testing.assert_close(logits[slot, : len(feed)], fresh, atol=2e-5, rtol=2e-4)
             kept = 1 + len(feed) // 2  # roll the rest back
             tokens += [*feed[1:kept], int(fresh[kept - 1].argmax())]
-            runner.keep(slot, len(tokens) - 1)
+            runner.truncate(slot, len(tokens) - 1)
     runner.move(2, 0)
     fresh = model(torch.tensor([rows[2]])).logits[0, -1:]
     torch.testing.assert_close(runner.extend([rows[2][-1:]])[0], fresh, atol=2e-5, rtol=2e-4)
@@ -68,7 +69,7 @@ def test_ragged_rounds_equal_fresh_prefill(name):
 
 def test_eager_attention_agrees_too():
     model = random_model("Llama", attn_implementation="eager")
-    loading.check_cache_agrees(model, "target")
+    check_cache_agrees(model, "target")
 
 
 @pytest.mark.parametrize(
@@ -81,11 +82,11 @@ def test_eager_attention_agrees_too():
 def test_windows_are_refused_not_decoded_wrongly(name, extra, message):
     model = random_model(name, **extra)
     with pytest.raises(FlyError, match=message):
-        loading.refuse_unsupported(model, "target_model_path", 512)
+        refuse_unsupported(model, "target_model_path", 512)
 
 
 def test_a_window_longer_than_the_context_is_accepted():
-    loading.refuse_unsupported(random_model("Mistral", sliding_window=600), "target", 512)
+    refuse_unsupported(random_model("Mistral", sliding_window=600), "target", 512)
 
 
 def test_alibi_is_caught_by_the_self_check():
@@ -94,7 +95,7 @@ def test_alibi_is_caught_by_the_self_check():
     torch.manual_seed(0)
     model = transformers.BloomForCausalLM(config).eval()
     with pytest.raises(FlyError, match=r"differs|not supported"):
-        loading.check_cache_agrees(model, "target_model_path")
+        check_cache_agrees(model, "target_model_path")
 
 
 def test_prefill_builds_no_logits_of_the_prompt(target):
@@ -113,7 +114,7 @@ def test_small_errors_are_refused_and_rounding_is_not(target, monkeypatch):
     honest = ModelRunner.extend
     for dtype, share in ((torch.float32, 0.002), (torch.bfloat16, 0.09)):
         model = tiny.model(1).to(dtype)
-        loading.check_cache_agrees(model, "target")
+        check_cache_agrees(model, "target")
 
         def slightly_wrong(self, tokens, share=share):
             logits = honest(self, tokens)
@@ -122,7 +123,7 @@ def test_small_errors_are_refused_and_rounding_is_not(target, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(ModelRunner, "extend", slightly_wrong)
             with pytest.raises(FlyError, match=r"where rounding explains"):
-                loading.check_cache_agrees(model, "target")
+                check_cache_agrees(model, "target")
 
 
 def test_an_error_far_into_the_context_is_noticed(target, monkeypatch):
@@ -134,4 +135,4 @@ def test_an_error_far_into_the_context_is_noticed(target, monkeypatch):
 
     monkeypatch.setattr(ModelRunner, "_call", stuck)
     with pytest.raises(FlyError, match=r"differs from the model's plain pass \(at token"):
-        loading.check_cache_agrees(target, "target")
+        check_cache_agrees(target, "target")

@@ -6,8 +6,7 @@ from xml.etree import ElementTree
 import pytest
 from lm_eval.utils import hash_string
 
-from fly.analysis import compare, compare_files, compare_table
-from fly.analysis import scores as measured
+from fly.analysis import compare, compare_files, compare_table, scores
 from fly.cli import main as cli
 from fly.errors import FlyError
 from fly.runs import reader
@@ -29,7 +28,7 @@ def fly(*args):
 
 
 def load(folder, name=None):
-    return measured.measure(reader.load(folder, name))
+    return scores.measure(reader.load(folder, name))
 
 
 @pytest.fixture
@@ -313,7 +312,7 @@ def test_a_stored_baseline_is_the_run(folders, tmp_path, capsys):
     gate = ("--baseline", file, "--min-recovery", "0.99")
     assert fly("compare", same, *gate) == 0
     assert fly("compare", bad, *gate) == 1
-    stored, direct = (compare.compare(b, [load(bad)]) for b in (measured.read(file), load(base)))
+    stored, direct = (compare.compare(b, [load(bad)]) for b in (scores.read(file), load(base)))
     assert stored.others[0].rows == direct.others[0].rows
     assert stored.others[0].speeds == direct.others[0].speeds
     assert file.stat().st_size < 200 * 300
@@ -355,11 +354,11 @@ def test_a_retrained_model_in_the_same_folder_is_noticed(tmp_path):
     (model / "config.json").write_text("{}")
     weights = model / "model.safetensors"
     weights.write_bytes(b"\0" * 3_000_000)
-    before = measured.fingerprint(str(model))
-    assert before == measured.fingerprint(str(model))
+    before = scores.fingerprint(str(model))
+    assert before == scores.fingerprint(str(model))
     weights.write_bytes(b"\0" * 2_999_999 + b"\1")
-    assert measured.fingerprint(str(model)) != before
-    assert measured.fingerprint("some/hub-id") is None
+    assert scores.fingerprint(str(model)) != before
+    assert scores.fingerprint("some/hub-id") is None
 
 
 def test_files(folders, tmp_path):

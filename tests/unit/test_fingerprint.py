@@ -22,8 +22,10 @@ def folder(tmp_path, monkeypatch):
 def reads(monkeypatch):
     """The files that were read."""
     seen = []
-    whole = fingerprint._sha256
-    monkeypatch.setattr(fingerprint, "_sha256", lambda path: seen.append(path.name) or whole(path))
+    whole = fingerprint.sha256_of
+    monkeypatch.setattr(
+        fingerprint, "sha256_of", lambda path: seen.append(path.name) or whole(path)
+    )
     return seen
 
 

@@ -1,7 +1,5 @@
 """fly's own CPU kernels against plain matrix products, for every kind of instruction here."""
 
-import ctypes
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -239,7 +237,7 @@ def family_model(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_lean_layers_decode_as_the_models_own(isa, family):
+def test_fused_layers_decode_as_the_models_own(isa, family):
     model = family_model(family)
     prompt = list(range(3, 40))
     with torch.inference_mode():
@@ -299,10 +297,10 @@ def config(**values):
 
 def test_auto_takes_kernels_for_bfloat16_and_leaves_float32_alone():
     target, draft = family_model("qwen2"), family_model("qwen2")
-    done = weights.prepare(target, draft, config())
+    done = weights.pack(target, draft, config())
     name = f"kernels-{kernels.instructions()}"
     assert (done.target, done.draft) == (name, f"{name} int8")
-    assert weights.prepare(family_model("llama").float(), None, config()).target == "eager"
+    assert weights.pack(family_model("llama").float(), None, config()).target == "eager"
 
 
 @pytest.mark.parametrize(
@@ -314,12 +312,12 @@ def test_auto_takes_kernels_for_bfloat16_and_leaves_float32_alone():
 )
 def test_what_kernels_do_not_have_is_refused(values, text):
     with pytest.raises(FlyError, match=text):
-        weights.prepare_draft(family_model("qwen2"), config(**values))
+        weights.pack_draft(family_model("qwen2"), config(**values))
 
 
 def test_naming_a_way_that_cannot_be_had_is_refused():
     with pytest.raises(FlyError, match=r"execution=kernels: only bfloat16 is packed.*float32"):
-        weights.prepare(family_model("qwen2").float(), None, config(execution="kernels"))
+        weights.pack(family_model("qwen2").float(), None, config(execution="kernels"))
     with pytest.raises(FlyError, match="execution='kernels' contradicts compile='off'"):
         config(execution="kernels", compile="off")
 
@@ -352,10 +350,6 @@ def test_a_packed_model_keeps_nothing_of_its_file_in_memory(tmp_path):
     assert not before & {tensor.untyped_storage().data_ptr() for tensor in kept}
 
 
-def test_arguments_match_what_the_code_reads():
-    assert ctypes.sizeof(kernels._Arguments) == 8 * kernels._ARGUMENTS
-
-
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [("answer", "fly's kernels compute wrongly here"), ("compiler", "cannot be compiled here: no")],
@@ -376,13 +370,13 @@ def test_kernels_that_do_not_work_are_not_used(monkeypatch, spoil, reason):
     try:
         assert reason in kernels.why_not()
         model = family_model("qwen2")
-        done = weights.prepare(model, None, config())
+        done = weights.pack(model, None, config())
         assert done.target in ("onednn", "eager")
     finally:
         kernels.why_not.cache_clear()
 
 
-def test_int8_drafts_get_lean_layers_too(isa):
+def test_int8_drafts_get_fused_layers_too(isa):
     """Rounding to the neighbouring int8 must not make the check at load refuse them."""
     for family in FAMILIES:
         model = family_model(family)
@@ -406,7 +400,7 @@ def test_a_linear_of_another_dtype_is_a_reason_not_a_crash():
     model = family_model("qwen2")
     model.model.layers[1].mlp.down_proj.float()
     assert packed_linear.why_no_kernels(model) == "some of its linear layers are not in bfloat16"
-    assert weights.prepare(model, None, config()).target == "eager"
+    assert weights.pack(model, None, config()).target == "eager"
 
 
 def test_a_model_whose_norms_have_no_weights_keeps_its_dtype_and_device(isa):

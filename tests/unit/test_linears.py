@@ -55,7 +55,7 @@ def test_shapes_that_the_int4_kernel_does_not_take_become_int8():
     ids = torch.tensor([[5, 6, 7]])
     with torch.inference_mode():
         plain = model(ids).logits.float()
-        packed_linear.replace(model, packed_linear.quantized)
+        packed_linear.replace(model, packed_linear.ONEDNN["int4"])
         actual = model(ids).logits.float()
     assert type(model.lm_head) is packed_linear.Int8Linear
     assert type(model.model.layers[0].mlp.down_proj) is packed_linear.Int4Linear
@@ -97,7 +97,7 @@ def config(**values):
 
 def test_float32_stays_as_it_is():
     target, draft = tiny.model(1), tiny.model(2)
-    done = weights.prepare(target, draft, config())
+    done = weights.pack(target, draft, config())
     assert (done.target, done.draft) == ("eager", "eager")
     assert type(target.lm_head) is nn.Linear
 
@@ -106,7 +106,7 @@ def test_float32_stays_as_it_is():
 def test_onednn_packs_the_target_and_quantises_the_draft_only():
     target, draft = tiny.model(1).bfloat16(), tiny.model(2).bfloat16()
     parameters = draft.num_parameters()
-    done = weights.prepare(target, draft, config(execution="onednn"))
+    done = weights.pack(target, draft, config(execution="onednn"))
     assert (done.target, done.draft) == ("onednn", "onednn int4")
     assert (done.draft_parameters, done.draft_weight) == (parameters, 0.25)
     assert type(target.lm_head) is packed_linear.PackedLinear
@@ -126,7 +126,7 @@ def test_onednn_packs_the_target_and_quantises_the_draft_only():
 def test_each_lever_can_be_switched_off(values, expected):
     draft = tiny.model(2).bfloat16()
     values = {"execution": "onednn", **values} if "compile" not in values else values
-    assert weights.prepare(tiny.model(1).bfloat16(), draft, config(**values)).draft == expected
+    assert weights.pack(tiny.model(1).bfloat16(), draft, config(**values)).draft == expected
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_each_lever_can_be_switched_off(values, expected):
 )
 def test_a_quantisation_that_cannot_be_had_is_refused(kind, text):
     with pytest.raises(FlyError, match=text):
-        weights.prepare(tiny.model(1), tiny.model(2), config(draft_quantization=kind))
+        weights.pack(tiny.model(1), tiny.model(2), config(draft_quantization=kind))
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])

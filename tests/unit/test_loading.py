@@ -2,7 +2,7 @@
 
 import pytest
 
-from fly.models import loading
+from fly.execution import self_check
 from fly.models.sources import ModelSource, weight_bytes
 
 
@@ -14,9 +14,9 @@ def stored(tmp_path):
 
 
 def test_too_little_memory_is_said_before_loading(stored, monkeypatch, caplog):
-    monkeypatch.setattr(loading, "_WORKSPACE", 10**9)
-    monkeypatch.setattr(loading.memory, "free_bytes", lambda device: 10**8)
-    loading.warn_if_memory_is_short(stored, stored, "cpu")
+    monkeypatch.setattr(self_check, "_WORKSPACE", 10**9)
+    monkeypatch.setattr(self_check.oom, "free_bytes", lambda device: 10**8)
+    self_check.warn_if_memory_is_short(stored, stored, "cpu")
     assert "will take about 1.0 GB of memory and 0.1 GB are free" in caplog.text
 
 
@@ -25,8 +25,8 @@ def test_too_little_memory_is_said_before_loading(stored, monkeypatch, caplog):
     [(10**10, "cpu", None), (0, "cuda:0", None), (0, "cpu", ModelSource("org/on-a-hub"))],
 )
 def test_nothing_is_said_without_need(stored, monkeypatch, caplog, free, device, source):
-    monkeypatch.setattr(loading.memory, "free_bytes", lambda device: free)
-    loading.warn_if_memory_is_short(source or stored, None, device)
+    monkeypatch.setattr(self_check.oom, "free_bytes", lambda device: free)
+    self_check.warn_if_memory_is_short(source or stored, None, device)
     assert not caplog.text
 
 

@@ -27,11 +27,11 @@ def scan(tokens, pending, count, min_size, max_size):
     st.integers(1, 2),
     st.integers(2, 4),
 )
-def test_lookup_equals_a_scan(tokens, pending, count, min_size, max_size):
+def test_a_match_equals_a_scan(tokens, pending, count, min_size, max_size):
     index = NgramIndex(min_size, max_size)
     index.extend(tokens[: len(tokens) // 2])
     index.sync(tokens)
-    assert index.lookup(pending, count) == scan(tokens, pending, count, min_size, max_size)
+    assert index.match(pending, count)[1] == scan(tokens, pending, count, min_size, max_size)
 
 
 def test_until_eos_keeps_the_first_eos():

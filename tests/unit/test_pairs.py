@@ -25,7 +25,6 @@ from fly.cli import pair as pair_command
 from fly.errors import FlyError
 from fly.models import pairs
 from fly.models.pairs import convert, download, store
-from fly.models.pairs.download_progress import PlainReporter, Reporter
 from fly.models.pairs.registry import PAIRS, ModelFiles, Pair
 
 NAME = "tiny"
@@ -388,25 +387,27 @@ def test_a_hub_that_does_not_answer_costs_only_the_timeout(monkeypatch):
     assert time.monotonic() - start < 5
 
 
-def test_pip_is_asked_for_one_wheel_and_its_failure_is_one_line(tmp_path):
+def test_pip_is_asked_for_one_wheel_and_its_failure_is_one_line(tmp_path, monkeypatch):
     seen = {}
 
     def run(command, **options):
         seen["command"] = command
         return subprocess.CompletedProcess(command, 1, "", "WARNING: x\nERROR: no route to host\n")
 
+    monkeypatch.setattr(download.subprocess, "run", run)
     with pytest.raises(FlyError, match=r"p1==1\.0: .*no route to host.*continues") as caught:
-        download.download_wheel("p1==1.0", tmp_path, run)
+        download.download_wheel("p1==1.0", tmp_path)
     assert "\n" not in str(caught.value)
     assert {"--no-deps", "--only-binary=:all:", "p1==1.0"} <= set(seen["command"])
 
 
-def test_pip_running_out_of_space_is_a_disk_error(tmp_path):
+def test_pip_running_out_of_space_is_a_disk_error(tmp_path, monkeypatch):
     def run(command, **options):
         return subprocess.CompletedProcess(command, 1, "", "ERROR: [Errno 28] No space left on d")
 
+    monkeypatch.setattr(download.subprocess, "run", run)
     with pytest.raises(OSError, match="No space") as caught:
-        download.download_wheel("p1==1.0", tmp_path, run)
+        download.download_wheel("p1==1.0", tmp_path)
     assert caught.value.errno == errno.ENOSPC
 
 
@@ -416,15 +417,17 @@ def test_an_environment_without_pip_is_told_so(tmp_path, monkeypatch):
         download.download_wheel("p1==1.0", tmp_path)
 
 
-def test_plain_progress_counts_bytes_of_all_threads(capsys):
-    show = PlainReporter()
-    show.start("draft", 1000)
-    for _ in range(10):
-        show.advance(100)
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 10
-    assert lines[-1] == "draft: 0 of 0 MB"
-    assert isinstance(show, Reporter)
+def test_progress_counts_the_bytes_of_all_parts(shop, capsys):
+    pairs.fetch(NAME)
+    shown = capsys.readouterr().err
+    assert "draft (3 parts): 100%" in shown
+    assert "target (6 parts): 100%" in shown
+    assert "target: converting to safetensors" in shown
+
+
+def test_progress_can_be_switched_off(shop, capsys):
+    pairs.fetch(NAME, progress=False)
+    assert capsys.readouterr().err == ""
 
 
 def test_the_subcommand(shop, home, capsys):

@@ -43,7 +43,7 @@ def test_a_run_that_was_killed_after_its_results_were_saved_is_one_run(tmp_path,
     """Its first results were counted beside those of the same run resumed, or of the same command
     run again; half of a results file ended the command."""
     lost = write_run(tmp_path / "m", {"a": SOLVED}, spd_k=8)
-    run = Manifest.create(tmp_path / "m", arguments={}, below=False, working_directory="")
+    run = Manifest.create(tmp_path / "m", {"output_path": "m"})
     run.release()
     entry = json.loads(lost.read_text())
     entry["config"]["fly"]["started"] = run.started
@@ -96,7 +96,7 @@ def test_labels_hold_what_differs_and_what_is_in_force(tmp_path):
     ("different", "reason"),
     [
         ({"batch_size": 4}, "its batch_size is 4, the target-only run's 1"),
-        ({"prompts": "other"}, "its documents or prompts are not the target-only run's"),
+        ({"prompts": "other"}, "cannot be compared: a, document 0: the prompt differs"),
         ({"target_model_path": "/other"}, "its target_model_path is /other, the target-only"),
     ],
 )
@@ -150,7 +150,7 @@ def test_the_score_is_the_first_that_the_target_scores_by(tmp_path):
     for scores, own in (([1.0, 1.0], {"use_sd": False}), ([1.0, 0.0], {})):
         path = write_run(tmp_path, {"a": scores}, **own)
         (file,) = tmp_path.glob(path.name.replace("results_", "samples_a_") + "l")
-        lines = reader.read_lines(file)
+        lines = reader.read_lines(file, dict)
         stray = 0.0 if own else 0.5
         strict = [{**line, "filter": "strict", "exact_match": stray} for line in lines]
         write_lines(file, [*strict, *lines])
@@ -163,26 +163,27 @@ def test_the_score_is_the_first_that_the_target_scores_by(tmp_path):
     assert [p.filter for p in collect(found, "exact_match,strict").points] == ["strict", "strict"]
 
 
-def test_speeds_are_of_the_task_alone_where_there_are_records(tmp_path):
-    """A slow task must not slow the others' points; without records the run's times are all."""
+def test_speeds_are_of_the_task_alone_and_need_records(tmp_path):
+    """A slow task must not slow the others' points."""
     scores = {"a": SOLVED, "b": SOLVED[:1]}
     for folder, with_records in (("all", True), ("none", False), ("some", False)):
         write_run(tmp_path / folder, scores, use_sd=False, with_records=with_records)
         write_run(tmp_path / folder, scores, seconds=5.0, with_records=folder != "none")
     for folder in ("all", "some"):
         slow_down(tmp_path / folder)
-    found = {name: collect(reader.load_all(tmp_path / name)) for name in ("all", "none", "some")}
+    found = {name: collect(reader.load_all(tmp_path / name)) for name in ("all", "some")}
     assert [p.speedup for p in found["all"].points] == pytest.approx([1, 1, 2, 0.5])
-    assert [p.speedup for p in found["none"].points] == pytest.approx([1, 1, 2, 2])
-    assert [p.speedup for p in found["some"].points] == [1, 1, None, None]
-    assert "target-only has no records of its requests" in found["some"].notes[0]
+    assert [p.speedup for p in found["some"].points] == [None, None]
+    assert "target-only recorded no speed: left out" in found["some"].notes[0]
+    with pytest.raises(FlyError, match="nothing to draw"):
+        collect(reader.load_all(tmp_path / "none"))
     assert found["all"].tasks == ["a", "b"]
 
 
 def slow_down(folder):
     """The last run's second task takes four times as long."""
     file = max(folder.glob("fly_requests_*.jsonl"))
-    records = reader.read_lines(file)
+    records = reader.read_lines(file, dict)
     for record in records:
         if record["task"] == "b":
             record["seconds"] = {phase: 4 * value for phase, value in record["seconds"].items()}
@@ -255,25 +256,22 @@ def test_the_figures_hold_every_point_line_and_label(folder, capsys):
 def test_acceptance_by_position_is_counted_from_traces(tmp_path):
     write_run(tmp_path, {"a": SOLVED}, trace=trace([(3, 3), (1, 3), (0, 1)]))
     (positions,) = collect(reader.load_all(tmp_path)).positions
-    assert [(p.native, p.drafted) for p in positions.places] == [(2, 3), (1, 2), (1, 2)]
+    assert [(p.matches, p.drafted) for p in positions.places] == [(2, 3), (1, 2), (1, 2)]
 
 
-def test_many_settings_are_numbered_and_no_label_covers_another(tmp_path):
+def test_every_setting_is_its_number_and_the_legend_says_which(tmp_path):
     write_run(tmp_path, {"a": SOLVED}, use_sd=False)
     for k in range(2, 12):
         write_run(tmp_path, {"a": SOLVED}, enable_fly=False, spd_k=k, seconds=4 + k % 3 / 50)
     data = collect(reader.load_all(tmp_path))
     figure = plotting.draw(data)["frontier"]
     (axes,) = figure.axes
-    labels = axes.texts
-    assert sorted(int(text.get_text()) for text in labels) == list(range(1, 11))
-    boxes = [text.get_window_extent() for text in labels if text.arrow_patch is None]
-    assert len(boxes) > 3
-    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+    markers = [line.get_marker() for line in axes.lines if (line.get_gid() or "")[:6] == "point-"]
+    assert sorted(markers) == sorted(["o", *(f"${number}$" for number in range(1, 11))])
     (legend,) = figure.legends
-    assert "10: exact, K=11" in [text.get_text() for text in legend.get_texts()] or any(
-        text.get_text() == "10: K=11" for text in legend.get_texts()
-    )
+    shown = zip(legend.get_texts(), legend.legend_handles)
+    names = {text.get_text(): handle.get_marker() for text, handle in shown}
+    assert [names[f"K={k}"] for k in range(2, 12)] == [f"${k - 1}$" for k in range(2, 12)]
     assert data.notes == ["no acceptance by draft position: no run has a trace (trace=true)"]
 
 

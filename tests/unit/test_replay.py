@@ -3,6 +3,7 @@
 import pytest
 
 from fly.analysis.acceptance import measure
+from fly.errors import FlyError
 from fly.runs import replay
 from tests import traced_runs
 
@@ -23,8 +24,8 @@ def test_sources_and_texts():
     """Catches a dropped token left in the text, and a character that two tokens share."""
     generation = replayed()
     assert [token.source for token in generation.shown] == [
-        "ngram", "draft", "deferred", "draft", "draft", "correction",
-        "draft", "rolled_back", "rolled_back", "correction", "ngram", "bonus",
+        "ngram", "draft", "deferred", "draft", "draft", "recovered",
+        "draft", "rolled_back", "rolled_back", "recovered", "ngram", "bonus",
     ]  # fmt: skip
     text = "".join(token.text for token in generation.tokens)
     assert text == " alpha beta gamma delta epsilon\né<b id=pwned>bold</b> eta"
@@ -33,15 +34,15 @@ def test_sources_and_texts():
     assert [token.index for token in generation.tokens] == list(range(10))
 
 
-def test_choice_entropy_and_what_was_replaced():
+def test_target_token_entropy_and_what_was_replaced():
     shown = replayed().shown
-    deferred, correction, own = shown[2], shown[5], shown[9]
-    assert (deferred.choice_text, deferred.entropy, deferred.native) == (
+    deferred, recovered, own = shown[2], shown[5], shown[9]
+    assert (deferred.target_text, deferred.entropy, deferred.matches_target) == (
         "<b id=pwned>bold</b>", 0.9, False,
     )  # fmt: skip
-    assert (correction.replaced, correction.entropy, correction.position) == (1, 0.8, None)
+    assert (recovered.replaced, recovered.entropy, recovered.position) == (1, 0.8, None)
     assert (own.id, own.replaced_text, own.by) == (8, " gamma", "")
-    assert all(token.replaced is None for token in shown if token.source != "correction")
+    assert all(token.replaced is None for token in shown if token.source != "recovered")
 
 
 def test_windows_follow_their_deferral():
@@ -65,7 +66,7 @@ def test_a_deferral_of_an_earlier_round_is_rolled_back():
     fallen = [token for token in generation.shown if not token.stands]
     assert [(token.id, token.index) for token in fallen] == [(2, 1), (3, 2), (4, 3)]
     own = generation.tokens[1]
-    assert (own.source, own.replaced, own.round, own.by) == ("correction", 2, 2, "")
+    assert (own.source, own.replaced, own.round, own.by) == ("recovered", 2, 2, "")
 
 
 def test_a_block_is_cut_where_the_row_ended():
@@ -96,12 +97,12 @@ def test_without_a_vocabulary_tokens_are_numbers():
 
 def test_a_missing_line_is_noticed():
     lines = traced_runs.lines()
-    with pytest.raises(ValueError, match="round 3 does not follow"):
+    with pytest.raises(FlyError, match="round 3 does not follow"):
         replay.replay([lines[0], lines[2]])
 
 
 def test_a_rollback_of_what_is_not_there_is_noticed():
-    with pytest.raises(ValueError, match="token 2 is rolled back, but is not there"):
+    with pytest.raises(FlyError, match="token 2 is rolled back, but is not there"):
         replayed([line(0, [1, 2], "10", [1, 9, 3], 3, rolled_back=2)])
 
 
@@ -119,7 +120,7 @@ def test_sums_over_generations():
     """Numbers counted by hand from the three rounds; what was rolled back did not stand."""
     result = measure([replayed()])
     assert [position.drafted for position in result.positions] == [3, 2, 2, 2, 1, 1]
-    assert [position.native for position in result.positions] == [3, 1, 0, 1, 1, 0]
+    assert [position.matches for position in result.positions] == [3, 1, 0, 1, 1, 0]
     assert [position.deferred for position in result.positions] == [0, 0, 1, 0, 0, 0]
     assert [position.reached for position in result.positions] == [3, 2, 1, 1, 1, 1]
     assert dict(result.blocks) == {6: 1, 2: 2}

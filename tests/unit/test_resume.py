@@ -11,7 +11,7 @@ from fly.errors import FlyError
 from fly.models import fingerprint
 from fly.models.sources import ModelSource
 from fly.runs import finished_requests, manifest, resume
-from fly.runs.context import Session
+from fly.runs.context import RunContext
 from fly.runs.manifest import Manifest
 from fly.runs.records import Counts, RequestRecord
 from tests import written_runs
@@ -34,9 +34,13 @@ def write(folder, *records, tail="", name="fly_requests_s.jsonl"):
     (folder / name).write_text(text + tail)
 
 
+def create(folder):
+    return Manifest.create(folder, {"output_path": str(folder)})
+
+
 def test_records_give_their_texts_and_sums(tmp_path):
     write(tmp_path, record(), record(repeat=1, text="b"))
-    found = finished_requests.Earlier(tmp_path, "s")
+    found = finished_requests.FinishedRequests(tmp_path, "s")
     assert found.text(ASKED) == "é\n"
     assert found.text({**ASKED, "repeat": 1}) == "b"
     assert found.text({**ASKED, "doc_id": 4}) is None
@@ -54,7 +58,7 @@ def test_a_torn_last_line_is_cut_off_the_file(tmp_path, caplog, whole_but_withou
     """A kept torn line would be glued to the next record; one that only looks whole, too."""
     line = json.dumps(record(doc_id=4))
     write(tmp_path, record(), tail=line if whole_but_without_its_end else line[:30])
-    found = finished_requests.Earlier(tmp_path, "s")
+    found = finished_requests.FinishedRequests(tmp_path, "s")
     assert len(found) == 1
     assert "a torn last line" in caplog.text
     text = (tmp_path / "fly_requests_s.jsonl").read_text()
@@ -64,13 +68,13 @@ def test_a_torn_last_line_is_cut_off_the_file(tmp_path, caplog, whole_but_withou
 def test_a_line_broken_in_the_middle_of_the_file_is_an_error(tmp_path):
     write(tmp_path, record(), tail='{"task"\n' + json.dumps(record(doc_id=1)) + "\n")
     with pytest.raises(FlyError, match="line 2: not valid JSON"):
-        finished_requests.Earlier(tmp_path, "s")
+        finished_requests.FinishedRequests(tmp_path, "s")
 
 
 def test_two_records_of_one_request_are_refused(tmp_path):
     write(tmp_path, record(), record())
     with pytest.raises(FlyError, match="two records of task t, doc 3"):
-        finished_requests.Earlier(tmp_path, "s")
+        finished_requests.FinishedRequests(tmp_path, "s")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +93,7 @@ def test_two_records_of_one_request_are_refused(tmp_path):
 def test_a_record_of_another_question_is_no_answer(tmp_path, change, message):
     write(tmp_path, record())
     with pytest.raises(FlyError) as caught:
-        finished_requests.Earlier(tmp_path, "s").text({**ASKED, **change})
+        finished_requests.FinishedRequests(tmp_path, "s").text({**ASKED, **change})
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -97,14 +101,14 @@ def test_a_record_of_another_question_is_no_answer(tmp_path, change, message):
 def test_records_that_nobody_asks_for_are_refused(tmp_path):
     """Also of a task that is asked for nothing any more: its counts were kept in the statistics."""
     write(tmp_path, record())
-    found = finished_requests.Earlier(tmp_path, "s")
+    found = finished_requests.FinishedRequests(tmp_path, "s")
     found.note_asked([{**ASKED, "task": "other"}])  # lm-eval may ask again
     found.note_asked([ASKED, {**ASKED, "doc_id": 5}])
     found.check_all_asked()
     refused = pytest.raises(FlyError, match="task t, doc 3 is no longer asked for")
     with refused:
-        finished_requests.Earlier(tmp_path, "s").note_asked([{**ASKED, "doc_id": 5}])
-    found = finished_requests.Earlier(tmp_path, "s")
+        finished_requests.FinishedRequests(tmp_path, "s").note_asked([{**ASKED, "doc_id": 5}])
+    found = finished_requests.FinishedRequests(tmp_path, "s")
     found.note_asked([{**ASKED, "task": "other"}])
     with refused:
         found.check_all_asked()
@@ -114,9 +118,8 @@ def test_records_that_nobody_asks_for_are_refused(tmp_path):
 def test_what_is_no_text_is_no_answer(tmp_path, text):
     """null became the answer "None"."""
     write(tmp_path, record(text=text))
-    shown = re.escape(json.dumps(text))
-    with pytest.raises(FlyError, match=f"task t, doc 3: text is {shown}, which is no text: remove"):
-        finished_requests.Earlier(tmp_path, "s").text(ASKED)
+    with pytest.raises(FlyError, match=re.escape(f"text={text!r} ({tmp_path}")):
+        finished_requests.FinishedRequests(tmp_path, "s")
 
 
 def test_only_finished_requests_stay_in_the_trace(tmp_path):
@@ -125,25 +128,25 @@ def test_only_finished_requests_stay_in_the_trace(tmp_path):
     kept = {"task_name": "t", "doc_id": 3, "idx": 0, "repeat": 0, "request": 4, "finish": "eos"}
     lost = {**kept, "repeat": 1, "request": 9}
     write(tmp_path, kept, lost, tail='{"task_na', name="fly_trace_s.jsonl")
-    found = finished_requests.Earlier(tmp_path, "s")
+    found = finished_requests.FinishedRequests(tmp_path, "s")
     assert found.traced_requests == 5
-    found.mend_trace()
+    found.drop_unfinished_rounds()
     path = tmp_path / "fly_trace_s.jsonl"
     assert path.read_text() == json.dumps(kept) + "\n"
     path.write_text(path.read_text() + json.dumps(lost) + "\n")
-    found.mend_trace()  # once only: what has joined since stays
+    found.drop_unfinished_rounds()  # once only: what has joined since stays
     assert len(path.read_text().splitlines()) == 2
 
 
 def test_without_files_nothing_is_finished(tmp_path):
-    found = finished_requests.Earlier(tmp_path, "s")
+    found = finished_requests.FinishedRequests(tmp_path, "s")
     assert (len(found), found.traced_requests, found.stats.requests) == (0, 0, 0)
 
 
 def test_every_run_has_a_manifest_of_its_own(tmp_path):
     """Two runs started in one second would share a file of records."""
-    first = Manifest.create(tmp_path, arguments={})
-    second = Manifest.create(tmp_path, arguments={})
+    first = create(tmp_path)
+    second = create(tmp_path)
     assert first.path != second.path
     assert manifest.find(str(tmp_path)).started == second.started
     second.finish(tmp_path / "results_x.json")
@@ -158,7 +161,7 @@ def test_every_run_has_a_manifest_of_its_own(tmp_path):
 
 
 def test_one_process_at_a_time(tmp_path):
-    first = Manifest.create(tmp_path)
+    first = create(tmp_path)
     other = Manifest.read(first.path)
     assert not other.hold()
     first.release()
@@ -167,7 +170,7 @@ def test_one_process_at_a_time(tmp_path):
 
 
 def test_facts_are_noted_once_and_then_compared(tmp_path):
-    first = Manifest.create(tmp_path)
+    first = create(tmp_path)
     first.agree("models", {"target": {"files": {"a.json": "1"}}, "many": (1, 2)})
     again = Manifest.read(first.path)
     again.agree("models", {"target": {"files": {"a.json": "1"}}, "many": (1, 2)})
@@ -181,7 +184,7 @@ def test_facts_are_noted_once_and_then_compared(tmp_path):
 
 
 def test_a_kill_while_saving_leaves_the_old_manifest(tmp_path, monkeypatch):
-    found = Manifest.create(tmp_path)
+    found = create(tmp_path)
 
     def killed(*args):
         raise KeyboardInterrupt
@@ -223,7 +226,7 @@ def test_arguments_are_what_lm_eval_sees_without_secrets():
         "tasks": ["a"], "limit": 9, "model_args": "x=1", "gen_kwargs": "max_gen_toks=3",
         "wandb_args": "project=p,api_key=s",
     }  # fmt: skip
-    assert resume.given_arguments(args, yaml_values) == {
+    assert resume.split_secrets(args, yaml_values)[0] == {
         "tasks": ["a"], "limit": 0.0, "model_args": {"dtype": "float32"}, "seed": [0, None],
         "gen_kwargs": {"max_gen_toks": 3}, "hf_hub_log_args": {"org": "o"},
         "wandb_args": {"project": "p"},
@@ -238,14 +241,15 @@ def test_the_namespace_becomes_the_run_s(tmp_path, monkeypatch):
         "output_path": "gone/out", "limit": 2.0, "hf_hub_log_args": {"org": "o"},
         "model_args": {"dtype": "float32"},
     }  # fmt: skip
-    run = Manifest.create(folder, arguments=noted, below=True, working_directory=str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    run = Manifest.create(folder, noted)
     run.release()
     monkeypatch.chdir(folder)
     args = argparse.Namespace(
         resume=str(tmp_path / "out"), config="x", hf_hub_log_args={"token": "s"}, limit=None,
         model_args={"token": "t"},
     )  # fmt: skip
-    secrets = resume.given_secrets(args, {"trackio_args": "project=p,HF_TOKEN=u"})
+    _, secrets = resume.split_secrets(args, {"trackio_args": "project=p,HF_TOKEN=u"})
     found = resume.reopen(args, {"output_path": "..", "hf_hub_log_args": {}, "limit": 2.0}, secrets)
     assert found.path == run.path
     assert (args.config, args.limit, args.output_path) == (None, 2.0, str(tmp_path / "out"))
@@ -258,7 +262,7 @@ def test_the_namespace_becomes_the_run_s(tmp_path, monkeypatch):
 
 
 def test_several_processes_do_not_resume(tmp_path, monkeypatch):
-    Manifest.create(tmp_path, arguments={}).release()
+    create(tmp_path).release()
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(FlyError, match="WORLD_SIZE=2: only runs of one process"):
         resume.reopen(argparse.Namespace(resume=str(tmp_path)), {}, {})
@@ -292,14 +296,14 @@ def test_a_model_is_known_by_its_files(tmp_path):
 def test_a_torn_vocabulary_is_mended_and_not_written_twice(tmp_path):
     path = tmp_path / "fly_vocabulary_x.jsonl"
     path.write_text('{"id": 5, "text": "a"}\n{"id": 7, "te')
-    found = finished_requests.Earlier(tmp_path, "x")
+    found = finished_requests.FinishedRequests(tmp_path, "x")
     assert found.traced_tokens == {5}
     assert path.read_text() == '{"id": 5, "text": "a"}\n'
 
 
 def test_a_lock_is_let_go_before_its_file_goes(tmp_path, monkeypatch):
     """While held, the next to come would lock a second file; and Windows removes no open one."""
-    run = Manifest.create(tmp_path, arguments={})
+    run = create(tmp_path)
     lock = run.lock
     held = []
     unlink = type(tmp_path).unlink
@@ -319,9 +323,10 @@ def test_a_run_has_ended_only_when_all_that_it_leaves_is_there(tmp_path):
     (results,) = folder.glob("results_*")
     (samples,) = folder.glob("samples_*")
     records = folder / f"fly_requests_{written_runs.STARTED}.jsonl"
-    noted = Manifest(folder / f"fly_run_{written_runs.STARTED}.json", {"finished": False})
+    facts = {"started": written_runs.STARTED, "finished": False}
+    noted = Manifest(folder / f"fly_run_{written_runs.STARTED}.json", facts)
     entry = {"stats": {"requests": 2}}
-    run = Session(folder, started=written_runs.STARTED, entry=lambda: entry)
+    run = RunContext(folder, started=written_runs.STARTED, results_entry=lambda: entry)
 
     def refused(path, message):
         whole = path.read_text()
@@ -334,10 +339,10 @@ def test_a_run_has_ended_only_when_all_that_it_leaves_is_there(tmp_path):
     refused(results, "run: the results could not be saved")
     refused(samples, "samples_.* is not beside it")
     refused(records, r"run: holds 0 of 2 records: files were removed while the run went on")
-    run.earlier = finished_requests.Earlier(tmp_path, "s")
+    run.finished_requests = finished_requests.FinishedRequests(tmp_path, "s")
     resume._finish(run, noted, {"log_samples": True})
     assert noted.finished
     write(tmp_path, record())
-    run.earlier = finished_requests.Earlier(tmp_path, "s")
+    run.finished_requests = finished_requests.FinishedRequests(tmp_path, "s")
     with pytest.raises(FlyError, match="task t, doc 3 is no longer asked for"):
         resume._finish(run, noted, {})

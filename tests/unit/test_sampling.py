@@ -201,18 +201,18 @@ def test_rows_of_draw_have_their_own_weights_and_totals():
 
 def rejection_oracle(p, q, draft, noise):
     """One position at a time, in Python's numbers."""
-    native, choice = [], []
+    matches, targets = [], []
     for j, token in enumerate(draft):
         if q is None:
-            own = drawn_by_definition(p[j], noise.choose[j].item())
+            own = drawn_by_definition(p[j], noise.target[j].item())
             stands = own == token
         else:
             stands = noise.accept[j].item() < p[j][token] / q[j][token]
             rest = [max(0.0, a - b) for a, b in zip(p[j], q[j])]
-            own = drawn_by_definition(rest if sum(rest) else p[j], noise.choose[j].item())
-        native.append(stands)
-        choice.append(token if stands else own)
-    return native, [*choice, drawn_by_definition(p[len(draft)], noise.choose[len(draft)].item())]
+            own = drawn_by_definition(rest if sum(rest) else p[j], noise.target[j].item())
+        matches.append(stands)
+        targets.append(token if stands else own)
+    return matches, [*targets, drawn_by_definition(p[len(draft)], noise.target[len(draft)].item())]
 
 
 def distributions(generator, count, vocab, cut):
@@ -226,19 +226,19 @@ def distributions(generator, count, vocab, cut):
 @pytest.mark.parametrize("with_q", [True, False])
 def test_rejection_sampling_equals_the_scalar_oracle(with_q):
     generator = torch.Generator().manual_seed(2)
-    natives = 0
+    matched = 0
     for trial in range(400):
         k, limit = trial % 5, trial % 5 + trial % 2  # noise for more than was drafted, too
         p_NV = distributions(generator, k + 1, 6, trial % 3 == 0)
         q_KV = distributions(generator, k, 6, trial % 4 == 0)
         noise = Noise.drawn(limit, generator)
         draft_K = draw(q_KV, noise.draft[:k])
-        native_K, choice_N = rejection_sample(p_NV, q_KV if with_q else None, draft_K, noise)
+        matches_K, target_N = rejection_sample(p_NV, q_KV if with_q else None, draft_K, noise)
         q = q_KV.tolist() if with_q else None
         expected = rejection_oracle(p_NV.tolist(), q, draft_K.tolist(), noise)
-        assert (native_K.tolist(), choice_N.tolist()) == expected
-        natives += sum(expected[0])
-    assert 100 < natives < 700  # of 800
+        assert (matches_K.tolist(), target_N.tolist()) == expected
+        matched += sum(expected[0])
+    assert 100 < matched < 700  # of 800
 
 
 P = torch.tensor([0.40, 0.30, 0.15, 0.15, 0.0])
@@ -254,18 +254,18 @@ def integrated(sample, with_q=True):
 
     Positions do not look at each other, so each grid point is a position of one long chain.
     """
-    accepts, chooses = (1500, 300) if with_q else (1, 20_000)  # a rule's draft needs no acceptance
-    accept_G = midpoints(accepts).repeat_interleave(chooses)
-    choose_G = midpoints(chooses).repeat(accepts)
+    accepts, draws = (1500, 300) if with_q else (1, 20_000)  # a rule's draft needs no acceptance
+    accept_G = midpoints(accepts).repeat_interleave(draws)
+    target_G = midpoints(draws).repeat(accepts)
     size = len(accept_G)
-    noise = Noise(choose_G, accept_G, torch.cat([choose_G, choose_G[:1]]))
+    noise = Noise(target_G, accept_G, torch.cat([target_G, target_G[:1]]))
     result_V = torch.zeros(len(P), dtype=torch.float64)
     for token, weight in enumerate(Q.tolist()):
         if weight:
             draft_K = torch.full((size,), token)
             q_KV = Q.expand(size, -1) if with_q else None
-            native_K, choice_N = sample(P.expand(size + 1, -1), q_KV, draft_K, noise)
-            emitted_K = torch.where(native_K, draft_K, choice_N[:-1])
+            matches_K, target_N = sample(P.expand(size + 1, -1), q_KV, draft_K, noise)
+            emitted_K = torch.where(matches_K, draft_K, target_N[:-1])
             result_V += weight * torch.bincount(emitted_K, minlength=len(P)) / size
     return result_V
 
@@ -283,15 +283,15 @@ def test_the_emitted_token_follows_p_exactly(with_q):
 def either_of_two(p_NV, q_KV, draft_K, noise):
     k = len(draft_K)
     second_K = draw(p_NV[:k], noise.accept[:k])
-    choice_N = draw(p_NV, noise.choose[: k + 1])
-    return (choice_N[:k] == draft_K) | (second_K == draft_K), choice_N
+    target_N = draw(p_NV, noise.target[: k + 1])
+    return (target_N[:k] == draft_K) | (second_K == draft_K), target_N
 
 
 def without_residual(p_NV, q_KV, draft_K, noise):
-    native_K, choice_N = rejection_sample(p_NV, q_KV, draft_K, noise)
-    own_N = draw(p_NV, noise.choose[: len(choice_N)])
-    own_N[:-1] = torch.where(native_K, draft_K, own_N[:-1])
-    return native_K, own_N
+    matches_K, target_N = rejection_sample(p_NV, q_KV, draft_K, noise)
+    own_N = draw(p_NV, noise.target[: len(target_N)])
+    own_N[:-1] = torch.where(matches_K, draft_K, own_N[:-1])
+    return matches_K, own_N
 
 
 def at_another_temperature(p_NV, q_KV, draft_K, noise):
@@ -300,7 +300,7 @@ def at_another_temperature(p_NV, q_KV, draft_K, noise):
 
 def one_uniform(p_NV, q_KV, draft_K, noise):
     k = len(draft_K)
-    return rejection_sample(p_NV, q_KV, draft_K, Noise(noise.draft, noise.choose[:k], noise.choose))
+    return rejection_sample(p_NV, q_KV, draft_K, Noise(noise.draft, noise.target[:k], noise.target))
 
 
 @pytest.mark.parametrize(
@@ -316,9 +316,9 @@ def test_equal_distributions_reject_nothing():
     ones = torch.full((5,), ALMOST_ONE, dtype=torch.float64)
     noise = Noise(ones, ones, torch.full((6,), 0.5, dtype=torch.float64))
     for token in range(5):
-        native_K, choice_N = rejection_sample(p_NV, p_NV[:5], torch.full((5,), token), noise)
-        assert native_K.all()
-        assert choice_N[:5].tolist() == [token] * 5
+        matches_K, target_N = rejection_sample(p_NV, p_NV[:5], torch.full((5,), token), noise)
+        assert matches_K.all()
+        assert target_N[:5].tolist() == [token] * 5
 
 
 def test_a_token_the_target_excludes_never_stands():
@@ -326,20 +326,20 @@ def test_a_token_the_target_excludes_never_stands():
     p_NV, q_KV = torch.tensor([[0.0, 1.0], [0.5, 0.5]]), torch.tensor([[1.0, 0.0]])
     zeros = torch.zeros(2, dtype=torch.float64)
     for q in (q_KV, None):
-        native_K, choice_N = rejection_sample(
+        matches_K, target_N = rejection_sample(
             p_NV, q, torch.tensor([0]), Noise(zeros, zeros, zeros)
         )
-        assert native_K.tolist() == [False]
-        assert choice_N.tolist() == [1, 0]
+        assert matches_K.tolist() == [False]
+        assert target_N.tolist() == [1, 0]
 
 
-def test_without_a_draft_the_choice_is_a_plain_draw():
+def test_without_a_draft_the_target_token_is_a_plain_draw():
     noise = Noise.drawn(0, torch.Generator().manual_seed(0))
     p_NV = P[None]
     for q_KV in (None, torch.empty(0, 5)):
-        native_K, choice_N = rejection_sample(p_NV, q_KV, torch.empty(0, dtype=torch.long), noise)
-        assert native_K.shape == (0,)
-        assert torch.equal(choice_N, draw(p_NV, noise.choose))
+        matches_K, target_N = rejection_sample(p_NV, q_KV, torch.empty(0, dtype=torch.long), noise)
+        assert matches_K.shape == (0,)
+        assert torch.equal(target_N, draw(p_NV, noise.target))
 
 
 # Noise and settings
@@ -347,17 +347,17 @@ def test_without_a_draft_the_choice_is_a_plain_draw():
 
 @pytest.mark.parametrize("limit", [0, 1, 5])
 def test_noise_takes_the_same_count_for_the_same_limit(limit):
-    """Were it to depend on what was drafted, a row's tokens would depend on its neighbours."""
+    """Were it to depend on what was drafted, a sequence's tokens would depend on its neighbours."""
     one, other = (torch.Generator().manual_seed(9) for _ in range(2))
     noise = Noise.drawn(limit, one)
     torch.rand(3 * limit + 1, dtype=torch.float64, generator=other)
     assert torch.equal(one.get_state(), other.get_state())
-    assert [len(part) for part in (noise.draft, noise.accept, noise.choose)] == [
+    assert [len(part) for part in (noise.draft, noise.accept, noise.target)] == [
         limit,
         limit,
         limit + 1,
     ]
-    together = torch.cat([noise.draft, noise.accept, noise.choose])
+    together = torch.cat([noise.draft, noise.accept, noise.target])
     assert len(set(together.tolist())) == 3 * limit + 1  # no number serves twice
     assert together.dtype == torch.float64
 
@@ -391,7 +391,7 @@ def test_what_is_greedy_and_what_is_plain():
     assert not Sampling(1e-3).is_greedy
 
 
-def test_greedy_rows_keep_the_penalty_only():
+def test_greedy_requests_keep_the_penalty_only():
     logits_NV = torch.randn(2, 8, generator=torch.Generator().manual_seed(6))
     filtered = Sampling(top_k=2, top_p=0.3, min_p=0.5).process(logits_NV, [1], [2])
     assert torch.equal(filtered, logits_NV)

@@ -13,7 +13,6 @@ from fly.harness.sandbox import (
     Outcome,
     Program,
     isolation_level,
-    run_program,
     run_programs,
     runner,
 )
@@ -79,6 +78,10 @@ MISBEHAVIOUR = {
     ),
     "file handles": ("fs = [open('/dev/null') for _ in range(10000)]", "exception", SHORT),
 }
+
+
+def run_program(source: str, tests: str = "", limits: Limits | None = None) -> Outcome:
+    return run_programs([Program(source, tests)], limits)[0]
 
 
 def launches() -> list[Launch]:
@@ -458,6 +461,22 @@ def test_what_cannot_be_judged_is_said(caplog):
     assert "1 of 1 programs could not be judged and count as failed" in caplog.text
 
 
+def test_a_long_answer_does_not_keep_the_judge(run):
+    """The reason for a refusal quotes the program; the judge's report must fit into a pipe."""
+    source = (
+        "import json, os\n"
+        "def f(g):\n"
+        "    data = json.dumps(['ask', 'x' * (1 << 20), 0, [], {}]).encode()\n"
+        "    for number in range(3, 64):\n"
+        "        try: os.write(number, data + b'\\n')\n"
+        "        except OSError: pass\n"
+    )
+    outcome = run(source, tests="f(lambda: 1)")
+    assert outcome.reason == "garbled"
+    assert len(outcome.detail) == 1000
+    assert outcome.seconds < 10
+
+
 FORGED = [
     {"reason": "passed", "detail": "", "features": []},
     {"reason": "passed", "detail": "", "features": [], "nonce": "0" * 32},
@@ -475,7 +494,7 @@ def test_a_reply_that_is_not_the_supervisors_counts_for_nothing(
 ):
     """A program may open other processes' pipes where nothing hides them: it wrote a verdict."""
     bootstrap = tmp_path / "bootstrap.py"
-    wrong = f"request['is_judge'] == {side == 'judge'}"
+    wrong = f"bool(request['nonce']) == {side == 'judge'}"
     bootstrap.write_text(
         "import json, sys\nrequest = json.loads(sys.stdin.readline())\n"
         "gone = {'reason': 'gone', 'detail': '', 'features': []}\n"

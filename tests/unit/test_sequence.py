@@ -1,11 +1,11 @@
-"""Commit clips at EOS, stop string and budget, and counts nothing past them."""
+"""Commit clips at EOS, stop string and budget, and counts nothing past them; its round's record."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fly.speculation.rules.verification import Resolution
-from fly.speculation.sequence import Request, RowVerdict, Sequence
+from fly.speculation.rules.base import Resolution
+from fly.speculation.sequence import Request, Sequence, Verdict
 from fly.speculation.stop_strings import StopMatcher
 
 EOS = frozenset({0})
@@ -15,18 +15,18 @@ def letters(ids):
     return "".join(chr(96 + i) if i else "<eos>" for i in ids)
 
 
-def row(budget=10, stops=()):
-    return Sequence(Request((5,), budget, tuple(stops)), EOS, letters)
+def made(budget=10, stops=()):
+    return Sequence(Request((5,), budget, tuple(stops)), EOS, StopMatcher(stops, letters))
 
 
 def verdict(draft, accepted, next_token, deferred=(), **resolution):
-    native = [position < accepted and position not in deferred for position in range(len(draft))]
-    choice = [next_token] * (len(draft) + 1)
-    return RowVerdict(draft, native, choice, Resolution(accepted, tuple(deferred), **resolution))
+    matches = [position < accepted and position not in deferred for position in range(len(draft))]
+    targets = [next_token] * (len(draft) + 1)
+    return Verdict(draft, matches, targets, Resolution(accepted, tuple(deferred), **resolution))
 
 
-def test_counts_add_up_and_correction_is_not_bonus():
-    sequence = row()
+def test_counts_add_up_and_a_recovered_token_is_no_bonus():
+    sequence = made()
     counts = sequence.commit(verdict([1, 2, 3], 2, 9, deferred=[1]))
     assert sequence.generated == [1, 2, 9]
     assert (counts.native_accepted, counts.deferred_accepted) == (1, 1)
@@ -35,8 +35,8 @@ def test_counts_add_up_and_correction_is_not_bonus():
     assert (counts.corrections, counts.bonus) == (0, 1)
 
 
-def test_eos_inside_an_accepted_block_ends_the_row():
-    sequence = row()
+def test_eos_inside_an_accepted_block_ends_the_sequence():
+    sequence = made()
     counts = sequence.commit(verdict([1, 0, 3], 3, 9))
     assert sequence.generated == [1, 0]
     assert sequence.finish_reason == "eos"
@@ -44,7 +44,7 @@ def test_eos_inside_an_accepted_block_ends_the_row():
 
 
 def test_budget_is_exact():
-    sequence = row(budget=2)
+    sequence = made(budget=2)
     counts = sequence.commit(verdict([1, 2, 3], 3, 9))
     assert sequence.generated == [1, 2]
     assert sequence.finish_reason == "length"
@@ -52,7 +52,7 @@ def test_budget_is_exact():
 
 
 def test_stop_string_in_the_middle_of_an_accepted_block():
-    sequence = row(stops=["bc"])
+    sequence = made(stops=["bc"])
     counts = sequence.commit(verdict([1, 2, 3, 4], 4, 9))
     assert letters(sequence.generated) == "abc"
     assert sequence.finish_reason == "stop"
@@ -60,7 +60,7 @@ def test_stop_string_in_the_middle_of_an_accepted_block():
 
 
 def test_stop_string_spanning_rounds():
-    sequence = row(stops=["abc"])
+    sequence = made(stops=["abc"])
     sequence.commit(verdict([1], 1, 2))
     assert sequence.finish_reason is None
     sequence.commit(verdict([3], 1, 9))
@@ -68,17 +68,46 @@ def test_stop_string_spanning_rounds():
 
 
 def test_stop_after_eos_does_not_count():
-    sequence = row(stops=["d"])
+    sequence = made(stops=["d"])
     sequence.commit(verdict([0, 4], 2, 9))
     assert sequence.finish_reason == "eos"
     assert sequence.generated == [0]
 
 
 def test_a_clipped_rollback_is_not_counted():
-    """A rejection behind the end of the row did not happen."""
-    sequence = row(budget=1)
+    """A rejection past the end of the sequence did not happen."""
+    sequence = made(budget=1)
     counts = sequence.commit(verdict([1, 2], 1, 9, rolled_back=True))
     assert counts.deferred_rolled_back == 0
+
+
+def test_a_rounds_record_has_values_of_its_own():
+    """What later rounds do to the sequence must not change what an observer was given."""
+    sequence = made()
+    first = verdict([1, 2], 2, 9, deferred=[1], open_at=1, open_matches=1)
+    start = sequence.round_record(first, sequence.commit(first), "nd", 0)
+    assert (start.number, start.drafted_by, start.start, start.length) == (1, "nd", 0, 3)
+    assert (start.draft, start.matches, start.target_tokens) == ([1, 2], [True, False], [9, 9, 9])
+    assert (start.deferred, start.open_at, start.rolled_back, start.finish) == ([1], 1, None, None)
+    assert start.counts.emitted == 1  # the others are provisional
+    assert start.request is sequence.request
+    then = verdict([4], 0, 9, rolls_back_earlier=True)
+    sequence.seconds["verify"] += 1.0
+    end = sequence.round_record(then, sequence.commit(then), "d", 3)
+    assert sequence.generated == [1, 9]
+    assert (end.number, end.start, end.length, end.rolled_back) == (2, 3, 2, 1)
+    assert (end.deferred, end.open_at, end.counts.discarded) == ([], None, 2)
+    assert start.key == end.key
+    assert (start.length, start.open_at, start.counts.emitted) == (3, 1, 1)
+    assert start.seconds["verify"] == 0
+    assert end.seconds["verify"] == 1
+
+
+def test_a_record_leaves_out_deferrals_past_the_end():
+    sequence = made(budget=1)
+    past = verdict([1, 2], 2, 9, deferred=[1])
+    record = sequence.round_record(past, sequence.commit(past), "dd", 0)
+    assert (record.length, record.deferred, record.finish) == (1, [], "length")
 
 
 @settings(max_examples=200, deadline=None)

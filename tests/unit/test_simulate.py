@@ -1,18 +1,19 @@
-"""A walk over a replay against the product's own engine, pass by pass."""
+"""A walk over a recording against the product's own engine, pass by pass."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fly.runs.records import Counts
 from fly.speculation.drafters.base import NoDrafter
-from fly.speculation.drafters.draft_model import CascadeDrafter, ModelDrafter
+from fly.speculation.drafters.cascade import CascadeDrafter
+from fly.speculation.drafters.draft_model import ModelDrafter
 from fly.speculation.engine import Engine
 from fly.speculation.rules.gates import EntropyGate, MarginGate, RankGate, RatioGate, all_pass
-from fly.speculation.rules.verification import Relaxation
 from fly.speculation.sequence import Request
-from fly.tuning.recorder import Document, Recorder, Tree, _looked_at
-from fly.tuning.simulate import CascadeCounter, StepCounter, walk
+from fly.tuning.recorder import Answer, Recorder, Recording, Tree
+from fly.tuning.simulate import CascadeCounter, DraftCounter, walk
 from tests import tiny
 from tests.positional import Positional, ScriptedModel
 
@@ -22,7 +23,7 @@ LENGTH = 12
 
 
 class Widths:
-    """Stands between a runner and its user, and notes the width of every pass of one row."""
+    """Stands between a runner and its user, and notes the width of every pass of one sequence."""
 
     def __init__(self, runner):
         self.runner, self.widths = runner, []
@@ -35,44 +36,38 @@ class Widths:
         return self.runner.extend(tokens)
 
 
-def documents_of(target, requests, eos, decode=str):
+def answers_of(target, requests, eos, decode=str):
     """What the target alone answers, in the order of the requests."""
     engine = Engine(
-        target, NoDrafter(), spd_k=0, relaxation=None, eos_ids=eos, decode=decode,
-        reuse_prefixes=False,
-    )  # fmt: skip
+        target, NoDrafter(), tiny.EXACT, spd_k=0, eos_ids=eos, decode=decode, reuse_prefixes=False
+    )
     return [
-        Document("t", i, r.request.prompt, r.request.budget, tuple(r.tokens), r.finish_reason)
+        Answer("t", i, r.request.prompt, r.request.budget, tuple(r.tokens), r.finish_reason)
         for i, r in enumerate(engine.run(requests))
     ]
 
 
-def by_engine(target, draft, requests, eos, k, relaxation, ngrams=None, decode=str):
+def by_engine(target, draft, requests, eos, k, rule, ngrams=None, decode=str):
     """(counts of every request, widths of the draft's passes, of the target's)."""
     target, draft = Widths(target), Widths(draft)
     drafter = CascadeDrafter(draft, eos, *ngrams) if ngrams else ModelDrafter(draft, eos)
     engine = Engine(
-        target, drafter, spd_k=k, relaxation=relaxation, eos_ids=eos, decode=decode,
-        reuse_prefixes=False,
-    )  # fmt: skip
+        target, drafter, rule, spd_k=k, eos_ids=eos, decode=decode, reuse_prefixes=False
+    )
     records = list(engine.run(requests))
     return [record.counts for record in records], draft.widths, target.widths
 
 
-def counts_of(values):
-    return values.rounds, values.drafted, values.emitted, values.deferred_accepted, values.discarded
-
-
-def compare(target, draft, requests, replays, eos, k, relaxation, decode=str):
+def compare(target, draft, requests, recordings, eos, k, rule, decode=str):
     """Every round, pass and count of the walk is the engine's, for both drafters."""
-    step, cascade = StepCounter(), CascadeCounter(*NGRAMS, draft.relative_cost)
-    found = walk(replays, k, relaxation, eos, [step, cascade])
+    step, cascade = DraftCounter(), CascadeCounter(*NGRAMS, draft.relative_cost)
+    found = walk(recordings, k, rule, eos, [step, cascade])
     for counter, ngrams in ((step, None), (cascade, NGRAMS)):
-        counts, drafts, verifies = by_engine(
-            target, draft, requests, eos, k, relaxation, ngrams, decode
-        )
-        sums = tuple(map(sum, zip(*map(counts_of, counts))))
-        assert counts_of(found.counts) == sums
+        counts, drafts, verifies = by_engine(target, draft, requests, eos, k, rule, ngrams, decode)
+        sums = Counts()
+        for each in counts:
+            sums.add(each)
+        assert found.counts == sums
         assert sorted(counter.passes.count.elements()) == sorted(drafts)
         assert sorted(found.verify.count.elements()) == sorted(verifies)
     return found.counts
@@ -94,22 +89,21 @@ def test_every_rule_walks_as_the_engine_decodes(seed, agree, k, window, theta, a
     target = ScriptedModel(script, 3)
     draft = ScriptedModel(Positional(seed, agree=agree, eos=0.0, is_draft=True), 3)
     requests = [Request((1, 2, 3), 40), Request((4,), 1), Request((1, 5), 23)]
-    documents = documents_of(ScriptedModel(script, 1), requests, eos)
-    recorder = Recorder(target, draft, eos, length=LENGTH, width=4)
-    replays = [recorder.record(document) for document in documents]
-    gates = () if theta is None else (EntropyGate(theta),)
-    room = None if across else window
-    for relaxation in (None, Relaxation(gates, window, room)):
+    fly = tiny.relaxed(window, theta, across)
+    recorder = Recorder(target, draft, eos, fly.gates, length=LENGTH, width=4)
+    answers = answers_of(ScriptedModel(script, 1), requests, eos)
+    recordings = [recorder.record(answer) for answer in answers]
+    for rule in (tiny.EXACT, fly):
         target.resize(1)
         draft.resize(1)
-        compare(target, draft, requests, replays, eos, k, relaxation)
+        compare(target, draft, requests, recordings, eos, k, rule)
 
 
-def tiny_replays(target, draft, requests, eos, decode=str, length=LENGTH):
-    documents = documents_of(tiny.runner(target, 1), requests, eos, decode)
+def tiny_recordings(target, draft, requests, eos, gates=(), decode=str, length=LENGTH):
+    answers = answers_of(tiny.runner(target, 1), requests, eos, decode)
     runners = (tiny.runner(target, 4), tiny.runner(draft, 4))
-    recorder = Recorder(*runners, eos, length=length)
-    return [recorder.record(document) for document in documents]
+    recorder = Recorder(*runners, eos, gates, length=length)
+    return [recorder.record(answer) for answer in answers]
 
 
 def test_exact_verification_of_real_models_round_by_round(target, draft):
@@ -120,23 +114,23 @@ def test_exact_verification_of_real_models_round_by_round(target, draft):
         return "".join(chr(97 + i) for i in ids)
 
     requests = [Request(tuple(p), 40, ("zu",)) for p in tiny.prompts(6)]
-    replays = tiny_replays(target, draft, requests, eos, decode)
-    assert {"length"} < {replay.document.finish for replay in replays} | {"eos", "stop"}
+    recordings = tiny_recordings(target, draft, requests, eos, decode=decode)
+    assert {"length"} < {recording.answer.finish for recording in recordings}
     for k in KS:
         runners = tiny.runner(target, 1), tiny.runner(draft, 1)
-        counts = compare(*runners, requests, replays, eos, k, None, decode)
+        counts = compare(*runners, requests, recordings, eos, k, tiny.EXACT, decode)
         assert 0 < counts.emitted - counts.rounds < counts.drafted  # some drafts were rejected
 
 
-class Chains(StepCounter):
+class Chains(DraftCounter):
     """What was drafted in every round of a walk, by where the round started."""
 
-    def admit(self, prompt_length):
-        super().admit(prompt_length)
-        self.prompt, self.rounds = prompt_length, []
+    def admit(self, sequence):
+        super().admit(sequence)
+        self.rounds = []
 
-    def draft(self, tokens, final, limit, chain):
-        self.rounds.append((len(tokens) - self.prompt, chain))
+    def draft(self, sequence, chain, limit):
+        self.rounds.append((len(sequence.generated), chain))
 
 
 @pytest.mark.parametrize("across", [False, True])
@@ -145,26 +139,23 @@ def test_until_the_first_standing_deferral_fly_is_the_engines(target, draft, acr
     walk, too, and the round after the first deferral that stands starts where the engine's does."""
     eos = frozenset({tiny.EOS})
     requests = [Request(tuple(p), 40) for p in tiny.prompts(8)]
-    replays = tiny_replays(target, draft, requests, eos, length=20)
-    relaxation = tiny.relaxed(window=2, threshold=0.3, across=across)
+    rule = tiny.relaxed(window=2, threshold=0.3, across=across)
+    recordings = tiny_recordings(target, draft, requests, eos, rule.gates, length=20)
     walked = decoded = stood = failed = 0
-    for request, replay in zip(requests, replays):
+    for request, recording in zip(requests, recordings):
         chains, rounds, clean = Chains(), [], []
 
         def observe(record, rounds=rounds, clean=clean):
-            rounds.append((record.start, record.verdict.draft))
-            clean.append(record.row.counts.deferred_accepted == 0)
+            rounds.append((record.start, record.draft))
+            clean.append(all(clean) and record.counts.deferred_accepted == 0)
 
-        engine = Engine(
-            tiny.runner(target, 1), ModelDrafter(tiny.runner(draft, 1), eos), spd_k=6,
-            relaxation=relaxation, eos_ids=eos, decode=str, observer=observe,
-        )  # fmt: skip
-        (record,) = engine.run([request])
-        found = walk([replay], 6, relaxation, eos, [chains])
+        drafter = ModelDrafter(tiny.runner(draft, 1), eos)
+        (record,) = tiny.engine(target, drafter, 6, rule, observer=observe).run([request])
+        found = walk([recording], 6, rule, eos, [chains])
         first = [*clean, False].index(False)
         assert chains.rounds[: first + 1] == rounds[: first + 1]
         following = rounds[first + 1 : first + 2]
-        if following and following[0][0] < len(replay.document.tokens):
+        if following and following[0][0] < len(recording.answer.tokens):
             assert chains.rounds[first + 1][0] == rounds[first + 1][0]
         walked += found.counts.emitted / found.counts.rounds
         decoded += record.counts.emitted / record.counts.rounds
@@ -175,20 +166,43 @@ def test_until_the_first_standing_deferral_fly_is_the_engines(target, draft, acr
     assert abs(walked / decoded - 1) < 0.2
 
 
-def test_gates_read_what_they_read_in_the_engine(target, draft):
-    """The recorded numbers against the gates themselves, on logits."""
-    torch.manual_seed(0)
-    logits = torch.randn(200, 64) * 2
-    tokens = torch.randint(0, 64, (200,))
-    tokens[::3] = logits[::3].topk(2).indices[:, 1]
-    tree = Tree()
-    for values, token in zip(_looked_at(logits, tokens.tolist()), tokens.tolist()):
-        tree.add(0, token, values)
+def test_what_is_deferrable_is_what_the_gates_say_of_decoding(target, draft):
+    """At every mismatch along the text, against the gates on the target's own logits."""
     sets = [
-        (EntropyGate(0.6),), (EntropyGate(2.5, "full"),), (EntropyGate(0.6, "normalized"),),
-        (MarginGate(0.2),), (RatioGate(0.4),), (RankGate(2),), (MarginGate(0.5), RankGate(3)),
+        (EntropyGate(0.7),), (EntropyGate(3.2, "full"),), (EntropyGate(0.75, "normalized"),),
+        (MarginGate(0.04),), (RatioGate(0.9),), (RankGate(2),), (MarginGate(0.1), RankGate(3)),
     ]  # fmt: skip
-    for gates in sets:
-        expected = all_pass(gates, logits, tokens).tolist()
-        assert tree.passes(gates) == expected
-        assert 0 < sum(expected) < 200
+    requests = [Request(tuple(p), 40) for p in tiny.prompts(8)]
+    recorded = {gate for gates in sets for gate in gates}
+    recordings = tiny_recordings(target, draft, requests, frozenset({tiny.EOS}), recorded)
+    found, expected = [[] for _ in sets], [[] for _ in sets]
+    for recording in recordings:
+        answer, tree = recording.answer, recording.tree
+        logits = target(torch.tensor([answer.prompt + answer.tokens])).logits[0].detach()
+        logits = logits[len(answer.prompt) - 1 : -1]
+        differ = [i for i, token in enumerate(answer.tokens) if tree.drafted[i] != token]
+        drafted = torch.tensor([tree.drafted[i] for i in differ])
+        for number, gates in enumerate(sets):
+            found[number] += [tree.deferrable(gates)[i] for i in differ]
+            expected[number] += all_pass(gates, logits[differ], drafted).tolist()
+        assert not any(tree.deferrable(None))
+    assert found == expected
+    for verdicts in expected:
+        assert 0 < sum(verdicts) < len(verdicts)
+
+
+@pytest.mark.parametrize(
+    ("after", "expected"),
+    [(8, Counts(rounds=2, drafted=6, native_accepted=2, deferred_accepted=1, emitted=3)),
+     (4, Counts(rounds=2, drafted=6, native_accepted=2, corrections=1, deferred_rolled_back=1,
+                emitted=3, discarded=2))],
+)  # fmt: skip
+def test_a_deferral_on_the_last_token_of_a_text_needs_its_window(after, expected):
+    """It stood at once, as the text ended there; the engine goes on until its window is filled."""
+    tree = Tree()
+    for target, drafted in [(5, 5), (6, 6), (7, 9), (8, after)]:
+        state = tree.add(target, drafted)
+        tree.after_target[state] = tree.after_draft[state] = min(state + 1, 3)
+    recording = Recording(Answer("t", 0, (1,), 20, (5, 6, 7), "stop"), tree, 1, 0)
+    rule = tiny.relaxed(window=2, threshold=None, across=True)
+    assert walk([recording], 3, rule, frozenset({2})).counts == expected

@@ -8,7 +8,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from fly.analysis.terminal.rows import Layout, coloured, lettered
-from fly.analysis.terminal.styles import LOOKS, legend
+from fly.analysis.terminal.styles import STYLES, legend
 from fly.runs.replay import Token
 
 
@@ -32,8 +32,8 @@ def text(row):
 
 
 def test_letters_stand_below_the_first_column_of_each_token():
-    (row,) = lay_out([("def", "draft"), (" f", "ngram"), ("(", "correction"), (")", "bonus")])
-    assert lettered(row).plain == "def f()\nd..n.cb"
+    (row,) = lay_out([("def", "draft"), (" f", "ngram"), ("(", "recovered"), (")", "bonus")])
+    assert lettered(row).plain == "def f()\nd..n.rb"
 
 
 def test_wide_characters_keep_the_two_lines_in_step():
@@ -62,11 +62,11 @@ def test_what_fell_does_not_disturb_the_text_after_it():
     """A dropped half of a character belongs to no character of the text."""
     first, second = "\u00e9".encode()[:1], "\u00e9".encode()[1:]
     (row,) = lay_out([(first, "draft"), (second, "rolled_back"), (b"x", "rolled_back"),
-                      (second, "correction"), ("y", "draft")])  # fmt: skip
+                      (second, "recovered"), ("y", "draft")])  # fmt: skip
     assert [(c.text, c.source) for c in row] == [
         ("\u00e9", "rolled_back"),
         ("x", "rolled_back"),
-        ("\u00e9", "correction"),
+        ("\u00e9", "recovered"),
         ("y", "draft"),
     ]
 
@@ -104,11 +104,11 @@ def test_an_ascii_terminal_gets_ascii():
 
 
 def test_every_source_looks_different_with_and_without_colours():
-    assert len({look.letter for look in LOOKS.values()}) == len(LOOKS)
-    assert len({look.style for look in LOOKS.values()}) == len(LOOKS)
-    (row,) = lay_out([("ab", source) for source in LOOKS])
+    assert len({style.letter for style in STYLES.values()}) == len(STYLES)
+    assert len({style.style for style in STYLES.values()}) == len(STYLES)
+    (row,) = lay_out([("ab", source) for source in STYLES])
     styles = [str(span.style) for span in coloured(row).spans][::2]
-    assert styles == [look.style for look in LOOKS.values()]
+    assert styles == [style.style for style in STYLES.values()]
 
 
 def test_provisional_tokens_look_different():
@@ -126,5 +126,5 @@ def test_the_legend_names_what_is_shown(width):
         printed = console.file.getvalue()
         assert all(len(line) <= width for line in printed.splitlines())
         assert ("rolled back" in printed) == (colours or drops)
-        for name in ("n-gram", "draft", "target correction", "bonus", "deferred and stood"):
+        for name in ("n-gram", "draft", "recovered token", "bonus", "deferred and stood"):
             assert name in printed

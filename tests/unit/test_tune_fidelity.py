@@ -2,7 +2,7 @@
 
 import pytest
 
-from fly.analysis.scores import Document, Measured, Metric, Task
+from fly.analysis.scores import DocumentHashes, Measured, Metric, Task
 from fly.errors import FlyError
 from fly.tuning.fidelity import check_judgeable, held, recoveries
 
@@ -31,7 +31,7 @@ def _task(by_metric, prompt):
                 scores=dict(enumerate(values)),
             )
         )  # fmt: skip
-    documents = {i: Document(doc=str(i), prompt=prompt, target="t") for i in range(4)}
+    documents = {i: DocumentHashes(doc=str(i), prompt=prompt, target="t") for i in range(4)}
     return Task(
         version="1", num_fewshot=0, generation={}, documents=documents, metrics=metrics, work={}
     )
@@ -49,8 +49,8 @@ def test_every_metric_and_filter_must_hold():
     for label in fine:
         worse = scored(t={**fine, label: [1, 0, 0, 0]})
         found = {r.metric: r for r in recoveries(before, worse, LEAST)}
-        assert found[label].lost == (1 if label == "em,strict" else 3)
-        assert found[label].value == pytest.approx(0.5 if label == "em,strict" else 0.25)
+        assert found[label].scores.lost == (1 if label == "em,strict" else 3)
+        assert found[label].scores.recovery == pytest.approx(0.5 if label == "em,strict" else 0.25)
         assert not verdict(before, worse)
 
 
@@ -63,7 +63,7 @@ def test_every_task_must_hold():
 def test_where_lower_is_better_a_rise_is_a_loss():
     before = scored(t={"wer": [0.2, 0.2, 0.2, 0.2]})
     (found,) = recoveries(before, scored(t={"wer": [0.4, 0.4, 0.4, 0.4]}), LEAST)
-    assert found.value == pytest.approx(0.5)
+    assert found.scores.recovery == pytest.approx(0.5)
     assert not found.held(LEAST)
     assert verdict(before, scored(t={"wer": [0.1, 0.2, 0.2, 0.2]}))
     assert verdict(before, scored(t={"wer": [0, 0, 0, 0]}))  # no recovery, and nothing lost
@@ -73,8 +73,8 @@ def test_a_recovery_that_is_undefined_is_not_held():
     """None was taken for nothing to lose."""
     before = scored(t={"em": [1, 1, 1, 1]})
     (found,) = recoveries(before, scored(t={"em": [1, -1, 1, 1]}), LEAST)
-    assert found.value is None
-    assert "below zero" in found.reason
+    assert found.scores.recovery is None
+    assert "below zero" in found.scores.reason
     assert not verdict(before, scored(t={"em": [1, -1, 1, 1]}))
 
 
@@ -90,7 +90,7 @@ def test_a_metric_that_the_run_lacks_is_not_held():
     before = scored(t={"em": [1, 1, 1, 1], "f1": [1, 1, 1, 1]})
     only, missing = recoveries(before, scored(t={"em": [1, 1, 1, 1]}), LEAST)
     assert only.held(LEAST)
-    assert (missing.metric, missing.value, missing.score) == ("f1", None, None)
+    assert (missing.metric, missing.scores.recovery, missing.scores.other) == ("f1", None, None)
     assert not verdict(before, scored(t={"em": [1, 1, 1, 1]}))
     assert not verdict(before, scored(t={}))
 

@@ -9,31 +9,31 @@ from fly.runs.records import Counts, RunStats
 from fly.tuning import output
 from fly.tuning.confirm import Confirmation
 from fly.tuning.fidelity import recoveries
-from fly.tuning.real_runs import Outcome
+from fly.tuning.real_runs import RunResult
 from fly.tuning.search import Prediction
-from fly.tuning.tune import Run, Tuning
+from fly.tuning.tune import RealRun, Tuning
 from tests.unit.test_tune_fidelity import scored
 from tests.unit.test_tune_search import BASE
 
 SCORES = scored(t={"em,strict": [1, 1, 0, 0], "em,loose": [1, 1, 1, 1], "f1": [0, 0, 0, 0]})
 
 
-def outcome(measured=SCORES, emitted=0):
+def result(measured=SCORES, emitted=0):
     stats = RunStats(requests=4, counts=Counts(rounds=emitted // 2, emitted=emitted, bonus=emitted))
     stats.seconds |= {"verify": emitted / 10}
-    return Outcome(stats.as_dict(), measured)
+    return RunResult(stats.as_dict(), measured)
 
 
 def ran(measured=SCORES, emitted=0, predicted=True):
     prediction = Prediction(BASE, Counts(rounds=2, emitted=4), 1.0, 1.0, 0.0)
     found = recoveries(SCORES, measured, 0.9)
-    return Run(
-        BASE, prediction if predicted else None, outcome(measured, emitted), 1.0, False, found
+    return RealRun(
+        BASE, prediction if predicted else None, result(measured, emitted), 1.0, False, found
     )
 
 
 def tuning(*runs):
-    return Tuning(BASE, outcome(emitted=40), False, None, {}, [], len(runs), list(runs))
+    return Tuning(BASE, result(emitted=40), False, None, {}, [], len(runs), list(runs))
 
 
 @pytest.mark.parametrize("predicted", [True, False])
@@ -60,7 +60,7 @@ def test_the_table_names_every_judged_metric(capsys):
 
 
 def test_a_run_that_is_not_judged_yet_has_not_held(capsys):
-    run = Run(BASE, None, outcome(emitted=40), 1.0, True)
+    run = RealRun(BASE, None, result(emitted=40), 1.0, True)
     output.print_table(tuning(run), 0.9)
     assert output.summary(tuning(run), 0.9)[0]["held"] is False
 
@@ -123,9 +123,9 @@ def test_a_given_configuration_that_is_fastest_stays_without_more_runs():
 def test_less_time_is_better_than_more_tokens_per_second():
     """A configuration that rambles makes more tokens per second, and takes longer."""
     rambling = ran(emitted=60)
-    rambling.outcome.stats["seconds"]["verify"] = 5.0  # 12 tokens per second, against 10
+    rambling.result.stats["seconds"]["verify"] = 5.0  # 12 tokens per second, against 10
     short = ran(emitted=40)
-    assert rambling.outcome.tok_s > 0
+    assert rambling.result.tok_s > 0
     assert tuning(rambling, short).fastest(0.9) is short
 
 

@@ -5,13 +5,23 @@ import pytest
 from fly import config
 from fly.errors import FlyError
 from fly.runs.records import Counts
-from fly.speculation.rules import configured
+from fly.speculation.rules.gates import EntropyGate
 from fly.speculation.sequence import Request
 from fly.tuning.pass_seconds import PassSeconds
 from fly.tuning.recorder import Recorder
-from fly.tuning.search import Grid, Machine, Prediction, changes, choose, kind, predict, predict_one
+from fly.tuning.search import (
+    Grid,
+    Machine,
+    Prediction,
+    changes,
+    choose,
+    gates_of,
+    kind,
+    predict,
+    predict_one,
+)
 from tests.positional import Positional, ScriptedModel
-from tests.unit.test_simulate import documents_of
+from tests.unit.test_simulate import answers_of
 
 BASE = config.build(
     {
@@ -41,15 +51,16 @@ def eos():
 
 
 @pytest.fixture(scope="module")
-def replays(eos):
+def recordings(eos):
     requests = [Request((1, 2, 3), 60), Request((4,), 50)]
     found = []
     for agree in (0.7, 0.9):
         target = ScriptedModel(Positional(5, agree=agree, eos=0.0), 3)
         draft = ScriptedModel(Positional(5, agree=agree, eos=0.0, is_draft=True), 3)
         alone = ScriptedModel(Positional(5, agree=agree, eos=0.0), 1)
-        recorder = Recorder(target, draft, eos, length=16)
-        found.append([recorder.record(d) for d in documents_of(alone, requests, eos)])
+        gates = gates_of(configs[0] for configs in SMALL.configs(BASE, "none"))
+        recorder = Recorder(target, draft, eos, gates, length=16)
+        found.append([recorder.record(answer) for answer in answers_of(alone, requests, eos)])
     return found
 
 
@@ -63,10 +74,10 @@ def test_the_grid_holds_the_given_setting_and_only_valid_ones():
         config.build({**BASE.model_dump(), **rule}, "grid")  # raises if fly would refuse it
 
 
-def test_predicted_seconds_are_passes_times_costs(replays, eos):
+def test_predicted_seconds_are_passes_times_costs(recordings, eos):
     (found,) = [
         p
-        for p in predict(BASE, SMALL, {"none": replays[0]}, machine(), eos)
+        for p in predict(BASE, SMALL, {"none": recordings[0]}, machine(), eos)
         if kind(p.config) == "exact" and p.config.spd_k == 4 and p.config.drafter_name == "model"
     ]
     assert found.verify_seconds == pytest.approx(found.counts.rounds * 1.0)
@@ -76,24 +87,24 @@ def test_predicted_seconds_are_passes_times_costs(replays, eos):
     assert found.changed == 0
 
 
-def test_speed_follows_costs_and_agreement(replays, eos):
+def test_speed_follows_costs_and_agreement(recordings, eos):
     """A dearer draft favours short drafts, a better draft long ones; relaxing never lowers tau."""
 
     def best(draft, which=0, slope=0.0):
-        found = predict(BASE, SMALL, {"none": replays[which]}, machine(draft, slope), eos)
+        found = predict(BASE, SMALL, {"none": recordings[which]}, machine(draft, slope), eos)
         return next(p for p in found if kind(p.config) == "exact")
 
     assert best(0.01).config.spd_k > best(0.9).config.spd_k
     assert best(0.1).tok_s > best(0.3).tok_s
     assert best(0.1, which=1).tok_s > best(0.1, which=0).tok_s
-    found = predict(BASE, SMALL, {"none": replays[0]}, machine(), eos)
+    found = predict(BASE, SMALL, {"none": recordings[0]}, machine(), eos)
     assert [p.tok_s for p in found] == sorted((p.tok_s for p in found), reverse=True)
     tau = {(kind(p.config), p.config.spd_k, p.config.win_len): p.tau for p in found}
     assert tau["fly within a round", 8, 2] > tau["exact", 8, 4]
 
 
-def test_n_grams_change_the_cost_of_drafting_alone(replays, eos):
-    found = predict(BASE, SMALL, {"none": replays[0]}, machine(), eos)
+def test_n_grams_change_the_cost_of_drafting_alone(recordings, eos):
+    found = predict(BASE, SMALL, {"none": recordings[0]}, machine(), eos)
     pairs = {}
     for p in found:
         key = (kind(p.config), p.config.spd_k, p.config.win_len)
@@ -103,13 +114,13 @@ def test_n_grams_change_the_cost_of_drafting_alone(replays, eos):
         assert one.verify_seconds == other.verify_seconds
 
 
-def test_the_given_setting_is_predicted_where_replays_tell(replays, eos):
-    found = predict_one(BASE, replays[0], machine(), eos)
+def test_the_given_setting_is_predicted_where_recordings_tell(recordings, eos):
+    found = predict_one(BASE, recordings[0], machine(), eos)
     assert found.config == BASE
     assert 0 < found.changed < 1
     for unknown in ({"draft_policy": "auto"}, {"verification": "typical"}):
         other = config.build({**BASE.model_dump(), **unknown}, "test")
-        assert predict_one(other, replays[0], machine(), eos) is None
+        assert predict_one(other, recordings[0], machine(), eos) is None
 
 
 def made(tok_s, changed=0.0, **keys):
@@ -140,4 +151,4 @@ def test_candidates_are_the_best_of_every_kind_then_the_next():
 def test_changes_name_what_differs():
     other = config.build({**BASE.model_dump(), "spd_k": 9, "entropy_thre": None}, "test")
     assert changes(BASE, other) == {"spd_k": 9, "entropy_thre": None}
-    assert configured.relaxation(other) != configured.relaxation(BASE)
+    assert gates_of([other, BASE]) == {EntropyGate(0.3)}

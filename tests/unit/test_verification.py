@@ -7,6 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fly.settings import FlySettings, Settings
+from fly.speculation.rules.accept_all import AcceptAllRule
+from fly.speculation.rules.base import JudgedDraft, Resolution, verify
+from fly.speculation.rules.fly import FlyRule
 from fly.speculation.rules.gates import (
     DistanceGate,
     EntropyGate,
@@ -19,47 +23,55 @@ from fly.speculation.rules.gates import (
     full_entropy,
     top_k_entropy,
 )
-from fly.speculation.rules.verification import Relaxation, Resolution, judge, resolve
+from tests import tiny
 
 V = 8
 HIGH, LOW = 1.0, 0.1  # entropies above and below the tests' threshold of 0.3
 
 
-def logits_for(choice: int, uncertain: bool) -> torch.Tensor:
-    """A distribution whose argmax is `choice`: nearly flat, or nearly certain."""
+def logits_for(token: int, uncertain: bool) -> torch.Tensor:
+    """A distribution whose argmax is `token`: nearly flat, or nearly certain."""
     logits = torch.zeros(V)
-    logits[choice] = 0.5 if uncertain else 9.0
+    logits[token] = 0.5 if uncertain else 9.0
     return logits
 
 
-def stream(native: str, uncertain: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """A draft of token 1 per position. native: 'y' where the target agrees. Plus the bonus row."""
-    rows = [logits_for(1 if n == "y" else 2, u == "h") for n, u in zip(native, uncertain)] + [
-        logits_for(3, False)
-    ]
-    return torch.ones(1, len(native), dtype=torch.long), torch.stack(rows)[None]
+def stream(matches: str, uncertain: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A draft of token 1 per position. matches: 'y' where the target agrees. Plus the bonus."""
+    logits = [logits_for(1 if m == "y" else 2, u == "h") for m, u in zip(matches, uncertain)]
+    logits.append(logits_for(3, False))
+    return torch.ones(1, len(matches), dtype=torch.long), torch.stack(logits)[None]
 
 
-def decide(native, uncertain, window, threshold=0.3, room=None, across=False, open_matches=None):
-    """judge and resolve one row's stream as the engine does."""
-    draft, logits = stream(native, uncertain)
+def judged(matches, uncertain, rule, **rest):
+    """One sequence's stream, judged by the rule's gates as the engine does."""
+    draft, logits = stream(matches, uncertain)
+    found = verify(draft, torch.tensor([len(matches)]), logits, rule.gates)
+    parts = (draft, found.matches_BK, found.deferrable_BK, found.target_BK1)
+    return JudgedDraft(*(part[0].tolist() for part in parts), **rest)
+
+
+def decide(
+    matches, uncertain, window, threshold=0.3, lookahead=None, across=False, open_matches=None
+):
+    """What FLy's rule says of one sequence's stream."""
     gates = () if threshold is None else (EntropyGate(threshold),)
-    rule = Relaxation(gates, window, None if across else (window if room is None else room))
-    judged = judge(draft, torch.tensor([len(native)]), logits, rule.gates)
-    return resolve(judged.native_BK[0].tolist(), judged.passes_BK[0].tolist(), rule, open_matches)
+    lookahead = None if across else (window if lookahead is None else lookahead)
+    rule = tiny.fly_rule(gates, window, lookahead)
+    return rule.resolve(judged(matches, uncertain, rule, open_matches=open_matches))
 
 
-def oracle(native, deferrable, length, window):
-    """One position at a time, as DESIGN section 3 says it: accepted count, stood, rolled back."""
+def oracle(matches, uncertain, length, window):
+    """One position at a time, from the definition: accepted count, stood, rolled back."""
     accepted, stood = 0, []
     for j in range(1, length + 1):
-        if native[j - 1]:
+        if matches[j - 1]:
             accepted += 1
             continue
         fits = j + window <= length
-        if not (deferrable[j - 1] and fits):
+        if not (uncertain[j - 1] and fits):
             return accepted, stood, False
-        if not all(native[j : j + window]):
+        if not all(matches[j : j + window]):
             return accepted, stood, True
         stood.append(j - 1)
         accepted += 1
@@ -69,38 +81,45 @@ def oracle(native, deferrable, length, window):
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_within_a_round_it_agrees_with_the_slow_oracle(data):
-    """Catches any off-by-one in the window, and padding that leaks between rows."""
-    rows = data.draw(st.integers(1, 4))
+    """Catches any off-by-one in the window, and padding that leaks between sequences."""
+    sequences = data.draw(st.integers(1, 4))
     k = data.draw(st.integers(1, 12))
     window = data.draw(st.integers(0, 7))
-    lengths = data.draw(st.lists(st.integers(0, k), min_size=rows, max_size=rows))
+    lengths = data.draw(st.lists(st.integers(0, k), min_size=sequences, max_size=sequences))
     flags = st.lists(st.booleans(), min_size=k, max_size=k)
-    native = [data.draw(flags) for _ in range(rows)]
-    uncertain = [data.draw(flags) for _ in range(rows)]
+    matches = [data.draw(flags) for _ in range(sequences)]
+    uncertain = [data.draw(flags) for _ in range(sequences)]
     draft, logits = [], []
-    for b in range(rows):
+    for b in range(sequences):
         chain, scores = stream(
-            "".join("y" if n else "n" for n in native[b]),
+            "".join("y" if m else "n" for m in matches[b]),
             "".join("h" if u else "l" for u in uncertain[b]),
         )
         chain[0, lengths[b] :] = -1
         draft.append(chain[0])
         logits.append(scores[0])
-    rule = Relaxation((EntropyGate(0.3),), window, window)
-    judged = judge(torch.stack(draft), torch.tensor(lengths), torch.stack(logits), rule.gates)
+    rule = tiny.relaxed(window, 0.3)
+    found = verify(torch.stack(draft), torch.tensor(lengths), torch.stack(logits), rule.gates)
     for b, length in enumerate(lengths):
-        matched, passes = judged.native_BK[b].tolist(), judged.passes_BK[b].tolist()
+        matched, deferrable = found.matches_BK[b].tolist(), found.deferrable_BK[b].tolist()
         assert not any(matched[length:])
-        assert not any(passes[length:])
-        got = resolve(matched[:length], passes[:length], rule)
-        accepted, stood, rolled_back = oracle(native[b], uncertain[b], length, window)
+        assert not any(deferrable[length:])
+        got = rule.resolve(
+            JudgedDraft(
+                draft[b][:length].tolist(),
+                matched[:length],
+                deferrable[:length],
+                found.target_BK1[b, : length + 1].tolist(),
+            )
+        )
+        accepted, stood, rolled_back = oracle(matches[b], uncertain[b], length, window)
         assert (got.accepted, list(got.deferred), got.rolled_back) == (accepted, stood, rolled_back)
         assert got.open_at is None
-        assert not got.reopened
+        assert not got.rolls_back_earlier
 
 
 @pytest.mark.parametrize(
-    ("native", "uncertain", "window", "accepted", "why"),
+    ("matches", "uncertain", "window", "accepted", "why"),
     [
         ("nyyyyyy", "hhhhhhh", 6, 7, "window of 6 ends exactly at the draft's end"),
         ("ynyyyyy", "hhhhhhh", 6, 1, "only 5 positions follow: rejected"),
@@ -110,36 +129,40 @@ def test_within_a_round_it_agrees_with_the_slow_oracle(data):
         ("nyyyyyyy", "lhhhhhhh", 6, 0, "certain target: the gate is shut"),
         ("nnnn", "hhhh", 0, 4, "no window: every uncertain mismatch is accepted"),
         ("nnnn", "hhlh", 0, 2, "no window still asks the gate"),
-        ("yyyyyyyy", "llllllll", 6, 8, "all native: nothing to relax"),
+        ("yyyyyyyy", "llllllll", 6, 8, "all match: nothing to relax"),
         ("y" * 8 + "n" + "y" * 6, "h" * 15, 6, 15, "last relaxable position of K=15"),
         ("y" * 9 + "n" + "y" * 5, "h" * 15, 6, 9, "last W positions cannot be relaxed"),
     ],
 )
-def test_window_table(native, uncertain, window, accepted, why):
-    assert decide(native, uncertain, window).accepted == accepted, why
+def test_window_table(matches, uncertain, window, accepted, why):
+    assert decide(matches, uncertain, window).accepted == accepted, why
 
 
 @pytest.mark.parametrize(
-    ("native", "window", "accepted", "why"),
+    ("matches", "window", "accepted", "why"),
     [
         ("nyyyyyy", 6, 7, "six follow and the five that are checked match"),
         ("ynyyyyy", 6, 1, "only five follow: rejected, though five are checked"),
         ("nyyyyyn", 6, 6, "the sixth follower is not checked; it is then rejected itself"),
         ("nyyyynyyyyyy", 6, 0, "the fifth follower is"),
-        ("nyyyyynyyyyyy", 6, 13, "a mismatch right after the checked ones may wait itself"),
+        ("nyyyyynyyyyyy", 6, 13, "a mismatch right after the checked ones is deferrable itself"),
         ("nn", 1, 1, "W=1 checks nothing, but one must follow"),
         ("n", 1, 0, "and here none does"),
     ],
 )
-def test_reference_window_table(native, window, accepted, why):
+def test_reference_window_table(matches, window, accepted, why):
     """The reference code checks W - 1 followers and wants W to remain in the round."""
-    assert decide(native, "h" * len(native), window - 1, room=window).accepted == accepted, why
+    rule = FlyRule(FlySettings(win_len=window, window_rule="reference", entropy_thre=0.3))
+    assert (rule.window, rule.lookahead) == (window - 1, window)
+    uncertain = "h" * len(matches)
+    assert rule.resolve(judged(matches, uncertain, rule)).accepted == accepted, why
+    assert decide(matches, uncertain, window - 1, lookahead=window).accepted == accepted, why
 
 
 def test_across_rounds_table():
-    def shape(native, **kwargs):
-        got = decide(native, "h" * len(native), 3, across=True, **kwargs)
-        return got.accepted, got.deferred, got.rolled_back, got.reopened, got.open_at
+    def shape(matches, **kwargs):
+        got = decide(matches, "h" * len(matches), 3, across=True, **kwargs)
+        return got.accepted, got.deferred, got.rolled_back, got.rolls_back_earlier, got.open_at
 
     assert shape("yn") == (2, (1,), False, False, 1), "open at the end: provisional"
     assert decide("yn", "hh", 3, across=True).open_matches == 1, "the bonus token is a match"
@@ -165,18 +188,80 @@ def test_threshold_none_is_off_and_zero_is_zero():
     assert decide("nyy", "lll", 2, threshold=0.0).accepted == 3
 
 
+EOS = frozenset({1})  # the drafted token of every stream
+
+
+@pytest.mark.parametrize(
+    ("window", "across", "accepted"), [(2, False, 1), (2, True, 1), (0, False, 5)]
+)
+def test_eos_is_deferred_only_without_a_window(window, across, accepted):
+    """Nothing can follow a deferred EOS, so its window could not be filled."""
+    rule = tiny.relaxed(window, 0.3, across)
+    assert rule.resolve(judged("ynyyy", "hhhhh", rule)).accepted == 5
+    assert rule.resolve(judged("ynyyy", "hhhhh", rule, eos_ids=EOS)).accepted == accepted
+    assert rule.resolve(judged("yyyyy", "hhhhh", rule, eos_ids=EOS)).accepted == 5
+
+
+def test_what_is_drafted_past_a_stop_string_takes_no_window_back():
+    """Across rounds, where the stop string is completed by a match."""
+
+    def shape(matches, end, across=True, **rest):
+        rule = tiny.relaxed(3, 0.3, across)
+        uncertain = "h" * len(matches)
+        got = rule.resolve(judged(matches, uncertain, rule, stop_at=lambda: end, **rest))
+        return got.accepted, got.rolled_back, got.rolls_back_earlier, got.open_at
+
+    assert shape("nyn", None) == (0, True, False, None)
+    assert shape("nyn", 2) == (2, False, False, 0), "open: the sequence ends with the match"
+    assert shape("nyn", 3) == (0, True, False, None), "a mismatch completes nothing"
+    assert shape("ynyn", 2) == (1, True, False, None), "nor does the deferred token itself"
+    assert shape("yn", 1, open_matches=0) == (1, False, False, -1)
+    assert shape("yn", None, open_matches=0) == (0, False, True, None)
+    assert shape("nyyn", 2, across=False) == (0, True, False, None), "the draft goes on"
+    assert shape("nyyyn", 2, across=False) == (4, False, False, None)
+
+
+def test_a_stop_string_is_only_looked_for_across_rounds():
+    """It costs decoding, which nothing within a round depends on."""
+
+    def asked():
+        raise AssertionError
+
+    for rule in (tiny.EXACT, tiny.relaxed(3, 0.3), tiny.gated_rule()):
+        rule.resolve(judged("nyyyn", "hhhhh", rule, stop_at=asked))
+    across = tiny.relaxed(3, 0.3, across=True)
+    with pytest.raises(AssertionError):
+        across.resolve(judged("nyyyn", "hhhhh", across, stop_at=asked))
+
+
 def test_exact_rule_never_relaxes():
     draft, logits = stream("nyyyyyyy", "hhhhhhhh")
-    judged = judge(draft, torch.tensor([8]), logits, None)
-    assert not judged.passes_BK.any()
-    assert resolve(judged.native_BK[0].tolist(), [True] * 8, None) == Resolution(0)
+    found = verify(draft, torch.tensor([8]), logits, tiny.EXACT.gates)
+    assert tiny.EXACT.gates is None
+    assert not found.deferrable_BK.any()
+    assert tiny.EXACT.resolve(judged("nyyyyyyy", "hhhhhhhh", tiny.EXACT)) == Resolution(0)
+    assert tiny.EXACT.resolve(judged("yynyyyyy", "hhhhhhhh", tiny.EXACT)) == Resolution(2)
+
+
+def test_rules_by_gates_alone_have_no_window():
+    """They take every mismatch that passes, EOS too, and stop at the first that does not."""
+    rule = tiny.gated_rule(EntropyGate(0.3))
+    assert rule.decides_alone
+    assert not tiny.EXACT.decides_alone
+    assert not tiny.relaxed(2, 0.3).decides_alone
+    found = rule.resolve(judged("nynnyn", "hlhllh", rule, eos_ids=EOS))
+    assert found == Resolution(3, deferred=(0, 2))
+    everything = AcceptAllRule(Settings())
+    assert everything.gates == ()
+    assert everything.resolve(judged("nnn", "lll", everything)) == Resolution(3, (0, 1, 2))
 
 
 def test_empty_draft_yields_the_targets_token():
-    empty = torch.empty(1, 0, dtype=torch.long)
-    judged = judge(empty, torch.tensor([0]), logits_for(5, False)[None, None], (EntropyGate(0.3),))
-    assert judged.choice_BK1.tolist() == [[5]]
-    assert resolve([], [], Relaxation((), 6, 6)) == Resolution(0)
+    empty, logits = torch.empty(1, 0, dtype=torch.long), logits_for(5, False)[None, None]
+    found = verify(empty, torch.tensor([0]), logits, (EntropyGate(0.3),))
+    assert found.target_BK1.tolist() == [[5]]
+    for rule in (tiny.fly_rule((), 6, 6), tiny.EXACT, tiny.gated_rule()):
+        assert rule.resolve(JudgedDraft([], [], [], [5])) == Resolution(0)
 
 
 P = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.97, 0.01, 0.01, 0.01]])

@@ -37,7 +37,7 @@ def test_byte_level_tokens_add_up_to_the_text(tmp_path):
     from fly.runs.reader import read_lines
 
     (path,) = tmp_path.glob("fly_vocabulary_*.jsonl")
-    written = read_lines(path)
+    written = read_lines(path, dict)
     assert len(written) == len(set(ids))
-    known = {line["id"]: vocabulary.read_entry(line) for line in written}
+    known = {line["id"]: vocabulary.bytes_of(line) for line in written}
     assert b"".join(known[token] for token in ids).decode() == text + "</s>"

@@ -75,7 +75,7 @@ function barRows(width, rows, most, name, mark = null) {
   return canvas(width, height, name, nodes);
 }
 
-/** Scores as dots with intervals. rows: {label, value, low, high, kind, text}. */
+/** Scores as dots with intervals. rows: {label, value, interval, kind, text}. */
 function intervals(width, rows, low, high, name) {
   const pitch = 42, left = 8, room = width - 16, bottom = rows.length * pitch + 4;
   const at = (value) => left + ((value - low) / (high - low || 1)) * room;
@@ -86,8 +86,8 @@ function intervals(width, rows, low, high, name) {
     const y = number * pitch + 28;
     nodes.push(label(left, y - 13, row.label, { class: "strong" }),
       label(width - 8, y - 13, row.text, { "text-anchor": "end" }));
-    if (isNumber(row.low)) {
-      nodes.push(svg("line", { class: `whisker ${row.kind}`, x1: at(row.low), x2: at(row.high), y1: y, y2: y }));
+    if (row.interval) {
+      nodes.push(svg("line", { class: `whisker ${row.kind}`, x1: at(row.interval.low), x2: at(row.interval.high), y1: y, y2: y }));
     }
     nodes.push(svg("circle", { class: `dot ${row.kind}`, cx: at(row.value), cy: y, r: 5 }));
   });

@@ -1,76 +1,61 @@
-// Word-level difference of two texts (Myers, 1986), and the two side by side.
+// Word-level difference of two texts, and the two side by side.
+
+const MOST_CELLS = 2 ** 24;  // of the table of common subsequences: about 4,000 differing words each
 
 function words(text) {
   return text.match(/\s+|[\p{L}\p{N}_]+|[^\s\p{L}\p{N}_]/gu) || [];
 }
 
-const MOST_EDITS = 1500;
-
-/** Lists of [text, isCommon] for both sides. Texts too different are compared at their ends only. */
+/** Lists of [text, isCommon] for both sides. Very long texts are compared at their ends only. */
 function difference(left, right) {
   const a = words(left), b = words(right);
   let start = 0, end = 0;
   while (start < a.length && start < b.length && a[start] === b[start]) start++;
-  while (end < a.length - start && end < b.length - start &&
-         a[a.length - 1 - end] === b[b.length - 1 - end]) end++;
-  const inA = new Array(a.length).fill(true), inB = new Array(b.length).fill(true);
-  const middleA = a.slice(start, a.length - end), middleB = b.slice(start, b.length - end);
-  const [goneA, goneB] = edits(middleA, middleB);
-  goneA.forEach((index) => { inA[start + index] = false; });
-  goneB.forEach((index) => { inB[start + index] = false; });
-  return [runsOf(a, inA), runsOf(b, inB)];
+  while (end < a.length - start && end < b.length - start && a.at(-1 - end) === b.at(-1 - end)) end++;
+  const [onlyA, onlyB] = edits(a.slice(start, a.length - end), b.slice(start, b.length - end));
+  return [joined(a, start, onlyA), joined(b, start, onlyB)];
 }
 
-/** Indexes that only the one and only the other list has. */
+/** The indexes outside of a longest common subsequence, of both lists. */
 function edits(a, b) {
-  const history = [];
-  let reach = new Map([[1, 0]]);
-  for (let d = 0; d <= Math.min(a.length + b.length, MOST_EDITS); d++) {
-    history.push(new Map(reach));
-    for (let k = -d; k <= d; k += 2) {
-      const down = k === -d || (k !== d && (reach.get(k - 1) ?? -1) < (reach.get(k + 1) ?? -1));
-      let x = down ? reach.get(k + 1) : reach.get(k - 1) + 1;
-      while (x < a.length && x - k < b.length && a[x] === b[x - k]) x++;
-      reach.set(k, x);
-      if (x >= a.length && x - k >= b.length) return walkBack(history, a.length, b.length);
+  if (a.length * b.length > MOST_CELLS) return [[...a.keys()], [...b.keys()]];
+  const width = b.length + 1, longest = new Uint16Array((a.length + 1) * width);  // of the rests
+  for (let i = a.length - 1; i >= 0; i--) {
+    for (let j = b.length - 1; j >= 0; j--) {
+      const at = i * width + j;
+      longest[at] = a[i] === b[j] ? longest[at + width + 1] + 1 : Math.max(longest[at + width], longest[at + 1]);
     }
   }
-  return [[...a.keys()], [...b.keys()]];
-}
-
-function walkBack(history, endA, endB) {
-  const goneA = [], goneB = [];
-  let x = endA, y = endB;
-  for (let d = history.length - 1; d > 0; d--) {
-    const reach = history[d], k = x - y;
-    const down = k === -d || (k !== d && (reach.get(k - 1) ?? -1) < (reach.get(k + 1) ?? -1));
-    const before = down ? k + 1 : k - 1;
-    x = reach.get(before);
-    y = x - before;
-    if (down) goneB.push(y); else goneA.push(x);
+  const onlyA = [], onlyB = [];
+  let i = 0, j = 0;
+  while (i < a.length || j < b.length) {
+    const at = i * width + j;
+    if (i < a.length && j < b.length && a[i] === b[j]) { i++; j++; }
+    else if (j === b.length || (i < a.length && longest[at + width] >= longest[at + 1])) onlyA.push(i++);
+    else onlyB.push(j++);
   }
-  return [goneA, goneB];
+  return [onlyA, onlyB];
 }
 
-function runsOf(list, common) {
-  const result = [];
+/** Neighbouring words of one kind as one text. differing: indexes, counted from `start`. */
+function joined(list, start, differing) {
+  const only = new Set(differing), result = [];
   list.forEach((word, index) => {
-    const last = result[result.length - 1];
-    if (last && last[1] === common[index]) last[0] += word;
-    else result.push([word, common[index]]);
+    const isCommon = !only.has(index - start), last = result.at(-1);
+    if (last && last[1] === isCommon) last[0] += word;
+    else result.push([word, isCommon]);
   });
   return result;
 }
 
 /** Two panes; `names` head them. */
 function sideBySide(names, left, right) {
-  const same = left === right;
-  const [a, b] = same ? [[[left, true]], [[right, true]]] : difference(left, right);
   const pane = (name, runs, tag) => el("section", { class: "pane", "aria-label": name },
     el("h4", {}, name),
-    el("pre", { tabindex: "0" }, runs.map(([text, common]) => common ? text : el(tag, {}, visible(text)))));
+    el("pre", { tabindex: "0" }, runs.map(([text, isCommon]) => isCommon ? text : el(tag, {}, visible(text)))));
+  const [a, b] = difference(left, right);
   return el("div", {},
-    el("p", { class: "note" }, same ? "The two texts are the same." : null),
+    left === right ? el("p", { class: "note" }, "The two texts are the same.") : null,
     el("div", { class: "panes" }, pane(names[0], a, "del"), pane(names[1], b, "ins")));
 }
 

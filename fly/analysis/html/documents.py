@@ -5,115 +5,95 @@ from __future__ import annotations
 from typing import Any
 
 from fly.analysis.compare import primary
-from fly.analysis.scores import Measured, Metric, Work
+from fly.analysis.scores import Measured, Metric
 from fly.runs.reader import Run, Sample
 
-Key = tuple[str, int]
+Key = tuple[str, int]  # task, doc_id
+ByFilter = dict[str, Sample]  # one run's samples of a document; empty if it did not score it
 
 
-def keys(runs: list[Run]) -> list[Key]:
-    """(task, doc_id) of every document that any of the runs scored, in order."""
-    found: dict[str, set[int]] = {}
-    for run in runs:
-        for (task, _), task_run in run.tasks.items():
-            found.setdefault(task, set()).update(task_run.samples)
-    return [(task, doc_id) for task, documents in found.items() for doc_id in sorted(documents)]
+def collect(runs: list[Run]) -> dict[Key, list[ByFilter]]:
+    """Every document that any of the runs scored, task by task; for each, all runs' samples."""
+    found: dict[Key, list[ByFilter]] = {}
+    for number, run in enumerate(runs):
+        for (task, filter_name), task_run in run.tasks.items():
+            for doc_id, sample in task_run.samples.items():
+                found.setdefault((task, doc_id), [{} for _ in runs])[number][filter_name] = sample
+    tasks = {task: number for number, task in enumerate(dict.fromkeys(task for task, _ in found))}
+    return {key: found[key] for key in sorted(found, key=lambda key: (tasks[key[0]], key[1]))}
 
 
-def samples_of(run: Run, key: Key) -> dict[str, Sample]:
-    """The document's samples by filter; empty if the run did not score it."""
-    task, doc_id = key
-    return {
-        filter_name: task_run.samples[doc_id]
-        for (name, filter_name), task_run in run.tasks.items()
-        if name == task and doc_id in task_run.samples
-    }
-
-
-def rows(runs: list[Run], measured: list[Measured], wanted: list[Key]) -> list[dict[str, Any]]:
+def rows(
+    runs: list[Run], scores: list[Measured], documents: dict[Key, list[ByFilter]]
+) -> list[dict[str, Any]]:
     """For the table. The first run is what the others are compared with."""
-    main = {name: primary(task.metrics) for name, task in measured[0].tasks.items()}
-    result = []
-    for key in wanted:
-        base = samples_of(runs[0], key)
-        cells = [
-            _cell(run, key, base, _work(own, key), main.get(key[0]))
-            for run, own in zip(runs, measured)
-        ]
-        result.append({"task": key[0], "doc": key[1], "runs": cells})
-    return result
-
-
-def texts(runs: list[Run], wanted: list[Key]) -> list[dict[str, Any]]:
-    """For the detail view: prompt and target once, responses, answers and scores of every run."""
-    return [_texts_of([samples_of(run, key) for run in runs]) for key in wanted]
-
-
-def _texts_of(samples: list[dict[str, Sample]]) -> dict[str, Any]:
-    first = next(sample for by_filter in samples for sample in by_filter.values())
-    return {
-        "prompt": first.prompt,
-        "target": first.target,
-        "runs": [_outputs(by_filter) if by_filter else None for by_filter in samples],
-    }
-
-
-def _outputs(by_filter: dict[str, Sample]) -> dict[str, Any]:
-    first = next(iter(by_filter.values()))
-    return {
-        "responses": first.responses,
-        "filters": [
-            {"name": name, "answer": sample.answer, "scores": sample.scores}
-            for name, sample in by_filter.items()
-        ],
-    }
-
-
-def _work(measured: Measured, key: Key) -> Work | None:
-    task = measured.tasks.get(key[0])
-    return task.work.get(key[1]) if task else None
+    main = {name: primary(task.metrics) for name, task in scores[0].tasks.items()}
+    return [
+        {
+            "task": key[0],
+            "doc": key[1],
+            "runs": [
+                _cell(run, of_run, key, samples[0], own, main.get(key[0])) if own else None
+                for run, of_run, own in zip(runs, scores, samples)
+            ],
+        }
+        for key, samples in documents.items()
+    ]
 
 
 def _cell(
-    run: Run, key: Key, base: dict[str, Sample], work: Work | None, main: Metric | None
-) -> dict[str, Any] | None:
-    own = samples_of(run, key)
-    if not own:
-        return None
+    run: Run, scores: Measured, key: Key, base: ByFilter, own: ByFilter, main: Metric | None
+) -> dict[str, Any]:
     cell: dict[str, Any] = {"score": _main_score(own, main)}
     if base:
         cell["change"] = _change(run, key[0], base, own)
-        cell["same"] = _responses(base) == _responses(own)
-    if work:
+        cell["same"] = _first(base).responses == _first(own).responses
+    if work := scores.tasks[key[0]].work.get(key[1]):
         cell["tokens"] = work.tokens
         cell["tau"] = round(work.tokens / work.rounds, 3) if work.rounds else None
         cell["seconds"] = round(work.end_to_end, 3)
     return cell
 
 
-def _main_score(by_filter: dict[str, Sample], main: Metric | None) -> float | None:
-    """By what stands for the task; else under the first filter that gives a number, its first."""
+def _first(by_filter: ByFilter) -> Sample:
+    return next(iter(by_filter.values()))
+
+
+def _main_score(by_filter: ByFilter, main: Metric | None) -> float | None:
+    """By the metric that stands for the task; else the first number under any filter."""
     if main and main.filter in by_filter and main.name in by_filter[main.filter].scores:
         return by_filter[main.filter].scores[main.name]
-    for sample in by_filter.values():
-        for score in sample.scores.values():
-            return score
-    return None
+    return next((score for s in by_filter.values() for score in s.scores.values()), None)
 
 
-def _responses(by_filter: dict[str, Sample]) -> tuple[str, ...]:
-    return next(iter(by_filter.values())).responses
-
-
-def _change(run: Run, task: str, base: dict[str, Sample], own: dict[str, Sample]) -> str:
+def _change(run: Run, task: str, base: ByFilter, own: ByFilter) -> str:
     """`won`, `lost` or `same` under all metrics and filters, `mixed` if they disagree."""
-    signs = set()
+    changes = set()
     for name in base.keys() & own.keys():
         higher = run.tasks[task, name].higher_is_better
         before, after = base[name].scores, own[name].scores
         for metric in before.keys() & after.keys():
             if before[metric] != after[metric]:
-                signs.add((after[metric] > before[metric]) == higher.get(metric, True))
-    if len(signs) == 2:
-        return "mixed"
-    return "same" if not signs else ("won" if signs.pop() else "lost")
+                better = (after[metric] > before[metric]) == higher.get(metric, True)
+                changes.add("won" if better else "lost")
+    return "mixed" if len(changes) > 1 else next(iter(changes), "same")
+
+
+def texts(documents: dict[Key, list[ByFilter]]) -> list[dict[str, Any]]:
+    """For the detail view: prompt and target once, responses, answers and scores of every run."""
+    result = []
+    for samples in documents.values():
+        first = next(_first(by_filter) for by_filter in samples if by_filter)
+        outputs = [_outputs(by_filter) if by_filter else None for by_filter in samples]
+        result.append({"prompt": first.prompt, "target": first.target, "runs": outputs})
+    return result
+
+
+def _outputs(by_filter: ByFilter) -> dict[str, Any]:
+    return {
+        "responses": _first(by_filter).responses,
+        "filters": [
+            {"name": name, "answer": sample.answer, "scores": sample.scores}
+            for name, sample in by_filter.items()
+        ],
+    }

@@ -3,15 +3,16 @@
 
 const HTML = "http://www.w3.org/1999/xhtml";
 const SVG = "http://www.w3.org/2000/svg";
+const NONE = "\u2013";
 
 function make(space, name, attributes, children) {
   const node = document.createElementNS(space, name);
   for (const [key, value] of Object.entries(attributes)) {
-    if (value === null || value === undefined || value === false) continue;
+    if (value == null || value === false) continue;
     if (typeof value === "function") node.addEventListener(key.slice(2), value);
     else node.setAttribute(key, value === true ? "" : value);
   }
-  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
+  node.append(...children.flat(Infinity).filter((child) => child != null));
   return node;
 }
 
@@ -24,6 +25,36 @@ function svg(name, attributes = {}, ...children) {
   return make(SVG, name, attributes, children);
 }
 
+/** A labelled drop-down. options: [value, text]; `changed` gets the value as a number. */
+function choice(name, options, chosen, changed) {
+  const select = el("select", { onchange: () => changed(Number(select.value)) },
+    options.map(([value, text]) => el("option", { value, selected: value === chosen }, text)));
+  return el("label", { class: "field" }, name, select);
+}
+
+function checkbox(name, isChecked, changed) {
+  const box = el("input", { type: "checkbox", checked: isChecked, onchange: () => changed(box.checked) });
+  return el("label", { class: "check" }, box, name);
+}
+
+function button(text, act, attributes = {}) {
+  return el("button", { type: "button", onclick: act, ...attributes }, text);
+}
+
+/** What may be wider than the page, and then scrolls by itself. */
+function scroller(name, ...children) {
+  return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": name }, children);
+}
+
+/** A plain table: head is a list of texts, the first column heads its rows. */
+function table(head, rows, caption) {
+  return scroller(caption, el("table", { class: "plain" },
+    el("caption", { class: "hidden" }, caption),
+    el("thead", {}, el("tr", {}, head.map((text) => el("th", { scope: "col" }, text)))),
+    el("tbody", {}, rows.map(([first, ...rest]) =>
+      el("tr", {}, el("th", { scope: "row" }, first), rest.map((cell) => el("td", {}, cell)))))));
+}
+
 const parsed = new Map();
 
 /** An embedded JSON block, parsed when it is first asked for: texts and traces may be large. */
@@ -31,8 +62,6 @@ function block(id) {
   if (!parsed.has(id)) parsed.set(id, JSON.parse(document.getElementById(`data-${id}`).textContent));
   return parsed.get(id);
 }
-
-const NONE = "\u2013";
 
 function isNumber(value) {
   return typeof value === "number" && Number.isFinite(value);
@@ -54,10 +83,14 @@ function whole(value) {
   return isNumber(value) ? Math.round(value).toLocaleString("en").replaceAll(",", "\u202f") : NONE;
 }
 
+/** An interval of numbers in words. */
+function between(interval, format) {
+  return interval ? `${format(interval.low)} to ${format(interval.high)}` : NONE;
+}
+
 /** Scores: 0.833; whole numbers without decimals. */
 function score(value) {
-  if (!isNumber(value)) return NONE;
-  return Number.isInteger(value) ? String(value) : value.toFixed(3);
+  return Number.isInteger(value) ? String(value) : fixed(value, 3);
 }
 
 function plural(count, noun) {
@@ -66,15 +99,5 @@ function plural(count, noun) {
 
 function seconds(value) {
   if (!isNumber(value)) return NONE;
-  return value < 100 ? `${value.toFixed(1)}\u00a0s` : `${whole(value)}\u00a0s`;
-}
-
-/** A plain table: head is a list of texts, the first column heads its rows. */
-function table(head, rows, caption) {
-  return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
-    el("table", { class: "plain" },
-      el("caption", { class: "hidden" }, caption),
-      el("thead", {}, el("tr", {}, head.map((text) => el("th", { scope: "col" }, text)))),
-      el("tbody", {}, rows.map(([first, ...rest]) =>
-        el("tr", {}, el("th", { scope: "row" }, first), rest.map((cell) => el("td", {}, cell)))))));
+  return `${value < 100 ? value.toFixed(1) : whole(value)}\u00a0s`;
 }

@@ -1,16 +1,13 @@
 // Puts the page together: sections, one document in a dialog, the trace section, the theme.
 
 const summary = block("summary");
+summary.runs.forEach((run, number) => { run.number = number; });
 const NO_TRACE = "No run has a trace. Run with trace=true in model_args and --output_path DIR to see where every token came from; it changes no text.";
+
+const LINKS = { scores: "Scores", speed: "Speed", drafts: "Drafts", traces: "Tokens", documents: "Documents", runs: "Runs" };
 
 function section(id, title, ...content) {
   return el("section", { id, "aria-labelledby": `${id}-title` }, el("h2", { id: `${id}-title` }, title), content);
-}
-
-function choice(name, options, chosen, changed) {
-  const select = el("select", {}, options.map(([value, text]) => el("option", { value, selected: value === chosen }, text)));
-  select.addEventListener("change", () => changed(Number(select.value)));
-  return el("label", { class: "field" }, name, select);
 }
 
 function documentName(row) {
@@ -29,11 +26,9 @@ function documentTrace(number, preferred, view) {
   const repeats = el("span", { class: "slot" }), note = el("p", { class: "note" });
   const draw = (run, request) => {
     const generation = byRun[run][request];
-    const unit = summary.runs[run].entropy ? summary.runs[run].entropy.unit : "nats";
-    const tokens = [...generation.source].filter((letter) => letter !== "r").length;
-    const rounds = generation.round[generation.round.length - 1];
-    note.textContent = `${plural(tokens, "token")} in ${plural(rounds, "round")}, ended by ${generation.finish || "the run being cut short"}`;
-    view.replaceChildren(traceView(generation, texts, unit));
+    const tokens = [...generation.source].filter((letter) => letter !== "x").length;
+    note.textContent = `${plural(tokens, "token")} in ${plural(generation.round.at(-1), "round")}, ended by ${generation.finish || "the run being cut short"}`;
+    view.replaceChildren(traceView(generation, texts, summary.runs[run].entropy?.unit ?? "nats"));
   };
   const take = (run) => {
     const all = byRun[run].map((_, at) => [at, String(at + 1)]);
@@ -49,13 +44,13 @@ function traceSection() {
   const shown = summary.traced.shown;
   if (!shown.length) return section("traces", "Where the tokens came from", missing(summary.traced.all ? "Traces were left out: --traces 0." : NO_TRACE));
   const rows = block("documents");
-  const preferred = summary.runs.findIndex((run) => run.acceptance && run.acceptance.positions.length);
+  const preferred = summary.runs.findIndex((run) => run.acceptance?.positions.length);
   const slot = el("span", { class: "slot" }), view = el("div");
   const draw = (number) => slot.replaceChildren(...documentTrace(number, preferred, view));
   const left = summary.traced.all > shown.length ? el("p", { class: "note" }, `${shown.length} of ${plural(summary.traced.all, "traced document")} are in this page (--traces).`) : null;
   draw(shown[0]);
   return section("traces", "Where the tokens came from",
-    el("p", { class: "note" }, "Point at a token, or move with the arrow keys, for the target\u2019s entropy, its own choice and the window."),
+    el("p", { class: "note" }, "Point at a token, or move with the arrow keys, for the target\u2019s entropy, the target token and the window."),
     left, el("div", { class: "controls" }, choice("Document", shown.map((number) => [number, documentName(rows[number])]), shown[0], draw), slot), view);
 }
 
@@ -64,10 +59,10 @@ function openDocument(number, order) {
   const dialog = document.getElementById("document");
   const row = block("documents")[number], found = block("texts")[number];
   const at = order.indexOf(number), view = el("div");
-  const go = (step, name) => el("button", { type: "button", disabled: order[at + step] === undefined, onclick: () => openDocument(order[at + step], order) }, name);
+  const go = (step, name) => button(name, () => openDocument(order[at + step], order), { disabled: order[at + step] === undefined });
   dialog.replaceChildren(
     el("header", { class: "dialog-head" }, el("h2", { id: "document-title", tabindex: "-1" }, documentName(row)),
-      el("div", { class: "buttons" }, go(-1, "\u2190 Previous"), go(1, "Next \u2192"), el("button", { type: "button", onclick: () => dialog.close() }, "Close"))),
+      el("div", { class: "buttons" }, go(-1, "\u2190 Previous"), go(1, "Next \u2192"), button("Close", () => dialog.close()))),
     outputs(found),
     el("h3", {}, "Scores"), scoreTable(found),
     el("details", {}, el("summary", {}, "Prompt and target"), el("h4", {}, "Prompt"), el("pre", { tabindex: "0" }, found.prompt), el("h4", {}, "Target"), el("pre", { tabindex: "0" }, String(found.target))),
@@ -104,15 +99,15 @@ function scoreTable(found) {
 }
 
 function theme() {
-  const button = document.getElementById("theme"), dark = matchMedia("(prefers-color-scheme: dark)");
+  const toggle = document.getElementById("theme"), dark = matchMedia("(prefers-color-scheme: dark)");
   let chosen = null;
   const apply = () => {
-    const isDark = chosen === null ? dark.matches : chosen;
+    const isDark = chosen ?? dark.matches;
     document.documentElement.dataset.theme = isDark ? "dark" : "light";
-    button.setAttribute("aria-pressed", String(isDark));
-    button.textContent = isDark ? "Light theme" : "Dark theme";
+    toggle.setAttribute("aria-pressed", String(isDark));
+    toggle.textContent = isDark ? "Light theme" : "Dark theme";
   };
-  button.addEventListener("click", () => { chosen = document.documentElement.dataset.theme !== "dark"; apply(); });
+  toggle.addEventListener("click", () => { chosen = document.documentElement.dataset.theme !== "dark"; apply(); });
   dark.addEventListener("change", apply);
   apply();
 }
@@ -121,7 +116,7 @@ function build() {
   const charts = [...positionFigures(summary), blockFigure(summary), ...entropyFigures(summary)].filter(Boolean);
   const untraced = summary.runs.filter((run) => !run.traced).map((run) => run.name);
   const sections = [
-    section("scores", "Scores", comparisonFigure(summary), el("div", { class: "grid" }, scoreSection(summary))),
+    section("scores", "Scores", comparisonFigure(summary), el("div", { class: "grid" }, scoreFigures(summary))),
     section("speed", "Speed", el("div", { class: "grid" }, speedFigure(summary), timeFigure(summary))),
     section("drafts", "What was drafted, and what stood",
       charts.length && untraced.length ? el("p", { class: "note" }, `Without a trace (trace=true): ${untraced.join(", ")}.`) : null,
@@ -132,7 +127,7 @@ function build() {
   ];
   document.getElementById("main").replaceChildren(
     el("h1", { class: "hidden" }, document.title), el("div", { class: "headlines" }, headline(summary)), ...sections);
-  document.getElementById("sections").append(...sections.map((one) => el("a", { href: `#${one.id}` }, { drafts: "Drafts", traces: "Tokens", documents: "Documents", scores: "Scores", speed: "Speed", runs: "Runs" }[one.id])));
+  document.getElementById("sections").append(...sections.map((one) => el("a", { href: `#${one.id}` }, LINKS[one.id])));
   document.getElementById("footer").append(`fly ${summary.version}, written ${summary.created}. docs/definitions.md defines every number.`);
   document.documentElement.dataset.ready = "true";
 }

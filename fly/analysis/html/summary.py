@@ -2,137 +2,104 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from scipy import stats
 
 from fly.analysis.acceptance import Acceptance, measure
+from fly.analysis.scores import Measured
+from fly.analysis.statistics import LEVEL
+from fly.runs import settings
 from fly.runs.reader import Run, TaskRun
 from fly.runs.replay import Generation
 
-LEVEL = 0.95  # of intervals
 _BINS = 20
-# What tells runs of one mode apart, in the order in which people think of it.
-_KEYS = ("spd_k", "win_len", "entropy_thre", "drafter", "target_model_path", "draft_model_path")
 
 
 def distinct_names(runs: Sequence[Run]) -> list[str]:
     """The runs' names; equal ones get the settings that differ, or else a number."""
+    same: dict[str, list[int]] = defaultdict(list)
+    for number, run in enumerate(runs):
+        same[run.name].append(number)
     names = [run.name for run in runs]
-    for name, count in Counter(names).items():
-        if count > 1:
-            same = [number for number, other in enumerate(names) if other == name]
-            for number, words in zip(same, _differences([runs[number] for number in same])):
-                names[number] = f"{name} ({words})" if words else name
+    for numbers in same.values():
+        labels = settings.labels([runs[number] for number in numbers])
+        for number, label in zip(numbers, labels):
+            names[number] += f" ({label})" if len(set(labels)) > 1 else ""
     seen: Counter[str] = Counter()
     for number, name in enumerate(names):
         seen[name] += 1
-        if seen[name] > 1:
-            names[number] = f"{name} #{seen[name]}"
+        names[number] += f" #{seen[name]}" if seen[name] > 1 else ""
     return names
 
 
-def _differences(runs: list[Run]) -> list[str]:
-    configs = [(run.entry or {}).get("config", {}) for run in runs]
-    known = sorted({key for config in configs for key in config if key != "trace"})
-    keys = [*_KEYS, *(key for key in known if key not in _KEYS)]
-    differing = [key for key in keys if len({repr(config.get(key)) for config in configs}) > 1]
-    return [", ".join(f"{key}={config.get(key)}" for key in differing[:3]) for config in configs]
-
-
-def of_run(run: Run, name: str, replayed: list[Generation]) -> dict[str, Any]:
+def of_run(run: Run, scores: Measured, replayed: list[Generation]) -> dict[str, Any]:
     """One run: what it was, how fast, and what its trace says. Missing parts are None."""
     entry = run.entry or {}
-    measured = measure(replayed) if replayed else None
+    stats_of_run = entry.get("stats") or {}
+    acceptance = measure(replayed) if replayed else None
     return {
-        "name": name,
+        "name": scores.name,
         "mode": run.mode,
-        "settings": _settings(run),
-        "stats": entry.get("stats") if (entry.get("stats") or {}).get("requests") else None,
+        "settings": _settings(run, scores),
+        "stats": stats_of_run if stats_of_run.get("requests") else None,
         "traced": len(replayed),
-        "acceptance": _acceptance(measured),
-        "entropy": _entropies(measured, entry.get("config", {})),
+        "acceptance": _acceptance(acceptance) if acceptance else None,
+        "entropy": _entropies(acceptance, entry.get("config", {})) if acceptance else None,
     }
 
 
-def _settings(run: Run) -> dict[str, str]:
-    """For the table of runs: only what the run says of itself."""
-    entry, own = run.entry or {}, run.results["config"]
-    config = entry.get("config", {})
-    model = config.get("target_model_path") or (own.get("model_args") or {}).get("pretrained")
-    drafter = entry.get("drafter")
-    relaxed = run.mode == "fly"
-    across = "yes" if config.get("defer_across_rounds") else "no"
-    found = {
-        "target": model,
-        "draft": config.get("draft_model_path") if drafter in ("model", "cascade") else None,
-        "drafter": drafter,
-        "K": config.get("spd_k") if drafter else None,
-        "W": config.get("win_len") if relaxed else None,
-        "theta": config.get("entropy_thre") if relaxed else None,
-        "windows across rounds": across if relaxed else None,
-        "dtype": entry.get("dtype") or own.get("model_dtype"),
-        "batch size": own.get("batch_size"),
-        "device": _device(entry.get("device", {})),
-        "configuration": entry.get("config_hash"),
-        "results": run.path.name,
+def _settings(run: Run, scores: Measured) -> dict[str, str]:
+    """For the table of runs: the settings in force, by configuration key, and where they are."""
+    found = settings.in_force(run) or {
+        "target_model_path": scores.target["name"],
+        "dtype": scores.target["dtype"],
+        "batch_size": run.results["config"].get("batch_size"),
     }
+    found["configuration"] = (run.entry or {}).get("config_hash")
+    found["results"] = run.path.name
     return {key: str(value) for key, value in found.items() if value is not None}
 
 
-def _device(device: dict[str, Any]) -> str | None:
-    if not device:
-        return None
-    kind = device.get("type", "")
-    threads = f", {device.get('threads')} threads" if kind == "cpu" else ""
-    return f"{kind} ({device.get('name')}{threads})"
-
-
-def _acceptance(measured: Acceptance | None) -> dict[str, Any] | None:
-    if measured is None:
-        return None
-    longest = max(measured.blocks, default=0)
+def _acceptance(acceptance: Acceptance) -> dict[str, Any]:
+    blocks = acceptance.blocks
     return {
-        "positions": [vars(position) for position in measured.positions],
-        "blocks": [measured.blocks[length] for length in range(longest + 1)],
+        "positions": [asdict(position) for position in acceptance.positions],
+        "blocks": [blocks[length] for length in range(max(blocks, default=0) + 1)],
     }
 
 
-def _entropies(measured: Acceptance | None, config: dict[str, Any]) -> dict[str, Any] | None:
+def _entropies(acceptance: Acceptance, config: dict[str, Any]) -> dict[str, Any] | None:
     """Histograms over one axis; None where no mismatch was traced."""
-    if measured is None:
-        return None
     groups = {
-        "stood": measured.stood,
-        "rolled_back": measured.rolled_back,
-        "rejected": measured.rejected,
+        "stood": acceptance.stood,
+        "rolled_back": acceptance.rolled_back,
+        "rejected": acceptance.rejected,
     }
-    everything = np.concatenate([np.asarray(values, float) for values in groups.values()])
-    if not everything.size:
+    largest = max((value for values in groups.values() for value in values), default=None)
+    if largest is None:
         return None
-    edges = np.linspace(0, max(float(everything.max()), 1e-3), _BINS + 1)
+    edges = np.linspace(0, max(largest, 1e-3), _BINS + 1)
     kind = config.get("entropy_kind", "top3")
+    deferred = acceptance.stood or acceptance.rolled_back
     return {
         "unit": "0 to 1" if kind == "normalized" else "nats",
         "kind": kind,
-        "theta": config.get("entropy_thre") if measured.stood or measured.rolled_back else None,
+        "theta": config.get("entropy_thre") if deferred else None,
         "edges": edges.tolist(),
-        "counts": {
-            name: np.histogram(values, edges)[0].tolist() for name, values in groups.items()
-        },
-        "medians": {
-            name: float(np.median(values)) if values else None for name, values in groups.items()
-        },
+        "counts": {name: np.histogram(v, edges)[0].tolist() for name, v in groups.items()},
+        "medians": {name: float(np.median(v)) if v else None for name, v in groups.items()},
     }
 
 
 def scores(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """By task, filter and metric, in the order of the runs: each run's score and interval."""
     wanted = {
-        (task.name, task.filter, metric): task
+        (task.name, task.filter, metric): task.higher_is_better.get(metric, True)
         for run in runs
         for task in run.tasks.values()
         for metric in task.aggregated
@@ -142,25 +109,25 @@ def scores(runs: Sequence[Run]) -> list[dict[str, Any]]:
             "task": task,
             "filter": filter_name,
             "metric": metric,
-            "higher_is_better": found.higher_is_better.get(metric, True),
+            "higher_is_better": higher_is_better,
             "runs": [_score(run.tasks.get((task, filter_name)), metric) for run in runs],
         }
-        for (task, filter_name, metric), found in wanted.items()
+        for (task, filter_name, metric), higher_is_better in wanted.items()
     ]
 
 
 def _score(task: TaskRun | None, metric: str) -> dict[str, Any] | None:
-    """`low`, `high`: at LEVEL. Wilson's for right-or-wrong scores, else from lm-eval's error."""
+    """`interval`: at LEVEL; Wilson's for right-or-wrong scores, else from lm-eval's error."""
     if task is None or metric not in task.aggregated:
         return None
     value, error = task.aggregated[metric]
     values = [sample.scores[metric] for sample in task.samples.values() if metric in sample.scores]
-    found: dict[str, Any] = {"value": value, "documents": len(task.samples)}
+    found: dict[str, Any] = {"value": value, "documents": len(task.samples), "interval": None}
     if values and set(values) <= {0.0, 1.0} and abs(np.mean(values) - value) < 1e-6:
-        right = int(sum(values))
-        interval = stats.binomtest(right, len(values)).proportion_ci(LEVEL, "wilson")
-        found |= {"low": interval.low, "high": interval.high, "right": right}
+        found["right"] = int(sum(values))
+        wilson = stats.binomtest(found["right"], len(values)).proportion_ci(LEVEL, "wilson")
+        found["interval"] = {"low": wilson.low, "high": wilson.high}
     elif error is not None:
         margin = float(stats.norm.ppf((1 + LEVEL) / 2)) * error
-        found |= {"low": value - margin, "high": value + margin}
+        found["interval"] = {"low": value - margin, "high": value + margin}
     return found

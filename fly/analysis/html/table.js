@@ -2,91 +2,90 @@
 
 const PAGE = 50;
 const MARKS = { won: "\u25b2 won", lost: "\u25bc lost", mixed: "\u25c6 mixed", same: "=" };
+const IS_RIGHT = { 1: ["right", "\u2713 1"], 0: ["wrong", "\u2717 0"] };
 
-/** columns: {run, name, value(row), show(row), numeric}. `run` -1: of the document itself. */
+/** columns: {run, name, value(row), show(row), isNumeric}; run is null for the document's own. */
 function documentColumns(summary, rows) {
   const columns = [];
-  if (new Set(rows.map((row) => row.task)).size > 1) columns.push({ run: -1, name: "task", value: (row) => row.task });
-  columns.push({ run: -1, name: "document", value: (row) => row.doc, numeric: true });
-  summary.runs.forEach((run, number) => {
-    const cell = (key) => (row) => (row.runs[number] ? row.runs[number][key] : undefined);
-    const add = (name, key, show, numeric = true) => {
-      if (rows.some((row) => cell(key)(row) !== undefined)) {
-        columns.push({ run: number, name, value: cell(key), show: (row) => show(cell(key)(row)), numeric });
-      }
-    };
-    add("score", "score", scoreMark);
-    if (number > 0) {
-      add("change", "change", (value) => el("span", { class: `change ${value || ""}` }, MARKS[value] || NONE), false);
-      add("text", "same", (value) => (value === undefined ? NONE : value ? "same" : "differs"), false);
+  const add = (run, name, value, show = String, isNumeric = true) => {
+    if (rows.some((row) => value(row) !== undefined)) columns.push({ run, name, value, show: (row) => show(value(row)), isNumeric });
+  };
+  if (new Set(rows.map((row) => row.task)).size > 1) add(null, "task", (row) => row.task, String, false);
+  add(null, "document", (row) => row.doc);
+  for (const run of summary.runs) {
+    const cell = (key) => (row) => row.runs[run.number]?.[key];
+    add(run, "score", cell("score"), scoreMark);
+    if (run.number > 0) {
+      add(run, "change", cell("change"), (value) => el("span", { class: `change ${value || ""}` }, MARKS[value] || NONE), false);
+      add(run, "text", cell("same"), (value) => (value === undefined ? NONE : value ? "same" : "differs"), false);
     }
-    add("tokens", "tokens", whole);
-    add("tau", "tau", fixed);
-    add("seconds", "seconds", (value) => fixed(value, 1));
-  });
+    add(run, "tokens", cell("tokens"), whole);
+    add(run, "tau", cell("tau"), fixed);
+    add(run, "seconds", cell("seconds"), (value) => fixed(value, 1));
+  }
   return columns;
 }
 
 function scoreMark(value) {
-  if (value === 1) return el("span", { class: "right" }, "\u2713 1");
-  if (value === 0) return el("span", { class: "wrong" }, "\u2717 0");
-  return score(value);
+  const [style, text] = IS_RIGHT[value] || ["", score(value)];
+  return el("span", { class: style }, text);
 }
 
-/** The table with its controls; `open(number)` shows one document. */
+/** The table with its controls; `open(number, order)` shows one document. */
 function documentTable(summary, open) {
   const rows = block("documents").map((row, number) => ({ ...row, number }));
   const columns = documentColumns(summary, rows);
   const state = { sort: null, down: false, page: 0, found: rows };
   const body = el("tbody"), count = el("p", { class: "count", role: "status" });
-  const heads = columns.map((column, number) => sortHead(summary, column, () => {
-    state.down = state.sort === number ? !state.down : false;
-    state.sort = number;
+  const heads = columns.map((column) => sortHead(summary, column, () => {
+    state.down = state.sort === column && !state.down;
+    state.sort = column;
     update();
   }));
-  const pages = pager((step) => { state.page += step; draw(); });
+  const where = el("span");
+  const [back, forward] = [["\u2190 Previous", -1], ["Next \u2192", 1]].map(([name, step]) => button(name, () => { state.page += step; draw(); }));
+  const pages = el("nav", { class: "pager", "aria-label": "Pages of documents" }, back, where, forward);
   const filters = documentFilters(summary, rows, () => update());
 
   function update() {
     state.page = 0;
-    state.found = rows.filter(filters.wanted);
-    if (state.sort !== null) sortRows(state.found, columns[state.sort], state.down);
+    state.found = rows.filter(filters.isWanted);
+    if (state.sort !== null) sortRows(state.found, state.sort, state.down);
     heads.forEach((head, number) => {
-      head.setAttribute("aria-sort", number !== state.sort ? "none" : state.down ? "descending" : "ascending");
+      head.setAttribute("aria-sort", state.sort !== columns[number] ? "none" : state.down ? "descending" : "ascending");
     });
     draw();
   }
 
   function draw() {
-    const first = state.page * PAGE, seen = state.found.slice(first, first + PAGE);
-    body.replaceChildren(...seen.map((row) => tableRow(row, columns, () => open(row.number, state.found.map((one) => one.number)))));
+    const { page, found } = state, last = Math.ceil(found.length / PAGE) - 1;
+    const seen = found.slice(page * PAGE, (page + 1) * PAGE), order = found.map((row) => row.number);
+    body.replaceChildren(...seen.map((row) => tableRow(row, columns, () => open(row.number, order))));
     if (!seen.length) body.append(el("tr", {}, el("td", { colspan: columns.length, class: "empty" }, "No document fits these filters.")));
-    count.textContent = state.found.length === rows.length ? plural(rows.length, "document")
-      : `${whole(state.found.length)} of ${plural(rows.length, "document")}`;
-    pages.show(state.page, Math.ceil(state.found.length / PAGE));
+    const all = plural(rows.length, "document");
+    count.textContent = found.length === rows.length ? all : `${whole(found.length)} of ${all}`;
+    where.textContent = `page ${page + 1} of ${last + 1}`;
+    [pages.hidden, back.disabled, forward.disabled] = [last < 1, page === 0, page >= last];
   }
 
   update();
   return el("div", {}, filters.controls, count,
-    el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Documents" },
-      el("table", { class: "documents" }, el("caption", { class: "hidden" }, "Documents; the buttons in the head sort"),
-        el("thead", {}, runHeads(summary, columns), el("tr", {}, heads)), body)),
-    pages.controls);
+    scroller("Documents", el("table", { class: "documents" },
+      el("caption", { class: "hidden" }, "Documents; the buttons in the head sort"),
+      el("thead", {}, runHeads(summary, columns), el("tr", {}, heads)), body)),
+    pages);
 }
 
-function runHeads(summary, columns) {
-  if (summary.runs.length < 2) return null;
-  const own = columns.filter((column) => column.run < 0).length;
-  return el("tr", { class: "runs" }, el("td", { colspan: own }), summary.runs.map((run, number) => {
-    const span = columns.filter((column) => column.run === number).length;
-    return span ? el("th", { scope: "colgroup", colspan: span }, swatch(number), run.name) : null;
-  }));
+function runHeads({ runs }, columns) {
+  if (runs.length < 2) return null;
+  const span = (run) => columns.filter((column) => column.run === run).length;
+  return el("tr", { class: "runs" }, el("td", { colspan: span(null) }),
+    runs.filter(span).map((run) => el("th", { scope: "colgroup", colspan: span(run) }, swatch(run), run.name)));
 }
 
-function sortHead(summary, column, act) {
-  const of = column.run >= 0 && summary.runs.length > 1 ? `, ${summary.runs[column.run].name}` : "";
-  return el("th", { scope: "col", class: column.numeric ? "numeric" : null, "aria-sort": "none" },
-    el("button", { type: "button", class: "sort", onclick: act }, column.name, of ? el("span", { class: "hidden" }, of) : null));
+function sortHead({ runs }, { run, name, isNumeric }, act) {
+  const whose = run && runs.length > 1 ? el("span", { class: "hidden" }, `, ${run.name}`) : null;
+  return el("th", { scope: "col", class: isNumeric ? "numeric" : null, "aria-sort": "none" }, button([name, whose], act, { class: "sort" }));
 }
 
 function sortRows(rows, column, down) {
@@ -99,34 +98,27 @@ function sortRows(rows, column, down) {
 }
 
 function tableRow(row, columns, open) {
-  return el("tr", {}, columns.map((column) => {
-    if (column.name === "document" && column.run < 0) {
-      return el("th", { scope: "row", class: "numeric" }, el("button", { type: "button", class: "open", onclick: open, "data-document": row.number, "aria-label": `Open document ${row.doc} of ${row.task}` }, String(row.doc)));
-    }
-    return el("td", { class: column.numeric ? "numeric" : null }, column.show ? column.show(row) : String(column.value(row)));
-  }));
+  const opener = { class: "open", "data-document": row.number, "aria-label": `Open document ${row.doc} of ${row.task}` };
+  return el("tr", {}, columns.map((column) => column.name === "document"
+    ? el("th", { scope: "row", class: "numeric" }, button(column.show(row), open, opener))
+    : el("td", { class: column.isNumeric ? "numeric" : null }, column.show(row))));
 }
 
-function documentFilters(summary, rows, changed) {
-  const search = el("input", { type: "search", id: "search", placeholder: "prompt, answer or output", autocomplete: "off", spellcheck: "false" });
-  const box = (name) => el("label", { class: "check" }, el("input", { type: "checkbox" }), name);
-  const verdicts = box("only changed verdicts"), different = box("only different texts");
-  const tasks = [...new Set(rows.map((row) => row.task))];
-  const task = el("select", { id: "task" }, el("option", { value: "" }, "all tasks"), tasks.map((name) => el("option", { value: name }, name)));
-  const several = summary.runs.length > 1;
-  const others = (row) => row.runs.slice(1).filter(Boolean);
+function documentFilters({ runs }, rows, changed) {
+  const wanted = { verdicts: false, texts: false, task: "" }, tasks = [...new Set(rows.map((row) => row.task))];
+  const set = (name) => (value) => { wanted[name] = value; changed(); };
   let waiting = 0;
-  search.addEventListener("input", () => { clearTimeout(waiting); waiting = setTimeout(changed, 120); });
-  for (const control of [verdicts, different, task]) control.addEventListener("change", changed);
-  const checked = (control) => control.firstElementChild.checked;
+  const search = el("input", { type: "search", placeholder: "prompt, answer or output", autocomplete: "off", spellcheck: "false",
+    oninput: () => { clearTimeout(waiting); waiting = setTimeout(changed, 120); } });
+  const isInAny = (row, test) => row.runs.slice(1).filter(Boolean).some(test);
   return {
     controls: el("div", { class: "controls", role: "search", "aria-label": "Filter documents" },
       el("label", { class: "field" }, "Search", search),
-      tasks.length > 1 ? el("label", { class: "field" }, "Task", task) : null,
-      several ? [verdicts, different] : null),
-    wanted: (row) => (!task.value || row.task === task.value)
-      && (!checked(verdicts) || others(row).some((cell) => cell.change && cell.change !== "same"))
-      && (!checked(different) || others(row).some((cell) => cell.same === false))
+      tasks.length > 1 ? choice("Task", [[-1, "all tasks"], ...tasks.entries()], -1, (number) => set("task")(tasks[number])) : null,
+      runs.length > 1 ? [checkbox("only changed verdicts", false, set("verdicts")), checkbox("only different texts", false, set("texts"))] : null),
+    isWanted: (row) => (!wanted.task || row.task === wanted.task)
+      && (!wanted.verdicts || isInAny(row, (cell) => cell.change && cell.change !== "same"))
+      && (!wanted.texts || isInAny(row, (cell) => cell.same === false))
       && (!search.value || haystack(row.number).includes(search.value.toLowerCase())),
   };
 }
@@ -134,26 +126,8 @@ function documentFilters(summary, rows, changed) {
 const haystacks = [];
 
 function haystack(number) {
-  if (haystacks[number] === undefined) {
-    const found = block("texts")[number];
-    const outputs = found.runs.filter(Boolean).flatMap((run) => [...run.responses, ...run.filters.map((filter) => filter.answer)]);
-    haystacks[number] = [found.prompt, found.target, ...outputs].join("\n").toLowerCase();
-  }
+  const { prompt, target, runs } = block("texts")[number];
+  const outputsOf = (run) => [...run.responses, ...run.filters.map((filter) => filter.answer)];
+  haystacks[number] ??= [prompt, target, ...runs.filter(Boolean).flatMap(outputsOf)].join("\n").toLowerCase();
   return haystacks[number];
-}
-
-function pager(turn) {
-  const where = el("span");
-  const back = el("button", { type: "button", onclick: () => turn(-1) }, "\u2190 Previous");
-  const forward = el("button", { type: "button", onclick: () => turn(1) }, "Next \u2192");
-  const controls = el("nav", { class: "pager", "aria-label": "Pages of documents" }, back, where, forward);
-  return {
-    controls,
-    show: (page, pages) => {
-      controls.hidden = pages < 2;
-      where.textContent = `page ${page + 1} of ${pages}`;
-      back.disabled = page === 0;
-      forward.disabled = page >= pages - 1;
-    },
-  };
 }

@@ -1,12 +1,12 @@
 // The trace view: every token with its origin; what the trace knows of it on hover and focus.
 
 const SOURCES = {
-  n: ["ngram", "n-gram", "Proposed by the n-gram lookup; the target\u2019s own choice."],
-  d: ["draft", "draft", "Proposed by the draft model; the target\u2019s own choice."],
-  w: ["deferred", "deferred, stood", "Proposed, not the target\u2019s choice, and let stand."],
-  c: ["correction", "target correction", "The target\u2019s own token, where a proposal fell."],
-  b: ["bonus", "bonus", "The target\u2019s own token, after a draft that stood whole."],
-  r: ["rolled", "rolled back", "Let in for the time being, then taken back."],
+  n: ["ngram", "n-gram", "Proposed by the n-gram lookup, and the target token."],
+  d: ["draft", "draft", "Proposed by the draft model, and the target token."],
+  w: ["deferred", "deferred, stood", "Proposed, not the target token, and let stand."],
+  r: ["recovered", "recovered", "The target token in place of a draft token that was rejected or rolled back."],
+  b: ["bonus", "bonus", "The target token after a draft that was accepted whole."],
+  x: ["rolled", "rolled back", "Accepted at first, then dropped."],
 };
 const PROPOSERS = { n: "the n-gram lookup", d: "the draft model", t: "the target" };
 let traceViews = 0;
@@ -14,60 +14,63 @@ let shownFacts = null;  // {tip, token}: at most one is open
 
 addEventListener("scroll", () => shownFacts && place(shownFacts.tip, shownFacts.token), { capture: true, passive: true });
 
+/** The columns of a generation (traces.py) as one object per token; missing texts are null. */
+function tokensOf(generation, texts) {
+  const columns = ["by", "entropy", "index", "round", "window"];
+  const textOf = (name, number) => texts[generation[name][number]] ?? null;
+  return [...generation.source].map((letter, number) => ({
+    letter, number, ...Object.fromEntries(columns.map((name) => [name, generation[name][number]])),
+    text: textOf("text", number), target: textOf("target", number), replaced: textOf("replaced", number),
+    wasDeferred: generation.by[number] !== "t" && generation.target[number] !== null,
+  }));
+}
+
 /** generation: columns as traces.py writes them; texts: what their numbers mean. */
 function traceView(generation, texts, unit) {
+  const tokens = tokensOf(generation, texts);
   const tip = el("div", { class: "tip", role: "tooltip", id: `tip-${++traceViews}`, hidden: true });
-  const tokens = [...generation.source].map((letter, number) => el("span", {
-    class: `token ${SOURCES[letter][0]}${generation.round[number] !== generation.round[number - 1] ? " begins" : ""}`,
+  const nodes = tokens.map(({ letter, number, round, text }) => el("span", {
+    class: `token ${SOURCES[letter][0]}${round !== tokens[number - 1]?.round ? " begins" : ""}`,
     tabindex: number === 0 ? "0" : "-1", "data-number": number, "aria-describedby": tip.id,
-  }, tokenText(texts[generation.text[number]])));
-  const text = el("div", {
-    class: "tokens", role: "group", "aria-label": "Generated tokens; arrow keys move between them",
-  }, tokens);
+  }, tokenText(text)));
   const hide = () => {
     tip.hidden = true;
-    if (shownFacts && shownFacts.tip === tip) shownFacts = null;
+    if (shownFacts?.tip === tip) shownFacts = null;
     text.querySelectorAll(".in-window").forEach((node) => node.classList.remove("in-window"));
   };
-  const show = (token) => {
-    if (shownFacts && shownFacts.token === token) return;
+  const show = (event) => {
+    const node = event.target.closest(".token");
+    if (!node || shownFacts?.token === node) return;
     hide();
-    shownFacts = { tip, token };
-    const number = Number(token.dataset.number);
-    tip.replaceChildren(...facts(generation, texts, number, unit));
+    shownFacts = { tip, token: node };
+    const token = tokens[node.dataset.number];
+    tip.replaceChildren(...facts(tokens, token, unit));
     tip.hidden = false;
-    windowOf(generation, number).forEach((other) => tokens[other].classList.add("in-window"));
-    place(tip, token);
+    windowOf(tokens, token).forEach(({ number }) => nodes[number].classList.add("in-window"));
+    place(tip, node);
   };
-  const under = (event) => event.target.closest(".token");
-  text.addEventListener("pointerover", (event) => under(event) && show(under(event)));
-  text.addEventListener("click", (event) => under(event) && show(under(event)));  // a second tap
-  text.addEventListener("pointerleave", hide);
-  text.addEventListener("focusin", (event) => under(event) && show(under(event)));
-  text.addEventListener("focusout", hide);
-  text.addEventListener("keydown", (event) => moveFocus(event, tokens, hide, tip));
+  const text = el("div", {
+    class: "tokens", role: "group", "aria-label": "Generated tokens; arrow keys move between them",
+    onpointerover: show, onclick: show, onpointerleave: hide, onfocusin: show, onfocusout: hide,
+    onkeydown: (event) => moveFocus(event, nodes, hide, tip),
+  }, nodes);
   return el("div", { class: "trace" }, traceOptions(generation, text), text, tip);
 }
 
 /** Line ends and half characters must be seen. */
 function tokenText(text) {
-  if (text === "") return "\u2039\u2026\u203a";
-  return text.replaceAll("\r", "\u240d").replaceAll("\n", "\u21b5\n");
+  return text === "" ? "\u2039\u2026\u203a" : text.replaceAll("\r", "\u240d").replaceAll("\n", "\u21b5\n");
 }
 
 function traceOptions(generation, text) {
-  const counts = {};
-  for (const letter of generation.source) counts[letter] = (counts[letter] || 0) + 1;
-  const toggle = (name, className, on) => {
-    const box = el("input", { type: "checkbox", checked: on });
-    const apply = () => text.classList.toggle(className, box.checked);
-    box.addEventListener("change", apply);
-    apply();
-    return el("label", { class: "check" }, box, name);
+  const count = (letter) => [...generation.source].filter((each) => each === letter).length;
+  const toggle = (name, className, isOn) => {
+    text.classList.toggle(className, isOn);
+    return checkbox(name, isOn, (isChecked) => text.classList.toggle(className, isChecked));
   };
   return el("div", { class: "trace-head" },
     el("ul", { class: "legend" }, Object.entries(SOURCES).map(([letter, [className, name, meaning]]) =>
-      el("li", { title: meaning }, el("span", { class: `token ${className}` }, name), ` ${counts[letter] || 0}`))),
+      el("li", { title: meaning }, el("span", { class: `token ${className}` }, name), ` ${count(letter)}`))),
     el("div", { class: "controls" },
       toggle("rolled-back tokens", "with-rolled", true), toggle("mark rounds", "with-rounds", false)));
 }
@@ -77,44 +80,40 @@ function quoted(text) {
   return el("code", {}, seen.replaceAll(" ", "\u2423"));
 }
 
-function facts(generation, texts, number, unit) {
-  const letter = generation.source[number], column = (name) => generation[name][number];
-  const rows = [["entropy", isNumber(column("entropy")) ? `${fixed(column("entropy"), 3)} ${unit}` : "not traced"]];
-  rows.push(["target\u2019s choice", column("choice") < 0 ? "this token" : quoted(texts[column("choice")])]);
-  if (generation.by[number] !== "t") rows.push(["proposed by", PROPOSERS[generation.by[number]]]);
-  if (column("replaced") >= 0) rows.push(["in place of", quoted(texts[column("replaced")])]);
-  rows.push(["window", windowInWords(generation, number)]);
-  rows.push(["place", `token ${column("index") + 1}, round ${column("round")}`]);
+function facts(tokens, token, unit) {
+  const [, name, meaning] = SOURCES[token.letter];
+  const rows = [
+    ["entropy", isNumber(token.entropy) ? `${fixed(token.entropy, 3)} ${unit}` : "not traced"],
+    ["target token", token.target === null ? "this token" : quoted(token.target)],
+    token.by !== "t" && ["proposed by", PROPOSERS[token.by]],
+    token.replaced !== null && ["in place of", quoted(token.replaced)],
+    ["window", windowInWords(tokens, token)],
+    ["place", `token ${token.index + 1}, round ${token.round}`],
+  ];
   return [
-    el("p", {}, quoted(texts[column("text")]), " ", el("b", {}, SOURCES[letter][1])),
-    el("p", { class: "note" }, SOURCES[letter][2]),
-    el("dl", {}, rows.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])),
+    el("p", {}, quoted(token.text), " ", el("b", {}, name)),
+    el("p", { class: "note" }, meaning),
+    el("dl", {}, rows.filter(Boolean).map(([term, value]) => [el("dt", {}, term), el("dd", {}, value)])),
   ];
 }
 
-function wasDeferred(generation, number) {
-  return generation.by[number] !== "t" && generation.choice[number] >= 0;
-}
-
-function windowInWords(generation, number) {
-  if (generation.window[number] >= 0) return `of the deferral at token ${generation.window[number] + 1}`;
-  const length = windowOf(generation, number).length - 1;
-  if (!wasDeferred(generation, number)) return "in none";
+function windowInWords(tokens, token) {
+  if (token.window !== null) return `of the deferral at token ${token.window + 1}`;
+  if (!token.wasDeferred) return "in none";
+  const length = windowOf(tokens, token).length - 1;
   if (length < 1) return "none followed";
-  return generation.source[number] === "w" ? `opened here; the next ${length} matched` : `opened here; it fell after ${length}`;
+  return token.letter === "w" ? `opened here; the next ${length} matched` : `opened here; it fell after ${length}`;
 }
 
-/** Numbers of the tokens in the same window, its deferral first. */
-function windowOf(generation, number) {
-  const opener = wasDeferred(generation, number) ? generation.index[number] : generation.window[number];
-  if (opener < 0) return [];
-  let first = number;
-  while (first >= 0 && !(generation.index[first] === opener && wasDeferred(generation, first))) first--;
-  const result = [first];
-  for (let next = first + 1; next < generation.window.length && generation.window[next] === opener; next++) {
-    if ((generation.source[next] === "r") === (generation.source[first] === "r")) result.push(next);
-  }
-  return first < 0 ? [] : result;
+/** The tokens in the same window, its deferral first. */
+function windowOf(tokens, token) {
+  const opener = token.wasDeferred ? token.index : token.window;
+  const before = tokens.slice(0, token.number + 1);
+  const first = before.findLast(({ index, wasDeferred }) => index === opener && wasDeferred);
+  if (!first) return [];
+  const rest = tokens.slice(first.number + 1), end = rest.findIndex(({ window }) => window !== opener);
+  const inside = end < 0 ? rest : rest.slice(0, end);
+  return [first, ...inside.filter(({ letter }) => (letter === "x") === (first.letter === "x"))];
 }
 
 function place(tip, token) {
@@ -126,15 +125,14 @@ function place(tip, token) {
   tip.style.top = `${below + high < innerHeight ? below : Math.max(4, box.top - high - 6)}px`;
 }
 
-function moveFocus(event, tokens, hide, tip) {
+function moveFocus(event, nodes, hide, tip) {
   if (event.key === "Escape" && !tip.hidden) {
     event.preventDefault();  // the first Escape closes the facts, the next one the dialog
     event.stopPropagation();
     hide();
     return;
   }
-  const seen = tokens.filter((token) => token.offsetParent !== null);
-  const now = seen.indexOf(event.target);
+  const seen = nodes.filter((node) => node.offsetParent !== null), now = seen.indexOf(event.target);
   const goal = { ArrowRight: now + 1, ArrowDown: now + 1, ArrowLeft: now - 1, ArrowUp: now - 1, Home: 0, End: seen.length - 1 }[event.key];
   if (goal === undefined || now < 0) return;
   event.preventDefault();

@@ -5,6 +5,8 @@ from __future__ import annotations
 from datetime import datetime, timezone
 
 import fly
+from fly.analysis import scores
+from fly.analysis.compare import choose_baseline
 from fly.analysis.html import comparison, documents, summary, traces
 from fly.analysis.html.page import render
 from fly.runs.reader import Run
@@ -15,26 +17,29 @@ def page(runs: list[Run], max_traces: int = 200) -> str:
 
     max_traces: how many documents' traces the page holds; its charts use every trace.
     """
-    runs, measured = comparison.ordered(runs, summary.distinct_names(runs))
-    names = [run.name for run in measured]
-    wanted = documents.keys(runs)
+    named = zip(runs, summary.distinct_names(runs))
+    found = [(run, scores.measure(run).model_copy(update={"name": name})) for run, name in named]
+    baseline = choose_baseline([measured for _, measured in found])
+    found.sort(key=lambda each: each[1] is not baseline)
+    runs, measured = [run for run, _ in found], [measured for _, measured in found]
+    samples = documents.collect(runs)
+    numbers = {key: number for number, key in enumerate(samples)}
     per_run = [traces.replayed(run) for run in runs]
     traced = {(g.task, g.doc_id) for done in per_run for g in done}
-    shown = [key for key in wanted if key in traced][:max_traces]
-    numbers = {key: number for number, key in enumerate(wanted)}
+    shown = [key for key in samples if key in traced][:max_traces]
     return render(
-        f"fly report: {', '.join(names)}",
+        f"fly report: {', '.join(each.name for each in measured)}",
         {
             "data-summary": {
                 "version": fly.__version__,
                 "created": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-                "runs": [summary.of_run(*each) for each in zip(runs, names, per_run)],
+                "runs": [summary.of_run(*each) for each in zip(runs, measured, per_run)],
                 "scores": summary.scores(runs),
                 "comparisons": comparison.against_first(measured),
                 "traced": {"shown": [numbers[key] for key in shown], "all": len(traced)},
             },
-            "data-documents": documents.rows(runs, measured, wanted),
-            "data-texts": documents.texts(runs, wanted),
+            "data-documents": documents.rows(runs, measured, samples),
+            "data-texts": documents.texts(samples),
             "data-traces": traces.block(per_run, {key: numbers[key] for key in shown}),
         },
     )

@@ -39,7 +39,7 @@ def _lines(above: Axes, below: Axes, points: list[Point], series: list[str]) -> 
         if not mine:
             continue
         ks = [point.k for point in mine]
-        look = {**style.look(number), "gid": f"line-{number}", "label": name}
+        look = {**style.series(number), "gid": f"line-{number}", "label": name}
         above.plot(ks, [point.tau for point in mine], **look)
         below.plot(ks, [_height(point, related) for point in mine], **look)
     for axes in (above, below):
@@ -77,5 +77,5 @@ def acceptance(data: PlotData) -> Figure | None:
 
 def _by_position(axes: Axes, positions: Positions, index: int) -> None:
     numbers = range(1, len(positions.places) + 1)
-    shares = [(place.native + place.deferred) / place.drafted for place in positions.places]
-    axes.plot(numbers, shares, **style.look(index), label=positions.label, gid=f"line-{index}")
+    shares = [place.stood / place.drafted for place in positions.places]
+    axes.plot(numbers, shares, **style.series(index), label=positions.label, gid=f"line-{index}")

@@ -45,7 +45,7 @@ def grid(count: int) -> tuple[Figure, list[Axes]]:
     return figure, every[:count]
 
 
-def look(index: int) -> dict[str, Any]:
+def series(index: int) -> dict[str, Any]:
     """The index-th series: colour, marker and line style, all different from its neighbours'."""
     return {
         "color": _COLOURS[index % len(_COLOURS)],

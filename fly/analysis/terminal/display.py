@@ -1,84 +1,81 @@
 """The live display of `fly trace`: an observer of the engine.
 
-Rows whose tokens are final are printed once and scroll away like any output. Below them, on a
-terminal, lives what may still change: the last row, provisional tokens, and for one round the
-tokens that a rollback has just taken back.
+Lines whose tokens are final are printed once and scroll away like any output. Below them, a
+terminal shows what may still change: the last line, provisional tokens, and for one round the
+tokens that have just been rolled back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from fly.analysis.terminal.rows import Layout, Row, coloured, lettered
-from fly.runs.records import DECODING
+from fly.analysis.terminal.rows import Layout, Line, coloured, lettered
+from fly.runs.records import Counts, RoundRecord, rates
 from fly.runs.replay import Token, add_round
-from fly.runs.trace_writer import decided
-from fly.speculation.engine import RoundRecord
-from fly.speculation.sequence import Sequence
+from fly.runs.trace_writer import line_of
 
 
-class Generation:
-    """One row of the engine as it grows. `shown`: replay's tokens, those taken back included."""
+class LiveGeneration:
+    """One request as it grows. `shown`: replay's tokens, those taken back included.
 
-    def __init__(self, row: Sequence) -> None:
-        self.row = row
+    counts, seconds: of its rounds so far. finish: why it ended, None while it has not.
+    """
+
+    def __init__(self) -> None:
         self.shown: list[Token] = []
-        self.rounds = 0
-        self._settled = 0  # of `shown`, those handed out
+        self.counts = Counts()
+        self.seconds: dict[str, float] = {}
+        self.finish: str | None = None
+        self._printed = 0  # of `shown`, those handed out
         self._fallen: set[int] = set()  # places in `shown` taken back in the last round
         self._open: int | None = None
 
     def add(self, record: RoundRecord) -> None:
-        self.rounds += 1
-        whose = {"request": 0, "round": self.rounds}
+        self.counts.add(record.counts)
+        self.seconds, self.finish = record.seconds, record.finish
         before = [token.stands for token in self.shown]
-        add_round(self.shown, {**whose, **decided(record)})
+        add_round(self.shown, line_of(record, number=0))
         before += [True] * (len(self.shown) - len(before))
         self._fallen = {
             place for place, token in enumerate(self.shown) if before[place] and not token.stands
         }
-        self._open = None if record.row.open is None else record.row.open.at
+        self._open = record.open_at
 
-    def settle(self, keep_dropped: bool) -> list[Token]:
+    def take_final(self, keep_dropped: bool) -> list[Token]:
         """Tokens that became final since the last call; of those taken back, only kept ones.
 
         Unless they are kept, those taken back in this very round wait for the next one.
         """
         end = len(self.shown)
-        if self._fallen and not keep_dropped and self.row.is_open:
+        if self._fallen and not keep_dropped and self.finish is None:
             end = min(self._fallen)
-        if self._open is not None:
-            end = min(end, self._first_provisional())
-        tokens = self.shown[self._settled : end]
-        self._settled = max(self._settled, end)
+        provisional = (at for at, token in enumerate(self.shown) if self._is_provisional(token))
+        end = min(end, next(provisional, end))
+        tokens = self.shown[self._printed : end]
+        self._printed = max(self._printed, end)
         return [token for token in tokens if token.stands or keep_dropped]
 
-    def unsettled(self) -> list[tuple[Token, bool]]:
+    def provisional(self) -> list[tuple[Token, bool]]:
         """The rest, and whether each may still be taken back."""
         return [
-            (token, self._open is not None and token.stands and token.index >= self._open)
-            for place, token in enumerate(self.shown[self._settled :], self._settled)
+            (token, self._is_provisional(token))
+            for place, token in enumerate(self.shown[self._printed :], self._printed)
             if token.stands or place in self._fallen
         ]
 
-    def _first_provisional(self) -> int:
-        return next(
-            place
-            for place, token in enumerate(self.shown)
-            if token.stands and self._open is not None and token.index >= self._open
-        )
+    def _is_provisional(self, token: Token) -> bool:
+        return self._open is not None and token.stands and token.index >= self._open
 
 
 class Display:
-    """Give `on_round` to FlyLM.observers inside of a `with`. Rows come one after the other.
+    """Add `on_round` to FlyLM.observers inside of a `with`. Requests come one after the other.
 
-    colours: letters below the text instead if false. keep_dropped: what was rolled back stays,
-    struck through. `generations`: all that were decoded, for the summary.
+    colours: if false, letters below the text instead. keep_dropped: tokens that were rolled back
+    stay, struck through. `generations`: everything that was decoded, for the summary.
     """
 
     def __init__(
@@ -95,58 +92,54 @@ class Display:
         self._keep_dropped = keep_dropped
         self._layout = self._new_layout()
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
-        self.generations: list[Generation] = []
+        self.generations: list[LiveGeneration] = []
 
     def __enter__(self) -> Display:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self._live.stop()
 
     def on_round(self, record: RoundRecord) -> None:
-        if not self.generations or self.generations[-1].row is not record.row:
-            self.generations.append(Generation(record.row))
+        if record.number == 1:
+            self.generations.append(LiveGeneration())
         generation = self.generations[-1]
         generation.add(record)
-        rows = list(self._layout.add(generation.settle(self._keep_dropped)))
-        if not record.row.is_open:
-            rows += self._layout.finish()
+        lines = list(self._layout.add(generation.take_final(self._keep_dropped)))
+        if record.finish is not None:
+            lines += self._layout.finish()
             self._layout = self._new_layout()
         if self._live is not None:
             self._live.start()
             self._live.update(Group(*self._tail(generation)), refresh=False)
-        for row in rows:
-            self._console.print(self._drawn(row), soft_wrap=self._live is None)
+        for line in lines:
+            self._console.print(self._drawn(line), soft_wrap=self._live is None)
         if self._live is not None:
             self._live.refresh()
 
-    def _tail(self, generation: Generation) -> list[Text]:
-        if not generation.row.is_open:
+    def _tail(self, generation: LiveGeneration) -> list[Text]:
+        if generation.finish is not None:
             return []
         layout = self._layout.ahead()
-        rows: list[Row] = []
-        for token, provisional in generation.unsettled():
-            rows += layout.add([token], provisional)
+        lines: list[Line] = []
+        for token, provisional in generation.provisional():
+            lines += layout.add([token], provisional)
         if layout.rest:
-            rows.append(layout.rest)
-        return [*map(self._drawn, rows), _status(generation)]
+            lines.append(layout.rest)
+        return [*map(self._drawn, lines), _status(generation)]
 
-    def _drawn(self, row: Row) -> Text:
-        return coloured(row) if self._colours else lettered(row)
+    def _drawn(self, line: Line) -> Text:
+        return coloured(line) if self._colours else lettered(line)
 
     def _new_layout(self) -> Layout:
         return Layout(self._bytes_of, self._console.width, self._console.encoding)
 
 
-def _status(generation: Generation) -> Text:
-    counts, seconds = generation.row.counts, generation.row.seconds
-    decoding = sum(seconds[phase] for phase in DECODING)
-    speed = counts.emitted / decoding if decoding else 0.0
-    tau = counts.emitted / max(1, counts.rounds)
-    return Text(f"round {counts.rounds}, tau {tau:.2f}, {speed:.1f} tok/s", style="dim")
+def _status(generation: LiveGeneration) -> Text:
+    speed = rates(generation.counts, generation.seconds)
+    return Text(
+        f"round {generation.counts.rounds}, tau {speed['tau'] or 0:.2f}, "
+        f"{speed['decode_tok_s'] or 0:.1f} tok/s",
+        style="dim",
+    )

@@ -1,4 +1,4 @@
-"""How each source of a token looks: a colour on terminals, a letter elsewhere."""
+"""How each source of a token is shown: a style on terminals, a letter elsewhere."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from rich.text import Text
 
 
 @dataclass(frozen=True)
-class Look:
-    """style: rich's. letter: below the token's first column where there are no colours."""
+class SourceStyle:
+    """style: rich's. letter: below the token's first column, where there are no colours."""
 
     name: str
     letter: str
     style: str
 
 
-LOOKS = {  # by fly.runs.replay's sources; no two differ by red against green alone
-    "draft": Look("draft", "d", "bright_blue"),
-    "ngram": Look("n-gram", "n", "cyan"),
-    "deferred": Look("deferred and stood", "w", "black on yellow"),
-    "correction": Look("target correction", "c", "bold bright_red"),
-    "bonus": Look("bonus", "b", "magenta"),
-    "rolled_back": Look("rolled back", "x", "dim strike"),
+STYLES = {  # by fly.runs.replay's sources; no two differ by red against green alone
+    "draft": SourceStyle("draft", "d", "bright_blue"),
+    "ngram": SourceStyle("n-gram", "n", "cyan"),
+    "deferred": SourceStyle("deferred and stood", "w", "black on yellow"),
+    "recovered": SourceStyle("recovered token", "r", "bold bright_red"),
+    "bonus": SourceStyle("bonus", "b", "magenta"),
+    "rolled_back": SourceStyle("rolled back", "x", "dim strike"),
 }
 PROVISIONAL = "dim underline"  # added while a window is open
 CONTINUES, PROVISIONAL_LETTER = ".", "?"  # in the letters' row: the same token; not final yet
 
 
 def legend(*, colours: bool, lasting_drops: bool) -> Columns:
-    """lasting_drops: whether rolled-back tokens stay; without colours they are not seen else."""
+    """lasting_drops: rolled-back tokens stay; without colours they are not shown otherwise."""
     names = []
-    for source, look in LOOKS.items():
+    for source, style in STYLES.items():
         if colours:
-            names.append(Text(look.name, style=look.style))
+            names.append(Text(style.name, style=style.style))
         elif source != "rolled_back" or lasting_drops:
-            names.append(Text(f"{look.letter} {look.name}"))
+            names.append(Text(f"{style.letter} {style.name}"))
     if colours:
         names.append(Text("provisional", style=PROVISIONAL))
     else:

@@ -8,62 +8,54 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.table import Table
 
-from fly.analysis.terminal.display import Generation
+from fly.analysis.terminal.display import LiveGeneration
 from fly.runs.records import rates
 from fly.runs.replay import Token
 
 _UNITS = {"top3": "nats", "full": "nats", "normalized": "0 to 1"}
 
 
-def print_counts(console: Console, generation: Generation) -> None:
-    """docs/definitions.md defines them."""
-    row, sources = generation.row, Counter(token.source for token in generation.shown)
-    counts, speed = row.counts, rates(row.counts, row.seconds)
-    after_rollback = counts.deferred_rolled_back
+def print_counts(console: Console, generation: LiveGeneration) -> None:
+    """The request's counts; docs/definitions.md defines them."""
+    sources = Counter(token.source for token in generation.shown)
+    counts, speed = generation.counts, rates(generation.counts, generation.seconds)
+    accepted = counts.native_accepted + counts.deferred_accepted
     table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_row(
-        "tokens / rounds = tau", f"{counts.emitted} / {counts.rounds} = {_two(speed['tau'])}"
-    )
-    table.add_row(
-        "draft tokens accepted",
-        f"{counts.native_accepted + counts.deferred_accepted} of {counts.drafted}: "
-        f"draft {sources['draft']}, n-gram {sources['ngram']}, "
-        f"deferred and stood {counts.deferred_accepted}",
-    )
-    table.add_row(
-        "the target's own",
-        f"corrections {counts.corrections} ({after_rollback} after a rollback), "
-        f"bonus {counts.bonus}",
-    )
-    table.add_row(
-        "tokens rolled back",
-        f"{sources['rolled_back']} ({counts.discarded} of them provisional for a round or more)",
-    )
-    table.add_row(
-        "speed",
-        f"{_two(speed['decode_tok_s'])} tok/s decoding, "
+    for name, value in {
+        "tokens / rounds = tau": f"{counts.emitted} / {counts.rounds} = {_two(speed['tau'])}",
+        "draft tokens accepted": f"{accepted} of {counts.drafted}: draft {sources['draft']}, "
+        f"n-gram {sources['ngram']}, deferred and stood {counts.deferred_accepted}",
+        "target tokens": f"recovered {counts.corrections} ({counts.deferred_rolled_back} after a "
+        f"rollback), bonus {counts.bonus}",
+        "tokens rolled back": f"{sources['rolled_back']} ({counts.discarded} of them provisional "
+        "for a round or more)",
+        "speed": f"{_two(speed['decode_tok_s'])} tok/s decoding, "
         f"{_two(speed['end_to_end_tok_s'])} tok/s end to end",
-    )
-    table.add_row("ended by", row.finish_reason or "interruption")
+        "ended by": generation.finish or "interruption",
+    }.items():
+        table.add_row(name, value)
     console.print(table)
 
 
 def print_deferrals(
-    console: Console, generation: Generation, bytes_of: Callable[[int], bytes], entropy_kind: str
+    console: Console,
+    generation: LiveGeneration,
+    bytes_of: Callable[[int], bytes],
+    entropy_kind: str,
 ) -> None:
-    """Every mismatch that was let in: where, which tokens, how unsure the target was, its fate."""
+    """Every deferral: where, which tokens, the target's entropy there, and the outcome."""
     deferrals = [token for token in generation.shown if token.was_deferred]
     if not deferrals:
         console.print("no deferrals")
         return
     table = Table(title=f"{len(deferrals)} deferrals", title_justify="left")
     table.add_column("position", justify="right")
-    for name in ("draft token", "target's choice"):
+    for name in ("draft token", "target token"):
         table.add_column(name, overflow="fold")
     table.add_column(f"entropy ({_UNITS[entropy_kind]})", justify="right")
     table.add_column("outcome")
     for token in deferrals:
-        texts = [_quoted(console, bytes_of(number)) for number in (token.id, token.choice)]
+        texts = [_quoted(console, bytes_of(number)) for number in (token.id, token.target_id)]
         outcome = "stood" if token.stands else "rolled back"
         table.add_row(str(token.index), *texts, _entropy(token), outcome)
     console.print(table, markup=False)

@@ -7,8 +7,8 @@ on AVX-512 and 16 on AMX, which is what verification asks for (docs/performance.
     Bfloat16Linear   the checkpoint's own bfloat16 weights, unchanged
     Int8Linear       int8 weights and inputs, scaled per row and column, for drafts
 
-On AMX both take and give bfloat16; elsewhere float32, in which the sums are kept everywhere. The
-result for a row does not depend, by a bit, on how many rows share the pass.
+On AMX inputs and outputs are bfloat16, elsewhere float32; sums are float32 everywhere. A row's
+result has the same bits however many rows share the pass.
 """
 
 from __future__ import annotations
@@ -35,15 +35,11 @@ __all__ = [
 _LEVELS = 63  # int8 weights lie within -63..63: see vector._Int8
 _TINY = torch.finfo(torch.float32).tiny
 _GRABS = 8  # how often a thread comes for more panels
-_ARGUMENTS = 14  # as `product` of vector.py and tiles.py reads them
-_Arguments = ctypes.c_int64 * _ARGUMENTS
-_QuantizeArguments = ctypes.c_int64 * 6
-_PackArguments = ctypes.c_int64 * 5
 
 
 @functools.cache
 def why_not() -> str | None:
-    """Why the kernels cannot be used here; None if they can. They are tried once on small sums."""
+    """Why the kernels cannot be used here; None if they can. They are tried on small sums once."""
     if (reason := build.why_not()) is not None:
         return reason
     try:
@@ -54,7 +50,7 @@ def why_not() -> str | None:
 
 
 def _is_right(kind: type[Bfloat16Linear] | type[Int8Linear]) -> bool:
-    """Whether a product of ones and minus ones, which every dtype holds, comes out as it should."""
+    """Whether a product of ones and minus ones, which every dtype holds exactly, is right."""
     layer = nn.Linear(64, 48, bias=False, device="meta")
     signs = torch.arange(48 * 64).view(48, 64) * 7919 % 3 - 1
     layer.weight = nn.Parameter(signs.bfloat16(), requires_grad=False)
@@ -67,8 +63,14 @@ def _is_right(kind: type[Bfloat16Linear] | type[Int8Linear]) -> bool:
 
 
 def activation_dtype() -> torch.dtype:
-    """What the linears take and give, and so what the rest of the model has to compute in."""
+    """dtype of the linears' inputs and outputs, and so of the rest of the model."""
     return torch.bfloat16 if instructions() == "amx" else torch.float32
+
+
+def _isa() -> str:
+    isa = instructions()
+    assert isa is not None, "callers ask why_not() first"
+    return isa
 
 
 @functools.cache
@@ -78,19 +80,13 @@ def _configurations() -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _floats(count: int) -> Tensor:
-    """Zeros that compiled code may read as float32, whatever PyTorch's defaults are."""
-    return torch.zeros(count, dtype=torch.float32, device="cpu")
-
-
 class _PackedLinear(nn.Module):
     """A weight in panels, and the call of its kernel. [..., in] -> [..., out]."""
 
     def __init__(self, linear: nn.Linear, *, int8: bool) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        isa = instructions()
-        assert isa is not None, "callers ask why_not() first"
+        isa = _isa()
         self._dtype = activation_dtype()
         self._product = build.product(int8=int8, instructions=isa)
         self._product_of_many = build.product_of_many(int8=int8) if isa == "amx" else None
@@ -99,9 +95,15 @@ class _PackedLinear(nn.Module):
         self._width = -(-self.in_features // align) * align
         self._steps = self._width // per_step
         self._panels = -(-self.out_features // PANEL)
-        self._bias = _floats(self._panels * PANEL)
-        if linear.bias is not None:
-            self._bias[: self.out_features] = linear.bias.detach().float()
+        bias = None if linear.bias is None else linear.bias.detach()
+        self._bias = self._columns(bias, torch.float32)
+
+    def _columns(self, values: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Values of the output columns for compiled code, with zeros up to whole panels."""
+        columns = torch.zeros(self._panels * PANEL, dtype=dtype, device="cpu")
+        if values is not None:
+            columns[: self.out_features] = values
+        return columns
 
     def _pack(self, weight: Tensor) -> Tensor:
         """[out, in] -> 32 bits of consecutive inputs each, [panels, in / 2 or 4, 16]."""
@@ -129,22 +131,19 @@ class _PackedLinear(nn.Module):
             product, pack = self._product_of_many
             rows = self._packed(rows, pack)
             grab = blocks.grab(self._panels, threads)
-        arguments = _Arguments(
-            rows.data_ptr(), weight.data_ptr(), self._bias.data_ptr(), out.data_ptr(),
+        build.run(
+            product, rows.data_ptr(), weight.data_ptr(), self._bias.data_ptr(), out.data_ptr(),
             self._steps, count, self._panels, columns * out.element_size(), grab, 0,
             *scales, _configurations().data_ptr(),
         )  # fmt: skip
-        build.run(product, arguments)
         return out
 
     def _packed(self, rows: Tensor, pack: int) -> Tensor:
         """Rows in whole chunks, in the order of blocks.py's product."""
         chunks = -(-rows.shape[0] // blocks.CHUNK)
         packed = rows.new_empty(chunks * blocks.CHUNK, rows.shape[1])
-        arguments = _PackArguments(
-            rows.data_ptr(), packed.data_ptr(), rows.shape[0], self._steps, 0
-        )
-        build.run(pack, arguments, work=rows.numel())
+        addresses = (rows.data_ptr(), packed.data_ptr())
+        build.run(pack, *addresses, rows.shape[0], self._steps, 0, work=rows.numel())
         return packed
 
     def _shaped(self, out: Tensor, x: Tensor) -> Tensor:
@@ -154,7 +153,7 @@ class _PackedLinear(nn.Module):
 
 
 class Bfloat16Linear(_PackedLinear):
-    """A linear whose weights are bfloat16 and stay what they are."""
+    """A linear with the checkpoint's bfloat16 weights, unchanged."""
 
     def __init__(self, linear: nn.Linear) -> None:
         if linear.weight.dtype != torch.bfloat16:
@@ -175,44 +174,38 @@ class Int8Linear(_PackedLinear):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear, int8=True)
-        isa = instructions()
-        assert isa is not None
         weight = linear.weight.detach().float()
         scale = weight.abs().amax(dim=1).clamp_min(_TINY) / _LEVELS
         levels = (weight / scale[:, None]).round().to(torch.int8)
-        columns = self._panels * PANEL
-        self._scale = _floats(columns)
-        self._scale[: self.out_features] = scale
-        # the inputs' 128 added times the weights, taken off again
-        self._offset = torch.zeros(columns, dtype=torch.int32, device="cpu")
-        self._offset[: self.out_features] = levels.sum(dim=1, dtype=torch.int32) * 128
+        self._scale = self._columns(scale, torch.float32)
+        # the 128 that is added to every input, times the weights: subtracted from the sums
+        self._offset = self._columns(levels.sum(dim=1, dtype=torch.int32) * 128, torch.int32)
         self._weight = self._pack(levels)
-        self._quantize = build.quantize(instructions=isa)
+        self._quantize = build.elementwise_function("quantize", instructions=_isa())
 
     def forward(self, x: Tensor) -> Tensor:
         rows = self._rows(x)
         int8 = torch.empty(rows.shape, dtype=torch.uint8, device="cpu")
-        scales = _floats(rows.shape[0])
-        arguments = _QuantizeArguments(
-            rows.data_ptr(), int8.data_ptr(), scales.data_ptr(), rows.shape[0], self._width, 0
-        )
-        build.run(self._quantize, arguments, work=rows.numel())
+        scales = torch.empty(rows.shape[0], dtype=torch.float32, device="cpu")
+        build.run(
+            self._quantize, rows.data_ptr(), int8.data_ptr(), scales.data_ptr(),
+            rows.shape[0], self._width, 0, work=rows.numel(),
+        )  # fmt: skip
         addresses = (self._scale.data_ptr(), self._offset.data_ptr(), scales.data_ptr())
         return self._shaped(self._multiply(int8, self._weight, addresses), x)
 
 
 class LayerKernels:
-    """What stands between the products of a Llama-like layer; see elementwise.py.
+    """What a Llama-like layer computes between its products; see elementwise.py.
 
     Tensors are contiguous, of `activation_dtype()`; norms' weights are float32.
     """
 
     def __init__(self) -> None:
-        isa = instructions()
-        assert isa is not None, "callers ask why_not() first"
-        self._norm = build.layer_function("norm", instructions=isa)
-        self._gated = build.layer_function("gated", instructions=isa)
-        self._rotate = build.layer_function("rotate", instructions=isa)
+        isa = _isa()
+        self._norm = build.elementwise_function("norm", instructions=isa)
+        self._gated = build.elementwise_function("gated", instructions=isa)
+        self._rotate = build.elementwise_function("rotate", instructions=isa)
 
     def norm(
         self, x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None
@@ -221,21 +214,19 @@ class LayerKernels:
         out = torch.empty_like(x)
         total = x if delta is None else torch.empty_like(x)
         width = x.shape[-1]
-        arguments = (ctypes.c_int64 * 9)(
-            x.data_ptr(), 0 if delta is None else delta.data_ptr(), total.data_ptr(),
+        build.run(
+            self._norm, x.data_ptr(), 0 if delta is None else delta.data_ptr(), total.data_ptr(),
             weight.data_ptr(), out.data_ptr(), x.numel() // width, width, _float_bits(eps), 0,
+            work=x.numel(),
         )  # fmt: skip
-        build.run(self._norm, arguments, work=x.numel())
         return total, out
 
     def gated(self, x: Tensor) -> Tensor:
         """silu(gate) * up of [..., gate | up]: [..., 2 I] -> [..., I]."""
         width = x.shape[-1] // 2
         out = torch.empty(*x.shape[:-1], width, dtype=x.dtype)
-        arguments = (ctypes.c_int64 * 5)(
-            x.data_ptr(), out.data_ptr(), out.numel() // width, width, 0
-        )
-        build.run(self._gated, arguments, work=x.numel())
+        rows = out.numel() // width
+        build.run(self._gated, x.data_ptr(), out.data_ptr(), rows, width, 0, work=x.numel())
         return out
 
     def rotate(
@@ -247,21 +238,20 @@ class LayerKernels:
         first_slot: int,
         heads: int,
     ) -> Tensor:
-        """Queries [B, heads, Q, D] of x [B, Q, queries | keys | values], turned to their positions.
+        """Rotated queries [B, heads, Q, D] of x [B, Q, queries | keys | values].
 
-        Keys, turned, and values go to the cache's [slots, kv heads, capacity, D]. angles: cosines
-        and sines, [B, Q, D].
+        Rotated keys, and values, are written to the cache's [slots, kv heads, capacity, D]. angles:
+        cosines and sines, [B, Q, D].
         """
         rows, width = positions_BQ.shape
         _, kv_heads, capacity, size = cached[0].shape
         out = torch.empty(rows, heads, width, size, dtype=x.dtype)
         cos, sin = (part.expand(rows, width, size).contiguous() for part in angles)
-        arguments = (ctypes.c_int64 * 15)(
-            x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr(), cached[0].data_ptr(),
-            cached[1].data_ptr(), positions_BQ.data_ptr(), rows * width, width, heads, kv_heads,
-            size, capacity, first_slot, 0,
+        build.run(
+            self._rotate, x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr(),
+            cached[0].data_ptr(), cached[1].data_ptr(), positions_BQ.data_ptr(), rows * width,
+            width, heads, kv_heads, size, capacity, first_slot, 0, work=x.numel(),
         )  # fmt: skip
-        build.run(self._rotate, arguments, work=x.numel())
         return out
 
 

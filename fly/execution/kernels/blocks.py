@@ -15,72 +15,36 @@ Sums are added up in the order of tiles.py's product: a row has the same bits by
 
 from __future__ import annotations
 
-from fly.execution.kernels import tiles
-from fly.execution.kernels.vector import PANEL, product_arguments
+from functools import partial
+from types import SimpleNamespace
 
-CHUNK = 32  # rows
+from fly.execution.kernels.ir import PRODUCT, Function, module
+from fly.execution.kernels.tiles import LINE, ROWS, TILE, W_TILE, X_TILE, TileFunction
+from fly.execution.kernels.vector import PANEL
+
+CHUNK = 2 * ROWS
 _STEPS = 8  # of 64 bytes of inputs, in a block
 _PAIRS = 8  # of panels, in a block
 _CHUNKS = 16  # whose sums wait at once
-_TILE = 1024  # bytes
-_LINE = 64  # bytes
-_SUMS = 4 * _TILE  # of a chunk and a pair of panels
+_SUMS = 4 * TILE  # of a chunk and a pair of panels
 
 
 def pack() -> str:
     """IR of `@pack(ptr arguments)`, one thread's share: rows into the order of the product.
 
-    Arguments: x, packed, rows, steps, counter. Rows that the last chunk lacks are left as they
-    are: sums of other rows hold nothing of them.
+    Rows that the last chunk lacks are left as they are: sums of other rows hold nothing of them.
     """
-    copy = f"""
-  %in_o = mul i64 %step, {_LINE}
-  %in = getelementptr i8, ptr %x_row, i64 %in_o
-  %line = load <16 x i32>, ptr %in, align 1
-  %out_o = mul i64 %step, {CHUNK * _LINE}
-  %out = getelementptr i8, ptr %packed_row, i64 %out_o
-  store <16 x i32> %line, ptr %out, align 1"""
-    return f"""
-define void @pack(ptr %a) {{
-entry:
-  %x = load ptr, ptr %a
-  %packed_f = getelementptr i64, ptr %a, i64 1
-  %packed = load ptr, ptr %packed_f
-  %rows_f = getelementptr i64, ptr %a, i64 2
-  %rows = load i64, ptr %rows_f
-  %steps_f = getelementptr i64, ptr %a, i64 3
-  %steps = load i64, ptr %steps_f
-  %counter = getelementptr i64, ptr %a, i64 4
-  %row_bytes = mul i64 %steps, {_LINE}
-  %chunk_bytes = mul i64 %steps, {CHUNK * _LINE}
-  br label %next
-next:
-  %row = atomicrmw add ptr %counter, i64 1 monotonic
-  %any = icmp ult i64 %row, %rows
-  br i1 %any, label %begin, label %exit
-begin:
-  %x_o = mul i64 %row, %row_bytes
-  %x_row = getelementptr i8, ptr %x, i64 %x_o
-  %chunk = udiv i64 %row, {CHUNK}
-  %chunk_o = mul i64 %chunk, %chunk_bytes
-  %in_chunk = urem i64 %row, {CHUNK}
-  %line_o = mul i64 %in_chunk, {_LINE}
-  %packed_o = add i64 %chunk_o, %line_o
-  %packed_row = getelementptr i8, ptr %packed, i64 %packed_o
-{_loop("step", "0", "%steps", 1, copy)}
-  br label %next
-exit:
-  ret void
-}}
-"""
-
-
-def product(*, int8: bool) -> str:
-    """IR of `@product(ptr arguments)`, one thread's share, for inputs that `@pack` has packed."""
-    multiply = "tdpbssd" if int8 else "tdpbf16ps"
-    parts = [tiles.declarations(multiply)]
-    parts += [_block(panels, multiply) for panels in (1, 2)]
-    return "\n".join([*parts, _finish(int8=int8), _task()])
+    f = Function("pack")
+    a = f.arguments("ptr x, ptr packed, i64 rows, i64 steps, counter counter")
+    row_bytes, chunk_bytes = f.mul(a.steps, LINE), f.mul(a.steps, CHUNK * LINE)
+    with f.shares(a.counter, a.rows) as row:
+        x = f.at(a.x, f.mul(row, row_bytes))
+        chunk_at, row_at = f.mul(f.div(row, CHUNK), chunk_bytes), f.mul(f.rem(row, CHUNK), LINE)
+        packed = f.at(a.packed, f.add(chunk_at, row_at))
+        with f.loop_if_any(0, a.steps) as step:
+            line = f.load("<16 x i32>", f.at(x, f.mul(step, LINE)), 1)
+            f.store("<16 x i32>", line, f.at(packed, f.mul(step, CHUNK * LINE)), 1)
+    return module(f)
 
 
 def grab(panels: int, threads: int) -> int:
@@ -89,236 +53,134 @@ def grab(panels: int, threads: int) -> int:
     return -(-panels // (2 * shares)) * 2
 
 
-def _loop(name: str, start: str, end: str, step: int, body: str) -> str:
-    """`body` for %name from start, by `step`, while below end."""
-    return f"""  br label %{name}.enter
-{name}.enter:
-  br label %{name}.test
-{name}.test:
-  %{name} = phi i64 [{start}, %{name}.enter], [%{name}.next, %{name}.end]
-  %{name}.more = icmp ult i64 %{name}, {end}
-  br i1 %{name}.more, label %{name}.body, label %{name}.left
-{name}.body:{body}
-  br label %{name}.end
-{name}.end:
-  %{name}.next = add nuw i64 %{name}, {step}
-  br label %{name}.test
-{name}.left:"""
+def product(*, int8: bool) -> str:
+    """IR of `@product(ptr arguments)`, one thread's share, for inputs that `@pack` has packed."""
+    f = TileFunction("product", int8=int8)
+    a = f.arguments(PRODUCT)
+    whole_chunk = f.at(a.configurations, 64 * (CHUNK - 1))
+    f.configure(whole_chunk)
+    panel_bytes, chunk_bytes = f.mul(a.steps, TILE), f.mul(a.steps, 2 * TILE)
+    chunks = f.div(f.add(a.rows, CHUNK - 1), CHUNK)
+    block_steps = f.mul(f.min(chunks, _CHUNKS), _STEPS)
+    lines = f.div(f.add(block_steps, _STEPS * TILE // LINE - 1), block_steps)
+    lines_per_chunk = f.mul(lines, _STEPS)
+    scratch = f.op(f"alloca i8, i64 {_PAIRS * _CHUNKS * _SUMS}, align 64")
+    with f.panel_groups(a) as (first, end), f.loop_if_any(first, end, 2 * _PAIRS) as block:
+        block_end = f.min(f.add(block, 2 * _PAIRS), end)
+        with f.loop_if_any(0, chunks, _CHUNKS) as some:
+            some_end = f.min(f.add(some, _CHUNKS), chunks)
+            with f.loop_if_any(0, a.steps, _STEPS) as k:
+                k_to = f.add(k, _STEPS)
+                k_end, is_last = f.min(k_to, a.steps), f.compare("uge", k_to, a.steps)
+                next_steps = f.add(f.mul(k, TILE), _STEPS * TILE)
+                next_panels = f.mul(panel_bytes, 2 * _PAIRS)
+                ahead_block = f.select(is_last, next_panels, next_steps)
+                with f.loop_if_any(some, some_end) as chunk:
+                    c = f.sub(chunk, some)
+                    sums = f.at(scratch, f.mul(c, _SUMS))
+                    x = f.at(a.x, f.mul(chunk, chunk_bytes))
+                    row = f.mul(chunk, CHUNK)
+                    rows = f.min(f.sub(a.rows, row), CHUNK)
+                    is_partial = f.compare("ult", rows, CHUNK)
+
+                    def narrow() -> None:
+                        f.configure(f.at(a.configurations, f.mul(f.sub(rows, 1), 64)))
+
+                    f.branch(is_partial, narrow)
+                    out = f.at(a.out, f.mul(row, a.out_stride))
+                    with f.loop_if_any(block, block_end, 2) as panel:
+                        pair_at = f.mul(f.sub(panel, block), _CHUNKS * _SUMS // 2)
+                        pair_sums, w = f.at(sums, pair_at), f.at(a.w, f.mul(panel, panel_bytes))
+                        chunk_lines = f.mul(f.mul(c, lines_per_chunk), LINE)
+                        ahead = f.at(w, f.add(chunk_lines, ahead_block))
+                        multiply = partial(
+                            _block, f, x=x, w=w, sums=pair_sums, start=k, end=k_end,
+                            panel_bytes=panel_bytes, ahead=ahead, lines=lines,
+                        )  # fmt: skip
+                        is_pair = f.compare("uge", f.sub(block_end, panel), 2)
+                        f.branch(is_pair, partial(multiply, panels=2), partial(multiply, panels=1))
+                    f.branch(is_partial, lambda: f.configure(whole_chunk))
+                    f.branch(is_last, lambda: _finish(f, a, sums, out, block, block_end, row, rows))
+    f.run("x86.tilerelease")
+    return module(f)
 
 
-def _block(panels: int, multiply: str) -> str:
-    """@block: steps %from to %to of a chunk's inputs times `panels` panels, added to the sums.
+def _block(
+    f: TileFunction,
+    *,
+    panels: int,
+    x: str,
+    w: str,
+    sums: str,
+    start: str,
+    end: str,
+    panel_bytes: str,
+    ahead: str,
+    lines: str,
+) -> None:
+    """Steps `start` to `end` of a chunk's inputs times one or two panels, added to the sums.
 
     In every step, `lines` lines per panel are prefetched, from `ahead` on.
     """
-    tiles_of_sums = [(row_tile, panel) for row_tile in range(2) for panel in range(panels)]
-    lines = [
-        f"define internal void @block_{panels}(ptr %x, ptr %w, ptr %sums, i64 %from, i64 %to, "
-        "i64 %panel_bytes, ptr %ahead, i64 %lines) {",
-        "entry:",
-    ]
-    for row_tile, panel in tiles_of_sums:
-        tile = tiles.sum_tile(2, row_tile, panel)
-        at = _TILE * (2 * row_tile + panel)
-        lines.append(f"%sums{tile} = getelementptr i8, ptr %sums, i64 {at}")
-    for panel in range(panels):
-        lines.append(f"%w{panel}_o = mul i64 %panel_bytes, {panel}")
-        lines.append(f"%w{panel}_p = getelementptr i8, ptr %w, i64 %w{panel}_o")
-    lines += ["%is_first = icmp eq i64 %from, 0", "br i1 %is_first, label %zero, label %load"]
-    every_sum = [tiles.sum_tile(2, *place) for place in tiles_of_sums]
-    lines.append("zero:")
-    lines += [f"call void @llvm.x86.tilezero(i8 {tile})" for tile in every_sum]
-    lines += ["br label %loop", "load:"]
-    for tile in every_sum:
-        lines.append(f"call void @llvm.x86.tileloadd64(i8 {tile}, ptr %sums{tile}, i64 {_LINE})")
-    lines += [
-        "br label %loop",
-        "loop:",
-        "%k = phi i64 [%from, %zero], [%from, %load], [%k_next, %line.left]",
-        "%ahead_k = phi ptr [%ahead, %zero], [%ahead, %load], [%ahead_next, %line.left]",
-        f"%k_x = mul i64 %k, {2 * _TILE}",
-        f"%k_w = mul i64 %k, {_TILE}",
-        "%x0_k = getelementptr i8, ptr %x, i64 %k_x",
-        f"%x1_k = getelementptr i8, ptr %x0_k, i64 {_TILE}",
-    ]
-    for panel in range(panels):
-        lines.append(f"%w{panel}_k = getelementptr i8, ptr %w{panel}_p, i64 %k_w")
-    lines += [  # loads of tiles between the products that need them
-        f"call void @llvm.x86.tileloadd64(i8 6, ptr %w0_k, i64 {_LINE})",
-        f"call void @llvm.x86.tileloadd64(i8 4, ptr %x0_k, i64 {_LINE})",
-        f"call void @llvm.x86.{multiply}(i8 {tiles.sum_tile(2, 0, 0)}, i8 4, i8 6)",
-    ]
-    if panels == 2:
-        lines += [
-            f"call void @llvm.x86.tileloadd64(i8 7, ptr %w1_k, i64 {_LINE})",
-            f"call void @llvm.x86.{multiply}(i8 {tiles.sum_tile(2, 0, 1)}, i8 4, i8 7)",
-        ]
-    lines.append(f"call void @llvm.x86.tileloadd64(i8 5, ptr %x1_k, i64 {_LINE})")
-    for panel in range(panels):
-        total = tiles.sum_tile(2, 1, panel)
-        lines.append(f"call void @llvm.x86.{multiply}(i8 {total}, i8 5, i8 {6 + panel})")
-    prefetch = [f"  %line_o = mul i64 %line, {_LINE}"]
-    for panel in range(panels):
-        prefetch += [
-            f"  %ahead{panel}_o = add i64 %line_o, %w{panel}_o",
-            f"  %ahead{panel} = getelementptr i8, ptr %ahead_k, i64 %ahead{panel}_o",
-            f"  call void @llvm.prefetch.p0(ptr %ahead{panel}, i32 0, i32 1, i32 1)",
-        ]
-    lines += [
-        _loop("line", "0", "%lines", 1, "\n" + "\n".join(prefetch)),
-        f"%ahead_o = mul i64 %lines, {_LINE}",
-        "%ahead_next = getelementptr i8, ptr %ahead_k, i64 %ahead_o",
-        "%k_next = add nuw i64 %k, 1",
-        "%done = icmp uge i64 %k_next, %to",
-        "br i1 %done, label %store, label %loop",
-        "store:",
-    ]
-    for tile in every_sum:
-        lines.append(f"call void @llvm.x86.tilestored64(i8 {tile}, ptr %sums{tile}, i64 {_LINE})")
-    return "\n".join([*lines, "ret void", "}"])
+    tiles = [2 * row_tile + panel for row_tile in range(2) for panel in range(panels)]
+    stored = [f.at(sums, TILE * tile) for tile in tiles]
+    panel_offsets = [f.mul(panel_bytes, panel) for panel in range(panels)]
+    w_panels = [f.at(w, offset) for offset in panel_offsets]
+
+    def zero() -> None:
+        for tile in tiles:
+            f.zero_tile(tile)
+
+    def load() -> None:
+        for tile, at in zip(tiles, stored):
+            f.load_tile(tile, at)
+
+    f.branch(f.compare("eq", start, 0), zero, load)
+    with f.loop(start, end, carried=[("ptr", ahead)]) as loop:
+        x_step = f.at(x, f.mul(loop.index, 2 * TILE))
+        w_offset = f.mul(loop.index, TILE)
+        lower_x = f.at(x_step, TILE)
+        w_step = [f.at(w_panel, w_offset) for w_panel in w_panels]
+        f.load_tile(W_TILE, w_step[0])  # loads of tiles between the products that need them
+        f.load_tile(X_TILE, x_step)
+        f.multiply(0, X_TILE, W_TILE)
+        if panels == 2:
+            f.load_tile(W_TILE + 1, w_step[1])
+            f.multiply(1, X_TILE, W_TILE + 1)
+        f.load_tile(X_TILE + 1, lower_x)
+        for panel in range(panels):
+            f.multiply(2 + panel, X_TILE + 1, W_TILE + panel)
+        (ahead_step,) = loop.values
+        with f.loop_if_any(0, lines) as line:
+            line_at = f.mul(line, LINE)
+            for offset in panel_offsets:
+                f.prefetch(f.at(ahead_step, f.add(line_at, offset)), 1)
+        loop.values = [f.at(ahead_step, f.mul(lines, LINE))]
+    for tile, at in zip(tiles, stored):
+        f.store_tile(tile, at)
 
 
-def _finish(*, int8: bool) -> str:
-    """@finish: from the sums of a chunk and of panels %block to %end to results.
+def _finish(
+    f: TileFunction,
+    a: SimpleNamespace,
+    sums: str,
+    out: str,
+    block: str,
+    block_end: str,
+    first_row: str,
+    rows: str,
+) -> None:
+    """From the sums of a chunk and of the panels of a block to results.
 
     Row by row, as results of a row lie side by side and those of other rows on other pages."""
-    panel = f"""
-  %in_block = sub i64 %p, %block
-  %pair = udiv i64 %in_block, 2
-  %in_pair = urem i64 %in_block, 2
-  %pair_o = mul i64 %pair, {_CHUNKS * _SUMS}
-  %in_pair_o = mul i64 %in_pair, {_TILE}
-  %panel_o = add i64 %pair_o, %in_pair_o
-  %s_at = getelementptr i8, ptr %row_sums, i64 %panel_o
-  %column = mul i64 %p, {PANEL}
-  %out_p = getelementptr bfloat, ptr %out_row, i64 %column
-""" + "\n".join(tiles.result("s", "%column", "%out_p", int8=int8))
-    row = f"""
-  %row = add i64 %first_row, %i
-  %tile = udiv i64 %i, 16
-  %tile_o = mul i64 %tile, {2 * _TILE - 16 * _LINE}
-  %line_o = mul i64 %i, {_LINE}
-  %row_o = add i64 %tile_o, %line_o
-  %row_sums = getelementptr i8, ptr %sums, i64 %row_o
-  %out_o = mul i64 %i, %out_stride
-  %out_row = getelementptr i8, ptr %out, i64 %out_o
-""" + "\n".join([*tiles.row_scale("%row", int8=int8), _loop("p", "%block", "%end", 1, panel)])
-    arguments = "\n".join(tiles.result_arguments(int8=int8))
-    return f"""
-define internal void @finish(ptr %a, ptr %sums, ptr %out, i64 %block, i64 %end, i64 %first_row,
-                             i64 %rows, i64 %out_stride) {{
-entry:
-{arguments}
-{_loop("i", "0", "%rows", 1, row)}
-  ret void
-}}"""
-
-
-def _task() -> str:
-    """Groups of panels from the counter; within one, blocks as this file's head says."""
-    arguments = (
-        "ptr %x_p, ptr %w_p, ptr %sums, i64 %k, i64 %k_end, i64 %panel_bytes, ptr %ahead, "
-        "i64 %lines"
-    )
-    pair = f"""
-  %in_block = sub i64 %p, %block
-  %sums_pair = mul i64 %in_block, {_CHUNKS * _SUMS // 2}
-  %sums = getelementptr i8, ptr %sums_chunk_p, i64 %sums_pair
-  %w_o = mul i64 %p, %panel_bytes
-  %w_p = getelementptr i8, ptr %w, i64 %w_o
-  %ahead_lines = mul i64 %c, %lines_per_chunk
-  %ahead_chunk = mul i64 %ahead_lines, {_LINE}
-  %ahead_o = add i64 %ahead_chunk, %ahead_block
-  %ahead = getelementptr i8, ptr %w_p, i64 %ahead_o
-  %panels_left = sub i64 %block_end, %p
-  %is_pair = icmp uge i64 %panels_left, 2
-  br i1 %is_pair, label %two, label %one
-two:
-  call void @block_2({arguments})
-  br label %pair_done
-one:
-  call void @block_1({arguments})
-  br label %pair_done
-pair_done:"""
-    chunk = f"""
-  %c = sub i64 %chunk, %some
-  %sums_chunk = mul i64 %c, {_SUMS}
-  %sums_chunk_p = getelementptr i8, ptr %scratch, i64 %sums_chunk
-  %x_o = mul i64 %chunk, %chunk_bytes
-  %x_p = getelementptr i8, ptr %x, i64 %x_o
-  %row = mul i64 %chunk, {CHUNK}
-  %rows_left = sub i64 %rows, %row
-  %m = call i64 @llvm.umin.i64(i64 %rows_left, i64 {CHUNK})
-  %is_partial = icmp ult i64 %m, {CHUNK}
-  br i1 %is_partial, label %narrow, label %multiply
-narrow:
-  %m_1 = sub i64 %m, 1
-  %narrow_o = mul i64 %m_1, 64
-  %narrow_p = getelementptr i8, ptr %configurations, i64 %narrow_o
-  call void @llvm.x86.ldtilecfg(ptr %narrow_p)
-  br label %multiply
-multiply:
-  %out_o = mul i64 %row, %out_stride
-  %out_row = getelementptr i8, ptr %out, i64 %out_o
-{_loop("p", "%block", "%block_end", 2, pair)}
-  br i1 %is_partial, label %widen, label %finish
-widen:
-  call void @llvm.x86.ldtilecfg(ptr %configuration)
-  br label %finish
-finish:
-  br i1 %is_last, label %results, label %chunk_done
-results:
-  call void @finish(ptr %a, ptr %sums_chunk_p, ptr %out_row, i64 %block, i64 %block_end, i64 %row,
-                    i64 %m, i64 %out_stride)
-  br label %chunk_done
-chunk_done:"""
-    steps = f"""
-  %k_to = add i64 %k, {_STEPS}
-  %k_end = call i64 @llvm.umin.i64(i64 %k_to, i64 %steps)
-  %is_last = icmp uge i64 %k_to, %steps
-  %k_o = mul i64 %k, {_TILE}
-  %next_steps = add i64 %k_o, {_STEPS * _TILE}
-  %next_panels = mul i64 %panel_bytes, {2 * _PAIRS}
-  %ahead_block = select i1 %is_last, i64 %next_panels, i64 %next_steps
-{_loop("chunk", "%some", "%some_end", 1, chunk)}"""
-    some_chunks = f"""
-  %some_to = add i64 %some, {_CHUNKS}
-  %some_end = call i64 @llvm.umin.i64(i64 %some_to, i64 %chunks)
-{_loop("k", "0", "%steps", _STEPS, steps)}"""
-    block = f"""
-  %block_to = add i64 %block, {2 * _PAIRS}
-  %block_end = call i64 @llvm.umin.i64(i64 %block_to, i64 %end)
-{_loop("some", "0", "%chunks", _CHUNKS, some_chunks)}"""
-    return f"""
-define void @product(ptr %a) {{
-entry:
-{product_arguments()}
-  %configurations_f = getelementptr i64, ptr %a, i64 13
-  %configurations = load ptr, ptr %configurations_f
-  %configuration = getelementptr i8, ptr %configurations, i64 {64 * (CHUNK - 1)}
-  call void @llvm.x86.ldtilecfg(ptr %configuration)
-  %panel_bytes = mul i64 %steps, {_TILE}
-  %chunk_bytes = mul i64 %steps, {2 * _TILE}
-  %rows_up = add i64 %rows, {CHUNK - 1}
-  %chunks = udiv i64 %rows_up, {CHUNK}
-  %at_once = call i64 @llvm.umin.i64(i64 %chunks, i64 {_CHUNKS})
-  %all_steps = mul i64 %at_once, {_STEPS}
-  %all_lines = add i64 %all_steps, {_STEPS * _TILE // _LINE - 1}
-  %lines = udiv i64 %all_lines, %all_steps
-  %lines_per_chunk = mul i64 %lines, {_STEPS}
-  %scratch = alloca i8, i64 {_PAIRS * _CHUNKS * _SUMS}, align 64
-  br label %group
-group:
-  %first = atomicrmw add ptr %counter, i64 %grab monotonic
-  %any = icmp ult i64 %first, %panels
-  br i1 %any, label %begin, label %exit
-begin:
-  %to = add i64 %first, %grab
-  %end = call i64 @llvm.umin.i64(i64 %to, i64 %panels)
-{_loop("block", "%first", "%end", 2 * _PAIRS, block)}
-  br label %group
-exit:
-  call void @llvm.x86.tilerelease()
-  ret void
-}}
-"""
+    with f.loop_if_any(0, rows) as i:
+        tile_at = f.mul(f.div(i, ROWS), 2 * TILE - ROWS * LINE)
+        row_sums = f.at(sums, f.add(tile_at, f.mul(i, LINE)))
+        out_row = f.at(out, f.mul(i, a.out_stride))
+        scale = f.row_scale(a, f.add(first_row, i))
+        with f.loop_if_any(block, block_end) as panel:
+            in_block = f.sub(panel, block)
+            pair_at = f.mul(f.div(in_block, 2), _CHUNKS * _SUMS)
+            panel_sums = f.at(row_sums, f.add(pair_at, f.mul(f.rem(in_block, 2), TILE)))
+            column = f.mul(panel, PANEL)
+            f.finish(a, panel_sums, column, f.at(out_row, column, "bfloat"), scale)

@@ -1,8 +1,7 @@
-"""Machine code for fly's kernels: LLVM (llvmlite) compiles them in memory, PyTorch's OpenMP runs
-them.
+"""Compiles fly's kernels in memory with LLVM (llvmlite), and runs them on PyTorch's OpenMP threads.
 
-PyTorch's own thread pool is used because a second pool would fight it for the cores: OpenMP's
-threads spin for a while after each parallel region.
+A second thread pool would compete with PyTorch's own for the cores: OpenMP's threads spin for a
+while after each parallel region.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ try:
 except ImportError:  # no wheel for this platform
     llvm = None
 
-_MUCH = 1 << 15  # elements of work for which waking other threads pays
+_MUCH = 1 << 15  # elements of work that make other threads worth waking
 _INSTRUCTIONS = {"amx": "sapphirerapids", "avx512": "skylake-avx512", "avx2": "haswell"}
 
 
@@ -42,9 +41,9 @@ def why_not() -> str | None:
 
 @functools.cache
 def instructions() -> str | None:
-    """`amx`, `avx512` or `avx2`: the instructions that kernels are compiled for; None without.
+    """`amx`, `avx512` or `avx2`: the instructions that kernels are compiled for; None without any.
 
-    Restrictions of PyTorch (ATEN_CPU_CAPABILITY) and oneDNN (ONEDNN_MAX_CPU_ISA) hold here, too.
+    Restrictions of PyTorch (ATEN_CPU_CAPABILITY) and oneDNN (ONEDNN_MAX_CPU_ISA) apply here, too.
     """
     capability = torch.backends.cpu.get_cpu_capability()
     if capability == "AVX2":
@@ -64,7 +63,7 @@ def _has_amx() -> bool:
 
 @functools.cache
 def _open_mp() -> Any:
-    """The loaded OpenMP, as ctypes sees it; None if it cannot start a function on its threads."""
+    """GOMP_parallel of the OpenMP that PyTorch loaded; None if it has no such function."""
     if platform.system() != "Linux":
         return None
     library = ctypes.CDLL(None)
@@ -77,16 +76,17 @@ def _open_mp() -> Any:
     return start
 
 
-def run(function: int, arguments: Any, *, work: int = _MUCH) -> None:
-    """Call the compiled `function` with a pointer to `arguments` on every thread of PyTorch's, or
-    on this one alone, if the elements that it has to go through are few."""
+def run(function: int, *arguments: int, work: int = _MUCH) -> None:
+    """Run a compiled function with these arguments on all of PyTorch's threads, or on this one
+    alone where the elements that it goes through are few."""
     threads = torch.get_num_threads() if work >= _MUCH else 1
-    _open_mp()(function, ctypes.addressof(arguments), threads, 0)
+    block = (ctypes.c_int64 * len(arguments))(*arguments)
+    _open_mp()(function, ctypes.addressof(block), threads, 0)
 
 
 @functools.cache
 def product(*, int8: bool, instructions: str) -> int:
-    """Address of the matrix product's code, to be called by `run` with `kernels.Arguments`."""
+    """Address of the matrix product's code, to be called by `run`."""
     if instructions == "amx":
         return _compile(tiles.product(int8=int8), instructions, "product")
     vectors = vector.AVX2 if instructions == "avx2" else vector.AVX512
@@ -106,22 +106,9 @@ def product_of_many(*, int8: bool) -> tuple[int, int]:
 
 
 @functools.cache
-def quantize(*, instructions: str) -> int:
-    """Address of the code that turns inputs into int8, see vector.quantize."""
-    is_amx = instructions == "amx"
-    source = vector.quantize("bfloat" if is_amx else "float", unsigned=not is_amx)
-    return _compile(source, instructions, "quantize")
-
-
-@functools.cache
-def layer_function(name: str, *, instructions: str) -> int:
-    """Address of one of elementwise.py's functions: norm, gated or rotate."""
-    element = "bfloat" if instructions == "amx" else "float"
-    source = {
-        "norm": elementwise.norm,
-        "gated": elementwise.gated,
-        "rotate": elementwise.rotate,
-    }[name](element)
+def elementwise_function(name: str, *, instructions: str) -> int:
+    """Address of one of elementwise.py's functions: norm, gated, rotate or quantize."""
+    source = getattr(elementwise, name)("bfloat" if instructions == "amx" else "float")
     return _compile(source, instructions, name)
 
 
@@ -137,7 +124,7 @@ def _compile(source: str, instructions: str, name: str) -> int:
     machine = llvm.Target.from_default_triple().create_target_machine(
         cpu=_INSTRUCTIONS[instructions], features=features, opt=3, jit=True
     )
-    # The loops are written as they shall run: LLVM only allots registers.
+    # The loops are written as they should run: LLVM only allocates registers.
     tuning = llvm.create_pipeline_tuning_options(speed_level=2)
     tuning.loop_unrolling = tuning.loop_vectorization = tuning.slp_vectorization = False
     llvm.create_pass_builder(machine, tuning).getModulePassManager().run(

@@ -1,14 +1,15 @@
-"""LLVM IR of what stands between the products of a Llama-like layer, one pass over memory each.
+"""LLVM IR of what a Llama-like layer computes between its products, one pass over memory each.
 
-`element` is the dtype of activations, float or bfloat; arithmetic is in float32 and rounds to
-bfloat16 where transformers' layers do, but for the rotation, which rounds once. Rows are handed out
-to threads by a counter, the last argument of each function. Widths are multiples of 16.
+`element` is the dtype of activations, float or bfloat. Arithmetic is in float32 and rounds to
+bfloat16 where transformers' layers do; only the rotation rounds just once. Widths are multiples of
+16.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+
+from fly.execution.kernels.ir import Function, Value, module
 
 _V = "<16 x float>"
 _EXP = (  # e^f for |f| <= ln 2 / 2, by Taylor's series: the largest error is 1e-7 of the value
@@ -16,275 +17,200 @@ _EXP = (  # e^f for |f| <= ln 2 / 2, by Taylor's series: the largest error is 1e
 )  # fmt: skip
 
 
-def _hex(value: float) -> str:
-    """A float32 constant as LLVM writes it: the bits of the same number as a double."""
+def _constant(value: float) -> str:
+    """A float32 as LLVM writes it: the bits of the same number as a double."""
     single = struct.unpack("f", struct.pack("f", value))[0]
     return f"0x{struct.unpack('<Q', struct.pack('<d', single))[0]:016X}"
 
 
-class _Writer:
-    """Lines of one function: fields of the arguments, loads and stores of 16 elements."""
+class _Vectors(Function):
+    """A function on vectors of 16 activations, which it computes with in float32."""
 
-    def __init__(self, element: str, name: str, fields: Sequence[str]) -> None:
-        self.element, self.bytes = element, 4 if element == "float" else 2
-        self._count = 0
-        self.lines = [f"define void @{name}(ptr %a) {{", "entry:"]
-        for index, field in enumerate(fields):
-            kind = "i64" if field.islower() else "ptr"
-            self.lines.append(f"%{field}_at_a = getelementptr i64, ptr %a, i64 {index}")
-            self.lines.append(f"%{field} = load {kind}, ptr %{field}_at_a")
-        self.lines.append(f"%counter = getelementptr i64, ptr %a, i64 {len(fields)}")
+    def __init__(self, name: str, element: str) -> None:
+        super().__init__(name)
+        self.is_float, self._stored = element == "float", f"<16 x {element}>"
+        self._element, self._bytes = element, 4 if element == "float" else 2
 
-    def add(self, *lines: str) -> None:
-        self.lines += lines
+    def get(self, pointer: str, index: Value) -> str:
+        found = self.load(self._stored, self.at(pointer, index, self._element), self._bytes)
+        return found if self.is_float else self.op(f"fpext {self._stored} {found} to {_V}")
 
-    def new(self) -> str:
-        self._count += 1
-        return f"%v{self._count}"
-
-    def op(self, text: str) -> str:
-        name = self.new()
-        self.lines.append(f"{name} = {text}")
-        return name
-
-    def row_loop(self, rows: str) -> None:
-        """Open the loop over rows: %row is this turn's; `next_row` closes it."""
-        self.add(
-            "br label %next_row",
-            "next_row:",
-            "%row = atomicrmw add ptr %counter, i64 1 monotonic",
-            f"%some = icmp ult i64 %row, {rows}",
-            "br i1 %some, label %begin, label %exit",
-            "begin:",
-        )
-
-    def close(self) -> str:
-        self.add("exit:", "ret void", "}")
-        return "\n".join(self.lines)
-
-    def at(self, pointer: str, index: str, element: str | None = None) -> str:
-        return self.op(f"getelementptr {element or self.element}, ptr {pointer}, i64 {index}")
-
-    def load(self, pointer: str, index: str) -> str:
-        where = self.at(pointer, index)
-        loaded = self.op(f"load <16 x {self.element}>, ptr {where}, align {self.bytes}")
-        return (
-            loaded if self.element == "float" else self.op(f"fpext <16 x bfloat> {loaded} to {_V}")
-        )
-
-    def store(self, value: str, pointer: str, index: str) -> None:
-        where = self.at(pointer, index)
-        if self.element != "float":
-            value = self.op(f"fptrunc {_V} {value} to <16 x bfloat>")
-        self.add(f"store <16 x {self.element}> {value}, ptr {where}, align {self.bytes}")
+    def put(self, value: str, pointer: str, index: Value) -> None:
+        at = self.at(pointer, index, self._element)
+        if not self.is_float:
+            value = self.op(f"fptrunc {_V} {value} to {self._stored}")
+        self.store(self._stored, value, at, self._bytes)
 
     def rounded(self, value: str) -> str:
         """The value as the activations' dtype holds it."""
-        if self.element == "float":
+        if self.is_float:
             return value
-        narrow = self.op(f"fptrunc {_V} {value} to <16 x bfloat>")
-        return self.op(f"fpext <16 x bfloat> {narrow} to {_V}")
+        narrow = self.op(f"fptrunc {_V} {value} to {self._stored}")
+        return self.op(f"fpext {self._stored} {narrow} to {_V}")
 
-    def splat(self, scalar: str) -> str:
-        one = self.op(f"insertelement {_V} poison, float {scalar}, i32 0")
-        return self.op(f"shufflevector {_V} {one}, {_V} poison, <16 x i32> zeroinitializer")
+    def each(self, name: str, *values: str, flags: str = "") -> str:
+        """One of LLVM's intrinsics, of vectors."""
+        typed = (f"{_V} {value}" for value in values)
+        return self.call(_V, f"{name}.v16f32", *typed, flags=flags)
+
+    def same(self, value: float) -> str:
+        """A vector of one constant."""
+        return f"splat (float {_constant(value)})"
 
 
 def norm(element: str) -> str:
-    """@norm: rows of X, plus those of DELTA into SUM if there are any, normalised to OUT.
+    """@norm: rows of x, plus those of delta into sum if there are any, normalised to out.
 
-    out = weight * (s / sqrt(mean(s^2) + eps)), s = x + delta. Arguments: X, DELTA (or 0), SUM,
-    WEIGHT (float32), OUT, rows, width, eps (a float32's bits).
+    out = weight * (s / sqrt(mean(s^2) + eps)), s = x + delta. delta may be 0; the weight is
+    float32; eps are a float32's bits.
     """
-    w = _Writer(element, "norm", ("X", "DELTA", "SUM", "WEIGHT", "OUT", "rows", "width", "eps"))
-    w.add(
-        "%eps_i = trunc i64 %eps to i32",
-        "%eps_1 = bitcast i32 %eps_i to float",
-        "%width_f = uitofp i64 %width to float",
-        "%alone = icmp eq ptr %DELTA, null",
-        "%source = select i1 %alone, ptr %X, ptr %SUM",
+    f = _Vectors("norm", element)
+    a = f.arguments(
+        "ptr x, ptr delta, ptr sum, ptr weight, ptr out, i64 rows, i64 width, i64 eps, "
+        "counter counter"
     )
-    w.row_loop("%rows")
-    w.add("%base = mul i64 %row, %width", "br i1 %alone, label %measure, label %adding", "adding:")
-    w.add("%i = phi i64 [0, %begin], [%i_next, %adding]", "%i_at = add i64 %base, %i")
-    total = w.op(f"fadd {_V} {w.load('%X', '%i_at')}, {w.load('%DELTA', '%i_at')}")
-    w.store(total, "%SUM", "%i_at")
-    w.add("%i_next = add nuw i64 %i, 16", "%added = icmp uge i64 %i_next, %width")
-    w.add("br i1 %added, label %measure, label %adding", "measure:")
-    w.add(
-        "%j = phi i64 [0, %begin], [0, %adding], [%j_next, %measure]",
-        f"%squares = phi {_V} [zeroinitializer, %begin], [zeroinitializer, %adding], "
-        "[%squares_next, %measure]",
-        "%j_at = add i64 %base, %j",
-    )
-    x = w.load("%source", "%j_at")
-    w.add(
-        f"%squares_next = call {_V} @llvm.fma.v16f32({_V} {x}, {_V} {x}, {_V} %squares)",
-        "%j_next = add nuw i64 %j, 16",
-        "%measured = icmp uge i64 %j_next, %width",
-        "br i1 %measured, label %scale, label %measure",
-        "scale:",
-        f"%sum = call reassoc float @llvm.vector.reduce.fadd.v16f32(float 0.0, {_V} %squares_next)",
-        "%mean = fdiv float %sum, %width_f",
-        "%safe = fadd float %mean, %eps_1",
-        "%root = call float @llvm.sqrt.f32(float %safe)",
-        "%inverse = fdiv float 1.0, %root",
-    )
-    inverse = w.splat("%inverse")
-    w.add("br label %write", "write:", "%k = phi i64 [0, %scale], [%k_next, %write]")
-    w.add("%k_at = add i64 %base, %k")
-    scaled = w.rounded(w.op(f"fmul {_V} {w.load('%source', '%k_at')}, {inverse}"))
-    weight_at = w.at("%WEIGHT", "%k", "float")
-    weight = w.op(f"load {_V}, ptr {weight_at}, align 4")
-    w.store(w.op(f"fmul {_V} {scaled}, {weight}"), "%OUT", "%k_at")
-    w.add("%k_next = add nuw i64 %k, 16", "%written = icmp uge i64 %k_next, %width")
-    w.add("br i1 %written, label %next_row, label %write")
-    return f"""
-declare {_V} @llvm.fma.v16f32({_V}, {_V}, {_V})
-declare float @llvm.vector.reduce.fadd.v16f32(float, {_V})
-declare float @llvm.sqrt.f32(float)
-{w.close()}"""
+    eps = f.op(f"bitcast i32 {f.op(f'trunc i64 {a.eps} to i32')} to float")
+    width = f.op(f"uitofp i64 {a.width} to float")
+    is_alone = f.op(f"icmp eq ptr {a.delta}, null")
+    source = f.select(is_alone, a.x, a.sum, "ptr")
+    with f.shares(a.counter, a.rows) as row:
+        base = f.mul(row, a.width)
+
+        def add_delta() -> None:
+            with f.loop(0, a.width, 16) as loop:
+                at = f.add(base, loop.index)
+                f.put(f.op(f"fadd {_V} {f.get(a.x, at)}, {f.get(a.delta, at)}"), a.sum, at)
+
+        f.branch(is_alone, None, add_delta)
+        with f.loop(0, a.width, 16, carried=[(_V, "zeroinitializer")]) as loop:
+            x = f.get(source, f.add(base, loop.index))
+            loop.values = [f.each("fma", x, x, loop.values[0])]
+        start, squares = "float 0.0", f"{_V} {loop.values[0]}"
+        total = f.call("float", "vector.reduce.fadd.v16f32", start, squares, flags="reassoc")
+        safe = f.op(f"fadd float {f.op(f'fdiv float {total}, {width}')}, {eps}")
+        root = f.call("float", "sqrt.f32", f"float {safe}")
+        inverse = f.splat("float", 16, f.op(f"fdiv float 1.0, {root}"))
+        with f.loop(0, a.width, 16) as loop:
+            at = f.add(base, loop.index)
+            scaled = f.rounded(f.op(f"fmul {_V} {f.get(source, at)}, {inverse}"))
+            weight = f.load(_V, f.at(a.weight, loop.index, "float"), 4)
+            f.put(f.op(f"fmul {_V} {scaled}, {weight}"), a.out, at)
+    return module(f)
 
 
 def gated(element: str) -> str:
-    """@gated: silu(gate) * up of rows [gate | up]. Arguments: X, OUT, rows, width (of OUT)."""
-    w = _Writer(element, "gated", ("X", "OUT", "rows", "width"))
-    w.row_loop("%rows")
-    w.add(
-        "%out_0 = mul i64 %row, %width",
-        "%gate_0 = mul i64 %out_0, 2",
-        "%up_0 = add i64 %gate_0, %width",
-        "br label %loop",
-        "loop:",
-        "%i = phi i64 [0, %begin], [%i_next, %loop]",
-        "%gate_i = add i64 %gate_0, %i",
-        "%up_i = add i64 %up_0, %i",
-        "%out_i = add i64 %out_0, %i",
-    )
-    gate = w.load("%X", "%gate_i")
-    # 1 / (1 + e^-g): -g as n ln 2 + f, e^f by a series, 2^n by its exponent's bits
-    limit = f"splat (float {_hex(87.0)})"
-    minus = w.op(f"fneg {_V} {gate}")
-    low = w.op(f"call nnan {_V} @llvm.minnum.v16f32({_V} {minus}, {_V} {limit})")
-    arg = w.op(f"call nnan {_V} @llvm.maxnum.v16f32({_V} {low}, {_V} splat (float {_hex(-87.0)}))")
-    n_raw = w.op(f"fmul {_V} {arg}, splat (float {_hex(1.4426950408889634)})")
-    n = w.op(f"call {_V} @llvm.rint.v16f32({_V} {n_raw})")
-    minus_n = w.op(f"fneg {_V} {n}")
+    """@gated: silu(gate) * up of rows [gate | up], each `width` wide."""
+    f = _Vectors("gated", element)
+    a = f.arguments("ptr x, ptr out, i64 rows, i64 width, counter counter")
+    with f.shares(a.counter, a.rows) as row:
+        out_row = f.mul(row, a.width)
+        gate_row = f.mul(out_row, 2)
+        up_row = f.add(gate_row, a.width)
+        with f.loop(0, a.width, 16) as loop:
+            gate_at, up_at, out_at = (f.add(at, loop.index) for at in (gate_row, up_row, out_row))
+            gate = f.get(a.x, gate_at)
+            exp = _exp(f, f.op(f"fneg {_V} {gate}"))
+            below = f.op(f"fadd {_V} {exp}, splat (float 1.0)")
+            silu = f.rounded(f.op(f"fdiv {_V} {gate}, {below}"))
+            f.put(f.op(f"fmul {_V} {silu}, {f.get(a.x, up_at)}"), a.out, out_at)
+    return module(f)
+
+
+def _exp(f: _Vectors, value: str) -> str:
+    """e^value: with value as n ln 2 + rest, e^rest by a series, 2^n by its exponent's bits."""
+    below = f.each("minnum", value, f.same(87.0), flags="nnan")
+    value = f.each("maxnum", below, f.same(-87.0), flags="nnan")
+    n = f.each("rint", f.op(f"fmul {_V} {value}, {f.same(1.4426950408889634)}"))
+    minus_n, rest = f.op(f"fneg {_V} {n}"), value
     # ln 2 in two parts, the first with few bits, so that n times it is exact
-    f = arg
     for part in (0.693359375, -2.12194440e-4):
-        f = w.op(
-            f"call {_V} @llvm.fma.v16f32({_V} {minus_n}, {_V} splat (float {_hex(part)}), {_V} {f})"
-        )
-    power = f"splat (float {_hex(_EXP[-1])})"
+        rest = f.each("fma", minus_n, f.same(part), rest)
+    power = f.same(_EXP[-1])
     for coefficient in reversed(_EXP[:-1]):
-        constant = f"splat (float {_hex(coefficient)})"
-        power = w.op(f"call {_V} @llvm.fma.v16f32({_V} {power}, {_V} {f}, {_V} {constant})")
-    n_int = w.op(f"fptosi {_V} {n} to <16 x i32>")
-    bits = w.op(f"bitcast {_V} {power} to <16 x i32>")
-    shifted = w.op(f"shl <16 x i32> {n_int}, splat (i32 23)")
-    scaled = w.op(f"add <16 x i32> {bits}, {shifted}")
-    exp = w.op(f"bitcast <16 x i32> {scaled} to {_V}")
-    below = w.op(f"fadd {_V} {exp}, splat (float 1.0)")
-    silu = w.rounded(w.op(f"fdiv {_V} {gate}, {below}"))
-    w.store(w.op(f"fmul {_V} {silu}, {w.load('%X', '%up_i')}"), "%OUT", "%out_i")
-    w.add("%i_next = add nuw i64 %i, 16", "%done = icmp uge i64 %i_next, %width")
-    w.add("br i1 %done, label %next_row, label %loop")
-    return f"""
-declare {_V} @llvm.fma.v16f32({_V}, {_V}, {_V})
-declare {_V} @llvm.rint.v16f32({_V})
-declare {_V} @llvm.minnum.v16f32({_V}, {_V})
-declare {_V} @llvm.maxnum.v16f32({_V}, {_V})
-{w.close()}"""
+        power = f.each("fma", power, rest, f.same(coefficient))
+    n_int = f.op(f"fptosi {_V} {n} to <16 x i32>")
+    bits = f.op(f"bitcast {_V} {power} to <16 x i32>")
+    shifted = f.op(f"shl <16 x i32> {n_int}, splat (i32 23)")
+    return f.op(f"bitcast <16 x i32> {f.op(f'add <16 x i32> {bits}, {shifted}')} to {_V}")
 
 
 def rotate(element: str) -> str:
     """@rotate: rotary positions for queries and keys, and keys and values into the cache.
 
     Rows are [queries | keys | values], one per token, `width` tokens per sequence; cosines and
-    sines [rows, size]. Queries go to OUT, [sequences, heads, width, size]; keys and values to the
-    cache's [slots, kv_heads, capacity, size], to the token's position. Arguments: X, COS, SIN, OUT,
-    KEYS, VALUES, POSITIONS, rows, width, heads, kv (heads), size, capacity, slot (the first).
+    sines [rows, size]. Queries go to out, [sequences, heads, width, size]; keys and values to the
+    cache's [slots, kv_heads, capacity, size], to the token's position. slot: of the first sequence.
     """
-    fields = ("X", "COS", "SIN", "OUT", "KEYS", "VALUES", "POSITIONS")
-    w = _Writer(
-        element, "rotate", (*fields, "rows", "width", "heads", "kv", "size", "capacity", "slot")
+    f = _Vectors("rotate", element)
+    a = f.arguments(
+        "ptr x, ptr cos, ptr sin, ptr out, ptr keys, ptr values, ptr positions, i64 rows, "
+        "i64 width, i64 heads, i64 kv_heads, i64 size, i64 capacity, i64 slot, counter counter"
     )
-    w.add("%half = udiv i64 %size, 2", "%both = add i64 %heads, %kv", "%all = add i64 %both, %kv")
-    w.row_loop("%rows")
-    w.add(
-        "%sequence = udiv i64 %row, %width",
-        "%token = urem i64 %row, %width",
-        "%position_at = getelementptr i64, ptr %POSITIONS, i64 %row",
-        "%position = load i64, ptr %position_at",
-        "%row_size = mul i64 %all, %size",
-        "%x_0 = mul i64 %row, %row_size",
-        "%angle_0 = mul i64 %row, %size",
-        "%cache_slot = add i64 %slot, %sequence",
-        "br label %head",
-        "head:",
-        "%h = phi i64 [0, %begin], [%h_next, %head_end]",
-        "%x_h = mul i64 %h, %size",
-        "%x_at = add i64 %x_0, %x_h",
-        "%is_query = icmp ult i64 %h, %heads",
-        "%is_turned = icmp ult i64 %h, %both",
-        # where a query goes
-        "%q_1 = mul i64 %sequence, %heads",
-        "%q_2 = add i64 %q_1, %h",
-        "%q_3 = mul i64 %q_2, %width",
-        "%q_4 = add i64 %q_3, %token",
-        # where a key or value goes
-        "%first = select i1 %is_turned, i64 %heads, i64 %both",
-        "%kv_head = sub i64 %h, %first",
-        "%c_1 = mul i64 %cache_slot, %kv",
-        "%c_2 = add i64 %c_1, %kv_head",
-        "%c_3 = mul i64 %c_2, %capacity",
-        "%c_4 = add i64 %c_3, %position",
-        "%to_row = select i1 %is_query, i64 %q_4, i64 %c_4",
-        "%to_at = mul i64 %to_row, %size",
-        "%cached = select i1 %is_turned, ptr %KEYS, ptr %VALUES",
-        "%to = select i1 %is_query, ptr %OUT, ptr %cached",
-        "br i1 %is_turned, label %turn, label %copy",
-        "turn:",
-        "%i = phi i64 [0, %head], [%i_next, %turn]",
-        "%j = add i64 %i, %half",
-        "%x_i = add i64 %x_at, %i",
-        "%x_j = add i64 %x_at, %j",
-        "%a_i = add i64 %angle_0, %i",
-        "%a_j = add i64 %angle_0, %j",
-        "%to_i = add i64 %to_at, %i",
-        "%to_j = add i64 %to_at, %j",
-    )
-    low, high = w.load("%X", "%x_i"), w.load("%X", "%x_j")
-    for cos_at, straight, crossed, sign, where in (
-        ("%a_i", low, high, "fneg", "%to_i"),
-        ("%a_j", high, low, None, "%to_j"),
-    ):
-        if sign:
-            crossed = w.op(f"fneg {_V} {crossed}")
-        product = w.op(f"fmul {_V} {straight}, {w.load('%COS', cos_at)}")
-        sine = w.load("%SIN", cos_at)
-        turned = w.op(f"call {_V} @llvm.fma.v16f32({_V} {crossed}, {_V} {sine}, {_V} {product})")
-        w.store(turned, "%to", where)
-    w.add(
-        "%i_next = add nuw i64 %i, 16",
-        "%turned = icmp uge i64 %i_next, %half",
-        "br i1 %turned, label %head_end, label %turn",
-        "copy:",
-        "%c = phi i64 [0, %head], [%c_next, %copy]",
-        "%x_c = add i64 %x_at, %c",
-        "%to_c = add i64 %to_at, %c",
-    )
-    w.store(w.load("%X", "%x_c"), "%to", "%to_c")
-    w.add(
-        "%c_next = add nuw i64 %c, 16",
-        "%copied = icmp uge i64 %c_next, %size",
-        "br i1 %copied, label %head_end, label %copy",
-        "head_end:",
-        "%h_next = add nuw i64 %h, 1",
-        "%heads_done = icmp uge i64 %h_next, %all",
-        "br i1 %heads_done, label %next_row, label %head",
-    )
-    return f"""
-declare {_V} @llvm.fma.v16f32({_V}, {_V}, {_V})
-{w.close()}"""
+    half = f.div(a.size, 2)
+    turned_heads = f.add(a.heads, a.kv_heads)
+    all_heads = f.add(turned_heads, a.kv_heads)
+    with f.shares(a.counter, a.rows) as row:
+        sequence, token = f.div(row, a.width), f.rem(row, a.width)
+        position = f.load("i64", f.at(a.positions, row, "i64"), 8)
+        x_row, angle_row = f.mul(row, f.mul(all_heads, a.size)), f.mul(row, a.size)
+        slot = f.add(a.slot, sequence)
+        with f.loop(0, all_heads) as loop:
+            head = loop.index
+            x_head = f.add(x_row, f.mul(head, a.size))
+            is_query = f.compare("ult", head, a.heads)
+            is_turned = f.compare("ult", head, turned_heads)
+            query_row = f.add(f.mul(f.add(f.mul(sequence, a.heads), head), a.width), token)
+            kv_head = f.sub(head, f.select(is_turned, a.heads, turned_heads))
+            kv_row = f.add(f.mul(f.add(f.mul(slot, a.kv_heads), kv_head), a.capacity), position)
+            to_head = f.mul(f.select(is_query, query_row, kv_row), a.size)
+            cached = f.select(is_turned, a.keys, a.values, "ptr")
+            to = f.select(is_query, a.out, cached, "ptr")
+
+            def turn() -> None:
+                with f.loop(0, half, 16) as loop:
+                    i, j = loop.index, f.add(loop.index, half)
+                    low, high = f.get(a.x, f.add(x_head, i)), f.get(a.x, f.add(x_head, j))
+                    minus_high = f.op(f"fneg {_V} {high}")
+                    for at, straight, crossed in ((i, low, minus_high), (j, high, low)):
+                        angle = f.add(angle_row, at)
+                        product = f.op(f"fmul {_V} {straight}, {f.get(a.cos, angle)}")
+                        turned = f.each("fma", crossed, f.get(a.sin, angle), product)
+                        f.put(turned, to, f.add(to_head, at))
+
+            def copy() -> None:
+                with f.loop(0, a.size, 16) as loop:
+                    value = f.get(a.x, f.add(x_head, loop.index))
+                    f.put(value, to, f.add(to_head, loop.index))
+
+            f.branch(is_turned, turn, copy)
+    return module(f)
+
+
+def quantize(element: str) -> str:
+    """@quantize: rows to int8, scaled so that each row's largest magnitude becomes 127.
+
+    float32 rows get 128 added, as the products in vector registers take unsigned inputs.
+    """
+    f = _Vectors("quantize", element)
+    a = f.arguments("ptr x, ptr int8, ptr scales, i64 rows, i64 width, counter counter")
+    with f.shares(a.counter, a.rows) as row:
+        base = f.mul(row, a.width)
+        with f.loop(0, a.width, 16, carried=[(_V, "zeroinitializer")]) as loop:
+            size = f.each("fabs", f.get(a.x, f.add(base, loop.index)))
+            loop.values = [f.each("maxnum", loop.values[0], size, flags="nnan")]
+        sizes = f"{_V} {loop.values[0]}"
+        largest = f.call("float", "vector.reduce.fmax.v16f32", sizes, flags="nnan")
+        tiny = _constant(2.0**-126)
+        safe = f.call("float", "maxnum.f32", f"float {largest}", f"float {tiny}", flags="nnan")
+        scale = f.op(f"fdiv float {safe}, 1.270000e+02")
+        f.store("float", scale, f.at(a.scales, row, "float"), 4)
+        inverse = f.splat("float", 16, f.op(f"fdiv float 1.270000e+02, {safe}"))
+        with f.loop(0, a.width, 16) as loop:
+            at = f.add(base, loop.index)
+            scaled = f.op(f"fmul {_V} {f.get(a.x, at)}, {inverse}")
+            ints = f.op(f"fptosi {_V} {f.each('rint', scaled)} to <16 x i32>")
+            int8 = f.op(f"trunc <16 x i32> {ints} to <16 x i8>")
+            if f.is_float:
+                int8 = f.op(f"xor <16 x i8> {int8}, splat (i8 -128)")
+            f.store("<16 x i8>", int8, f.at(a.int8, at), 1)
+    return module(f)

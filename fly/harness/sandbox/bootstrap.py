@@ -7,8 +7,9 @@ tests (see program.py and judge.py), each with processes of its own:
       init       process 1 of the PID namespace (absent where there is none)
         side     limited, isolated, then executes the program, or the tests
 
-The request is the first line of standard input, which stays open: its end means "stop", whether
-fly wants it or has died. Standard library only: in isolated mode fly cannot be imported.
+The request (`_Request` in process.py, as JSON) is the first line of standard input, which stays
+open: its end means "stop", whether fly wants it or has died. Standard library only: in isolated
+mode fly cannot be imported.
 """
 
 import json
@@ -18,7 +19,9 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from types import SimpleNamespace
 
 LINUX = sys.platform.startswith("linux")
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
@@ -36,31 +39,34 @@ del sys.path[0]
 for _name in ("judge", "program", "wire", "linux", "seccomp", "interpreter"):
     sys.modules.pop(_name, None)  # a program's import of that name is not ours
 
-KILL_SECONDS = 20.0  # for what no process table of its own holds together
+KILL_SECONDS = 20.0  # for processes that no PID namespace holds together
 NO_USER = 1_499_999_999
+_OF_NAMESPACES = ["own process table", "no network", "own IPC"]
+_OF_BUBBLEWRAP = [*_OF_NAMESPACES, "own root", "own /proc"]
 
 
 def main() -> None:
-    request = json.loads(sys.stdin.buffer.readline())
-    features = list(request["features"])
+    line = sys.stdin.buffer.readline()
+    request = json.loads(line, object_hook=lambda fields: SimpleNamespace(**fields))
+    features = [*_OF_BUBBLEWRAP] if request.launch.bwrap else []
+    own_table = False
     if LINUX:
         linux.harden_supervisor()
-        if request["namespaces"] and linux.enter_namespaces():
-            features += ["own process table", "no network", "own IPC"]
+        own_table = request.launch.namespaces and linux.enter_namespaces()
+        features += _OF_NAMESPACES if own_table else []
     receive, send = os.pipe()
-    own_table = "own process table" in features and not request["features"]
     child = os.fork()
     if child == 0:
         _guard(_init if own_table else _side, request, features, send)
     os.close(send)
-    for pipe in request["pipes"]:
+    for pipe in request.pipes:
         os.close(pipe)
-    ended = _wait(child, receive, request["limits"]["wall_seconds"])
-    _kill_all(child, own_table, request["uid"])
+    ended = _wait(child, receive, request.limits.wall_seconds)
+    _kill_all(child, own_table, request.uid)
     sys.stdout.write(json.dumps(ended))
 
 
-def _guard(step: Callable, request: dict, features: list[str], send: int) -> None:
+def _guard(step: Callable, request: SimpleNamespace, features: list[str], send: int) -> None:
     """Take a step that ends this process; a failure of the sandbox itself is reported as such."""
     try:
         step(request, features, send)
@@ -76,39 +82,36 @@ def _report(send: int, **facts: object) -> None:
 
 def _wait(child: int, receive: int, wall: float) -> dict:
     """Wait for the child's end, for "stop", or for the time limit; what it reported and why."""
-    start, reported, status = time.monotonic(), b"", None
-    poller = select.poll()
-    poller.register(receive, select.POLLIN | select.POLLHUP)
-    poller.register(0, select.POLLIN | select.POLLHUP)
     ended = {"features": [], "reason": "timeout", "detail": f"still running after {wall:g} s"}
-    while time.monotonic() - start < wall:
+    deadline = time.monotonic() + wall
+    poller = select.poll()
+    poller.register(0, select.POLLIN | select.POLLHUP)
+    poller.register(receive, 0)  # wakes it when the last writer is gone
+    while time.monotonic() < deadline:
         ready = [descriptor for descriptor, _ in poller.poll(20)]
         if receive in ready:
-            chunk = os.read(receive, 65536)
-            reported += chunk
-            if not chunk:
-                poller.unregister(receive)
-        status = _status(child) if status is None else status
-        if 0 in ready or (status is not None and receive not in ready):
-            ended.update(_read_status(_wait_briefly(child) if status is None else status))
+            poller.unregister(receive)
+        status = _status(child, seconds=0.5 if 0 in ready else 0.0)
+        if 0 in ready or status is not None:
+            ended.update(_read_status(status))
             break
-    for line in reported.splitlines():
-        ended.update(json.loads(line))
+    os.set_blocking(receive, False)
+    with suppress(BlockingIOError):  # nothing was reported; what is reported fits into a pipe
+        for line in os.read(receive, 65536).splitlines():
+            ended.update(json.loads(line))
     return ended
 
 
-def _status(child: int) -> int | None:
-    pid, status = os.waitpid(child, os.WNOHANG)
-    return status if pid else None
-
-
-def _wait_briefly(child: int) -> int | None:
-    for _ in range(100):
-        status = _status(child)
-        if status is not None:
+def _status(child: int, seconds: float = 0.0) -> int | None:
+    """The child's wait status; None if it still runs after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while True:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
             return status
+        if time.monotonic() >= deadline:
+            return None
         time.sleep(0.005)
-    return None
 
 
 def _read_status(status: int | None) -> dict:
@@ -127,19 +130,19 @@ def _read_status(status: int | None) -> dict:
 def _kill_all(child: int, own_table: bool, uid: int) -> None:
     """End every descendant: the death of a PID namespace's init takes all of them at once.
 
-    Elsewhere what forks without end has to be caught up with: root becomes the program's user and
-    kills all that it owns; then, as stopped processes still count towards the process limit, they
-    are stopped until none is left that runs, and killed.
+    Without one, a program may fork faster than it is killed. Root becomes the program's user and
+    kills all that it owns. Then the descendants are stopped until none runs, and killed; stopped
+    processes still count towards the process limit, so no new ones can start.
     """
     if not own_table:
         if os.geteuid() == 0:
             _kill_user(uid)
         _stop_descendants()
-        _send(os.killpg, child, signal.SIGKILL)
+        with suppress(OSError):
+            os.killpg(child, signal.SIGKILL)
     deadline = time.monotonic() + KILL_SECONDS
     while time.monotonic() < deadline:
-        for pid in [child] if own_table else {child, *_descendants()}:
-            _send(os.kill, pid, signal.SIGKILL)
+        _signal([child] if own_table else {child, *_descendants()}, signal.SIGKILL)
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -151,7 +154,7 @@ def _kill_all(child: int, own_table: bool, uid: int) -> None:
 def _kill_user(uid: int) -> None:
     """Kill every process of a user that only the program is; the kernel lets none fork away.
 
-    The killer acts as that user and is another one, whom the program may not signal.
+    The killer keeps a real user id of its own, so that the program may not signal it.
     """
     killer = os.fork()
     if killer == 0:
@@ -166,17 +169,15 @@ def _kill_user(uid: int) -> None:
 def _stop_descendants() -> None:
     deadline = time.monotonic() + KILL_SECONDS / 2
     while time.monotonic() < deadline:
-        for pid in _descendants():
-            _send(os.kill, pid, signal.SIGSTOP)
+        _signal(_descendants(), signal.SIGSTOP)
         if not any(map(_runs, _descendants())):
             return
 
 
-def _send(kill: Callable[[int, int], None], pid: int, number: int) -> None:
-    try:
-        kill(pid, number)
-    except OSError:
-        pass
+def _signal(pids: Iterable[int], number: int) -> None:
+    for pid in pids:
+        with suppress(OSError):
+            os.kill(pid, number)
 
 
 def _runs(pid: int) -> bool:
@@ -191,20 +192,17 @@ def _descendants() -> list[int]:
     """Orphans deeper down are children of this process (PR_SET_CHILD_SUBREAPER)."""
     found = [os.getpid()]
     for pid in found:
-        try:
-            with open(f"/proc/{pid}/task/{pid}/children") as file:
-                found += [int(child) for child in file.read().split()]
-        except OSError:
-            continue
+        with suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as file:
+            found += map(int, file.read().split())
     return found[1:]
 
 
-def _init(request: dict, features: list[str], send: int) -> None:
+def _init(request: SimpleNamespace, features: list[str], send: int) -> None:
     """Process 1: set up the mounts, start the side, reap until it ends."""
     linux.die_with_parent()
-    features += linux.own_root(request["workdir"], PATHS, request["limits"]["disk_bytes"])
-    if "own root" in features:
-        request["workdir"] = linux.WORKDIR
+    workdir = os.getcwd()
+    features += linux.own_root(workdir, PATHS, request.limits.disk_bytes)
+    os.chdir(linux.WORKDIR if "own root" in features else workdir)
     side = os.fork()
     if side == 0:
         _guard(_side, request, features, send)
@@ -216,35 +214,28 @@ def _init(request: dict, features: list[str], send: int) -> None:
             os._exit(code if code >= 0 else 128 - code)
 
 
-def _side(request: dict, features: list[str], send: int) -> None:
+def _side(request: SimpleNamespace, features: list[str], send: int) -> None:
     os.setsid()
-    os.chdir(request["workdir"])
     if LINUX:
         linux.die_with_parent()
-    _redirect_streams()
-    _close_all_but([send, *request["pipes"]])
+    null = os.open(os.devnull, os.O_WRONLY)
+    for stream in range(3):  # output is discarded; reading input fails, as under code_eval
+        os.dup2(null, stream)
+    _close_all_but([send, *request.pipes])
     features += _confine(request, features)
     os.environ.clear()
     for name in ("OMP", "OPENBLAS", "MKL"):  # for numpy's library; os.environ stays empty
         os.putenv(f"{name}_NUM_THREADS", "1")
     sys.argv[:] = ["program"]
     _report(send, features=features)
-    pipes = Pipes(*request.pop("pipes"))
-    source = request.pop("source")
-    if request.pop("is_judge"):
-        reason, detail = judge.run(source, pipes)
-        _report(send, reason=reason, detail=detail, nonce=request["nonce"])
+    pipes = Pipes(*request.pipes)
+    if request.nonce:
+        reason, detail = judge.run(request.source, pipes)
+        _report(send, reason=reason, detail=detail[:1000], nonce=request.nonce)
     else:
         os.close(send)
-        program.run(source, pipes)
+        program.run(request.source, pipes)
     os._exit(0)
-
-
-def _redirect_streams() -> None:
-    """Output is discarded. Reading input fails, as under lm-eval's code_eval."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    for stream in range(3):
-        os.dup2(null, stream)
 
 
 def _close_all_but(kept: list[int]) -> None:
@@ -255,40 +246,38 @@ def _close_all_but(kept: list[int]) -> None:
         start = descriptor + 1
 
 
-def _confine(request: dict, features: list[str]) -> list[str]:
+def _confine(request: SimpleNamespace, features: list[str]) -> list[str]:
     """Landlock, a powerless user, limits, a system call filter. Returns what took hold."""
     done: list[str] = []
+    own_root = "own root" in features
     if LINUX:
         linux.no_new_privileges()
-        if request["landlock"]:
+        if request.launch.landlock:
             own = ["/proc"] if "own /proc" in features else []
-            folder = "/tmp" if "own root" in features else "."
-            done += linux.landlock(folder, [*PATHS, *own])
-        if linux.drop_privileges(request["uid"], may_override="Landlock writes" in done):
+            done += linux.landlock("/tmp" if own_root else ".", [*PATHS, *own])
+        if linux.drop_privileges(request.uid, may_override="Landlock writes" in done):
             done.append("powerless user")
         linux.die_with_parent()  # the change of user cleared it
-    limits = request["limits"]
-    for name, value in (
-        ("CORE", 0),
-        ("CPU", max(1, round(limits["cpu_seconds"]))),
-        ("FSIZE", limits["file_bytes"]),
-        ("NOFILE", limits["open_files"]),
-        ("AS", limits["memory_bytes"]),
-        ("NPROC", limits["processes"]),
-    ):
-        if value is not None and _limit(f"RLIMIT_{name}", value) and name in ("AS", "NPROC"):
-            done.append({"AS": "memory limit", "NPROC": "process limit"}[name])
-    if os.geteuid() == 0 and "process limit" in done:
-        done.remove("process limit")  # the kernel does not hold root to it
-    if LINUX and request["filter"] and seccomp.filter_calls(own_files="own root" in features):
+    limits = request.limits
+    cpu = max(1, round(limits.cpu_seconds))
+    _limit("CORE", 0)
+    _limit("CPU", cpu, hard=cpu + 1)  # SIGXCPU comes first: a reason that can be read
+    _limit("FSIZE", limits.file_bytes)
+    _limit("NOFILE", limits.open_files)
+    if _limit("AS", limits.memory_bytes):
+        done.append("memory limit")
+    if _limit("NPROC", request.processes) and os.geteuid() != 0:  # the kernel exempts root
+        done.append("process limit")
+    if LINUX and request.launch.filter and seccomp.filter_calls(own_files=own_root):
         done.append("system call filter")
     return done
 
 
-def _limit(name: str, value: int) -> bool:
-    hard = value + 1 if name == "RLIMIT_CPU" else value  # SIGXCPU first: a reason we can read
+def _limit(name: str, soft: int | None, hard: int | None = None) -> bool:
+    if soft is None:
+        return False
     try:
-        resource.setrlimit(getattr(resource, name), (value, hard))
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (soft, hard or soft))
     except (ValueError, OSError, AttributeError):
         return False
     return True

@@ -1,4 +1,4 @@
-"""Which files a Python interpreter needs: all that a program is shown where the rest can be hidden.
+"""Lists the files that a Python interpreter needs, which are all that programs are shown.
 
 Standard library only: loaded by bootstrap.py, where fly cannot be imported.
 """
@@ -7,7 +7,7 @@ import functools
 import os
 import sys
 
-# System folders that hold programs and libraries, never a user's files; links stay links.
+# System folders that hold programs and libraries, never a user's files.
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store", "/gnu/store")
 _SETTINGS = ("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", "/etc/mime.types")
 _IN_PREFIX = ("bin", "lib", "lib64", "pyvenv.cfg")
@@ -15,19 +15,17 @@ _IN_PREFIX = ("bin", "lib", "lib64", "pyvenv.cfg")
 
 @functools.cache  # bubblewrap is told them for every program
 def paths_of_interpreter() -> list[str]:
-    """Files, folders and links, outermost first: the system's, and the interpreter's own.
+    """Files, folders and links of the system and of the interpreter, outermost first.
 
     Packages are those of the interpreter's prefixes; folders that .pth files add, such as the
-    checkout behind an editable install, are not shown.
+    checkout behind an editable install, are left out.
     """
-    prefixes = (sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix)
-    wanted = [*_SYSTEM, *_SETTINGS]
-    wanted += [os.path.join(prefix, name) for prefix in prefixes for name in _IN_PREFIX]
     real = os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))
-    wanted += [os.path.join(real, name) for name in _IN_PREFIX]
-    wanted += _folders_of_libraries()
+    prefixes = (sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix, real)
+    wanted = {os.path.join(prefix, name) for prefix in prefixes for name in _IN_PREFIX}
+    wanted.update(_SYSTEM, _SETTINGS, _folders_of_libraries())
     shown: list[str] = []
-    for path in sorted({os.path.abspath(path) for path in wanted}, key=len):
+    for path in sorted({*map(os.path.abspath, wanted)}, key=len):
         within = any(path.startswith(other + "/") for other in shown if not os.path.islink(other))
         if os.path.lexists(path) and not within:
             shown.append(path)

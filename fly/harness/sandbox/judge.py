@@ -1,8 +1,8 @@
 """The judge's process: runs the tests, and asks the program's process for every call in them.
 
 The program is not here: what it returns arrives as plain data and is compared as data, so that
-no `__eq__`, patch or trace of its own takes part in the verdict. What is no data stays with the
-program, and stands here as a `Remote`, which is equal to nothing but itself.
+no `__eq__`, patch or trace of its own takes part in the verdict. Objects that are not data stay
+with the program; a `Remote` represents each of them here, and is equal to nothing but itself.
 """
 
 import ast
@@ -10,7 +10,8 @@ import builtins
 import importlib
 import sys
 import types
-from collections.abc import Callable, Iterator, ValuesView
+from collections.abc import Iterator, ValuesView
+from functools import partialmethod
 from typing import Any
 
 from wire import CannotBeAsked, Garbled, Gone, Peer, Pipes, encode, text_of
@@ -52,44 +53,30 @@ class Judge(Peer):
 
 
 class Remote:
-    """An object of the program's that is no data: what is asked of it is asked of the program."""
+    """An object of the program's that is not data: every operation on it is asked of the program.
+
+    Its other special methods are set below.
+    """
 
     def __init__(self, judge: Judge, number: int) -> None:
         vars(self).update(_judge=judge, _number=number)
 
-    def __getattr__(self, name: str) -> Any:
-        return _asked(self, "getattr", name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        _asked(self, "setattr", name, value)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        own = vars(self)
-        return own["_judge"].ask("call", own["_number"], args, kwargs)
-
     def __instancecheck__(self, value: Any) -> bool:
-        return isinstance(value, Remote) and bool(_asked(self, "isinstance", value))
+        return isinstance(value, Remote) and bool(_ask(self, "isinstance", value))
 
 
-def _asked(remote: Remote, operation: str, *args: Any) -> Any:
+def _ask(remote: Remote, operation: str, /, *args: Any, **kwargs: Any) -> Any:
     own = vars(remote)
-    return own["_judge"].ask(operation, own["_number"], args)
+    return own["_judge"].ask(operation, own["_number"], args, kwargs)
 
 
-def _method(operation: str) -> Callable:
-    def method(self: Remote, *args: Any) -> Any:
-        return _asked(self, operation, *args)
-
-    return method
-
-
-for _name in ("getitem", "setitem", "contains", "iter", "next", "len", "bool", "int", "float",
-              "str", "repr"):  # fmt: skip
-    setattr(Remote, f"__{_name}__", _method(_name))
+for _name in ("call", "getattr", "setattr", "getitem", "setitem", "contains", "iter", "next",
+              "len", "bool", "int", "float", "str", "repr"):  # fmt: skip
+    setattr(Remote, f"__{_name}__", partialmethod(_ask, _name))
 
 
 def run(tests: str, pipes: Pipes) -> tuple[str, str]:
-    """Judge the program behind `pipes`: (reason, detail). It passed if all tests ran through."""
+    """Judge the program behind `pipes`: (reason, detail). It passes if all tests run through."""
     judge = Judge(pipes)
     module = types.ModuleType("tests")
     sys.modules["tests"] = module
@@ -120,10 +107,10 @@ def run(tests: str, pipes: Pipes) -> tuple[str, str]:
 
 
 def _names_left_open(tests: ast.Module) -> set[str]:
-    """What the tests may take from the program; what they define themselves replaces it.
+    """The names that the tests take from the program, before their own definitions replace any.
 
-    Python's built-ins are its own business only where the tests leave open nothing else, as those
-    of a function called `sum`.
+    Built-in names are among them only where the tests need no other name of the program, as when
+    they test a function called `sum`.
     """
     used: set[str] = set()
     defined: set[str] = set()

@@ -1,12 +1,13 @@
-"""The Linux means of isolation, called through ctypes. Each returns whether it took hold.
+"""Linux's means of isolation, called through ctypes: namespaces, mounts, Landlock, capabilities.
 
-Loaded by bootstrap.py inside the throw-away interpreter: standard library only, no fly imports.
+Standard library only: loaded by bootstrap.py, where fly cannot be imported.
 """
 
 import ctypes
 import os
 import struct
 import sys
+from contextlib import suppress
 
 # Same numbers on every architecture of the kernel's unified table (all that CPython supports).
 _MOUNT_SETATTR, _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 442, 444, 445, 446
@@ -41,11 +42,8 @@ def harden_supervisor() -> None:
     """Hide this process from ptrace and /proc/<pid>/, and adopt orphaned descendants."""
     prctl(_PR_SET_DUMPABLE, 0)
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    try:  # if memory runs out, the kernel takes the program and not fly
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")
-    except OSError:
-        pass
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # if memory runs out, the kernel takes the program and not fly
 
 
 def die_with_parent() -> None:
@@ -53,10 +51,10 @@ def die_with_parent() -> None:
 
 
 def enter_namespaces() -> bool:
-    """Own PID (for children), network, IPC, host name and mount tables: all of them or none.
+    """Enter PID (for children), network, IPC, UTS and mount namespaces: all of them or none.
 
-    Root takes them directly and so can still change its user id; others, and a root without
-    CAP_SYS_ADMIN, need a user namespace around them.
+    Root enters them directly, so that it can still change its user id. Other users, and a root
+    without CAP_SYS_ADMIN, need a user namespace around them.
     """
     flags = _CLONE_NEWPID | _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS | _CLONE_NEWNS
     if os.geteuid() == 0 and _libc.unshare(flags) == 0:
@@ -66,11 +64,8 @@ def enter_namespaces() -> bool:
     try:
         if _libc.unshare(flags | CLONE_NEWUSER) != 0:
             return False
-        for name, text in (
-            ("setgroups", "deny"),
-            ("uid_map", f"{uid} {uid} 1"),
-            ("gid_map", f"{gid} {gid} 1"),
-        ):
+        maps = {"setgroups": "deny", "uid_map": f"{uid} {uid} 1", "gid_map": f"{gid} {gid} 1"}
+        for name, text in maps.items():
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
         return True
@@ -84,10 +79,10 @@ def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> b
 
 
 def own_root(base: str, paths: list[str], size: int) -> list[str]:
-    """In a fresh mount namespace: a root of its own that shows `paths` read-only, and no more.
+    """Give this mount namespace a root of its own that shows only `paths`, read-only.
 
-    It is built on a tmpfs of `size` bytes over `base`; WORKDIR in it is writable. Returns what took
-    hold. Needs Linux 5.12 (mount_setattr).
+    It is built on a tmpfs of `size` bytes over `base`; WORKDIR in it is writable. Returns the
+    features that took hold. Needs Linux 5.12 (mount_setattr).
     """
     done: list[str] = []
     options = f"size={size},nr_inodes=4096,mode=0755"
@@ -110,18 +105,17 @@ def own_root(base: str, paths: list[str], size: int) -> list[str]:
         done.append("own /proc")
     writable = _mount(f"{base}/tmp", f"{base}/tmp", "", _MS_BIND | _MS_REC)
     os.chdir(base)
-    # The new root over the old one, which is then on top of it and taken off.
-    if not writable or _libc.pivot_root(b".", b".") != 0 or _libc.umount2(b".", _MNT_DETACH) != 0:
-        os.chdir("/")
-        return done
+    # pivot_root(2): with "." twice, the old root lies on top of the new one and is taken off.
+    pivoted = writable and _libc.pivot_root(b".", b".") == 0
+    pivoted = pivoted and _libc.umount2(b".", _MNT_DETACH) == 0
     os.chdir("/")
-    if _set_read_only("/", recursive=False):
+    if pivoted and _set_read_only("/", recursive=False):
         done.append("own root")
     return done
 
 
 def _show(base: str, path: str) -> bool:
-    """Bind `path`, read-only, to its place below `base`; a link is made anew."""
+    """Bind `path`, read-only, to its place below `base`; a symbolic link is created again."""
     target = base + path
     os.makedirs(os.path.dirname(target), exist_ok=True)
     if os.path.islink(path):
@@ -143,8 +137,8 @@ def _set_read_only(path: str, recursive: bool = True) -> bool:
 def landlock(workdir: str, paths: list[str]) -> list[str]:
     """Refuse reads outside `paths` and `workdir`, writes outside `workdir`, TCP, and signals.
 
-    Returns what took hold, which depends on the kernel: files 5.13, TCP 6.7, signals and abstract
-    unix sockets 6.12.
+    Returns the features that took hold: files need Linux 5.13, TCP 6.7, signals and abstract unix
+    sockets 6.12.
     """
     abi = _syscall(_LANDLOCK_CREATE, None, 0, 1)
     if abi < 1:
@@ -162,13 +156,12 @@ def landlock(workdir: str, paths: list[str]) -> list[str]:
     allowed = dict.fromkeys(paths, reads)
     allowed |= {"/dev/urandom": 1 << 2, "/dev/zero": 1 << 2, "/dev/null": 1 << 1 | 1 << 2}
     allowed |= {"/sys/devices/system/cpu": 1 << 2 | 1 << 3, workdir: reads | writes}
-    try:
-        for path, rights in allowed.items():
-            _allow(ruleset, path, rights)
-        if _syscall(_LANDLOCK_RESTRICT, ruleset, 0) != 0:
-            return []
-    finally:
-        os.close(ruleset)
+    for path, rights in allowed.items():
+        _allow(ruleset, path, rights)
+    restricted = _syscall(_LANDLOCK_RESTRICT, ruleset, 0) == 0
+    os.close(ruleset)
+    if not restricted:
+        return []
     done = ["Landlock reads", "Landlock writes"]
     return done + ["Landlock TCP"] * bool(tcp) + ["Landlock signals"] * bool(scopes)
 
@@ -203,7 +196,7 @@ def _permitted() -> int:
 
 
 def _needs_root_to_read() -> bool:
-    """Whether the interpreter lies where other users cannot look, such as below /root."""
+    """Whether other users cannot read the interpreter, because it lies below /root, say."""
     for start in {sys.executable, sys.prefix, sys.base_prefix, os.__file__}:
         path = os.path.realpath(start)
         while path != "/":
@@ -215,14 +208,15 @@ def _needs_root_to_read() -> bool:
 
 
 def drop_privileges(uid: int, may_override: bool) -> bool:
-    """Give up root for a user id of its own (else `nobody`) and every capability.
+    """Give up every capability, and root for the user id `uid` (else `nobody`).
 
-    RLIMIT_NPROC does not bind root, and root may signal and inspect anyone. If the interpreter
-    is readable by root alone, the right to read everything is kept; CAP_DAC_OVERRIDE (write as
-    well) stands in for it only if `may_override`, because something else refuses the writes.
+    RLIMIT_NPROC does not bind root, and root may signal and inspect anyone. If only root can read
+    the interpreter, the right to read everything is kept. CAP_DAC_OVERRIDE, which can write as
+    well, replaces it only if `may_override`: something else refuses the writes.
+    Returns whether root was given up.
     """
     if os.geteuid() != 0:
-        _capabilities(0)  # those that a user namespace of one's own gives
+        _capabilities(0)  # a user namespace gives its creator all of them
         return False
     keep = 0
     if _needs_root_to_read():
@@ -233,14 +227,12 @@ def drop_privileges(uid: int, may_override: bool) -> bool:
             return False
     prctl(_PR_SET_KEEPCAPS, 1)
     for candidate in (uid, 65534):
-        try:
+        with suppress(OSError):
             os.chown(".", candidate, candidate)
             os.setgroups([])
             os.setresgid(candidate, candidate, candidate)
             os.setresuid(candidate, candidate, candidate)
             break
-        except OSError:
-            continue
     _capabilities(keep)
     for bit in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):  # so that child programs can start
         if keep >> bit & 1:

@@ -1,4 +1,4 @@
-"""One program: starts bootstrap.py for it and for its judge, and reads what the judge says."""
+"""Runs one program and its judge, each in an interpreter of its own, and reads the verdict."""
 
 import itertools
 import json
@@ -11,11 +11,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+
+import psutil
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fly.harness.sandbox.interpreter import paths_of_interpreter
 
@@ -69,10 +71,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Launch:
-    """How to start the interpreters: directly, or through bubblewrap, and with which means."""
+    """The means of isolation to try."""
 
-    namespaces: bool = True  # let bootstrap.py enter namespaces itself
-    bwrap: str | None = None
+    namespaces: bool = True  # entered by bootstrap.py itself
+    bwrap: str | None = None  # the path of bubblewrap, to start the interpreters in it
     landlock: bool = True
     filter: bool = True
 
@@ -94,10 +96,38 @@ class Launch:
         files += ["--chdir", "/tmp", "--remount-ro", "/"]
         return [self.bwrap, *spaces, *files, "--die-with-parent", "--", *python]
 
-    def features(self) -> Sequence[str]:
-        if not self.bwrap:
-            return ()
-        return "own process table", "no network", "own IPC", "own root", "own /proc"
+
+def _new_uid() -> int:
+    return 1_500_000_000 + os.getpid() % 1_000_000 * 1000 + next(_numbers) % 1000
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What bootstrap.py reads from the first line of its input.
+
+    source: the program, or its tests. pipes: to read from and to write to the other side.
+    processes: the limit as the kernel counts it, None if that is unknown. nonce: the proof that
+    a pass comes from the judge; the program's side has none. uid: the user that root runs it as.
+    """
+
+    source: str
+    pipes: tuple[int, int]
+    limits: Limits
+    processes: int | None
+    launch: Launch
+    nonce: str | None = None
+    uid: int = field(default_factory=_new_uid)
+
+
+class _Ending(BaseModel):
+    """How a side ended, in the words of its supervisor."""
+
+    model_config = ConfigDict(strict=True)
+
+    reason: str
+    detail: str
+    features: list[str] = []
+    nonce: str | None = None
 
 
 def execute(program: Program, limits: Limits, launch: Launch) -> Outcome:
@@ -108,155 +138,89 @@ def execute(program: Program, limits: Limits, launch: Launch) -> Outcome:
     start = time.perf_counter()
     try:
         ended, verdict = _converse(program, limits, launch)
-    except OSError as error:  # no process, file or folder is to be had
-        ended = verdict = _failure("sandbox", str(error))
-    passed = verdict["reason"] == "passed" and ended["reason"] != "sandbox"
-    if ended["reason"] == "sandbox" or verdict["reason"] == "gone":
+    except OSError as error:  # the machine is out of processes, files or disk space
+        ended = verdict = _Ending(reason="sandbox", detail=str(error))
+    passed = verdict.reason == "passed" and ended.reason != "sandbox"
+    if ended.reason == "sandbox" or verdict.reason == "gone":
         verdict = ended
-    return Outcome(
-        passed=passed,
-        reason=verdict["reason"],
-        detail=verdict["detail"],
-        seconds=time.perf_counter() - start,
-        features=tuple(ended["features"]),
-    )
+    seconds = time.perf_counter() - start
+    return Outcome(passed, verdict.reason, verdict.detail[:1000], seconds, tuple(ended.features))
 
 
-def _converse(program: Program, limits: Limits, launch: Launch) -> tuple[dict, dict]:
+def _converse(program: Program, limits: Limits, launch: Launch) -> tuple[_Ending, _Ending]:
     """How the program's side ended, and the judge's."""
+    # The judge waits for the program, which has its own limit.
+    patient = replace(limits, wall_seconds=limits.wall_seconds + _STARTUP_SECONDS)
+    processes, nonce = _process_limit(limits.processes), secrets.token_hex(16)
     ask, answer = os.pipe(), os.pipe()
-    source = _Side(launch, limits, program, (ask[0], answer[1]), is_judge=False)
-    tests = _Side(launch, limits, program, (answer[0], ask[1]), is_judge=True)
+    source = _Request(program.source, (ask[0], answer[1]), limits, processes, launch)
+    tests = _Request(program.tests, (answer[0], ask[1]), patient, processes, launch, nonce)
     with ExitStack() as stack:
         try:
-            stack.enter_context(source.running())
-            stack.enter_context(tests.running())
+            program_side = stack.enter_context(_running(source))
+            judge_side = stack.enter_context(_running(tests))
         finally:  # the sides have copies; an end that stayed open here would hide that one died
             for pipe in (*ask, *answer):
                 os.close(pipe)
-        verdict = tests.ended(limits.wall_seconds + _STARTUP_SECONDS)
-        return source.ended(0), verdict
+        verdict = _end_of(judge_side, patient.wall_seconds, nonce)
+        return _end_of(program_side, 0), verdict
 
 
-class _Side:
-    """One of the two interpreters of a verdict, with a folder of its own."""
-
-    def __init__(
-        self,
-        launch: Launch,
-        limits: Limits,
-        program: Program,
-        pipes: tuple[int, int],
-        is_judge: bool,
-    ) -> None:
-        self._launch, self._pipes = launch, pipes
-        allowed = asdict(limits) | {"processes": _process_limit(limits.processes)}
-        if is_judge:  # it waits for the program, which has these limits
-            allowed["wall_seconds"] += _STARTUP_SECONDS
-        self._request: dict[str, Any] = {
-            "source": program.tests if is_judge else program.source,
-            "is_judge": is_judge,
-            "nonce": secrets.token_hex(16) if is_judge else 0,  # only a judge's is ever right
-            "pipes": pipes,
-            "features": launch.features(),
-            "namespaces": launch.namespaces,
-            "landlock": launch.landlock,
-            "filter": launch.filter,
-            "uid": 1_500_000_000 + os.getpid() % 1_000_000 * 1000 + next(_numbers) % 1000,
-            "limits": allowed,
-        }
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        with _folder() as workdir:
-            self._workdir = workdir
-            self._process = subprocess.Popen(
-                self._launch.command(workdir),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                cwd=workdir,
-                env={},
-                pass_fds=self._pipes,
-                start_new_session=True,
-            )
-            try:
-                request = self._request | {"workdir": "/tmp" if self._launch.bwrap else workdir}
-                self._put(json.dumps(request).encode() + b"\n")
-                yield
-            finally:
-                self._stop()
-
-    def ended(self, seconds: float) -> dict[str, Any]:
-        """What the supervisor says of its end; it is stopped if that takes more than `seconds`."""
-        assert self._process.stdout is not None
-        poller = select.poll()
-        poller.register(self._process.stdout, select.POLLIN | select.POLLHUP)
-        if not poller.poll(seconds * 1000):
-            self._close_input()
+@contextmanager
+def _running(request: _Request) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a side in a folder of its own; end it and remove the folder on exit."""
+    with _folder() as workdir:
+        process = subprocess.Popen(
+            request.launch.command(workdir),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=workdir,
+            env={},
+            pass_fds=request.pipes,
+            start_new_session=True,
+        )
+        assert process.stdin is not None
         try:
-            output, errors = self._process.communicate(timeout=_STARTUP_SECONDS)
-        except subprocess.TimeoutExpired:
-            return _failure("timeout", f"no answer within {_STARTUP_SECONDS:g} s")
-        ended = self._read(output)
-        if ended is None or self._process.returncode != 0:  # the supervisor died
-            lines = errors.decode("utf-8", "replace").strip().splitlines() or ["no message"]
-            code = self._process.returncode
-            return _failure("sandbox", f"supervisor ended ({code}): {lines[-1]:.300}")
-        return ended
-
-    def _read(self, output: bytes) -> dict[str, Any] | None:
-        """The supervisor's words; None if they are not its own.
-
-        Where a program may open other processes' pipes, it may have written here.
-        """
-        try:
-            ended = json.loads(output)
-            reason, detail, features = ended["reason"], ended["detail"], ended["features"]
-        except (ValueError, RecursionError, TypeError, LookupError):
-            return None
-        if not (isinstance(reason, str) and isinstance(detail, str) and isinstance(features, list)):
-            return None
-        if reason == "passed" and str(ended.get("nonce")) != self._request["nonce"]:
-            return None
-        return {"reason": reason, "detail": detail[:1000], "features": [str(f) for f in features]}
-
-    def _put(self, data: bytes) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(data)
-            self._process.stdin.flush()
-        except OSError:  # it has died, which `ended` says
-            pass
-
-    def _close_input(self) -> None:
-        stdin, self._process.stdin = self._process.stdin, None  # communicate would flush it
-        try:
-            if stdin is not None:
-                stdin.close()
-        except OSError:
-            pass
-
-    def _stop(self) -> None:
-        self._close_input()
-        try:
-            self._process.wait(_STARTUP_SECONDS)
-        except subprocess.TimeoutExpired:
-            pass
-        if self._process.returncode != 0:
-            _sweep(self._process, self._workdir)
-        for stream in (self._process.stdout, self._process.stderr):
-            assert stream is not None
-            stream.close()
+            with suppress(OSError):  # it has died, which `_end_of` reports
+                process.stdin.write(json.dumps(asdict(request)).encode() + b"\n")
+                process.stdin.flush()
+            yield process
+        finally:
+            with suppress(OSError):
+                process.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_STARTUP_SECONDS)
+            if process.returncode != 0:
+                _sweep(process.pid, workdir)
+            for stream in filter(None, (process.stdout, process.stderr)):
+                stream.close()
 
 
-def _failure(reason: str, detail: str) -> dict[str, Any]:
-    return {"reason": reason, "detail": detail, "features": []}
+def _end_of(side: subprocess.Popen[bytes], seconds: float, nonce: str | None = None) -> _Ending:
+    """What the supervisor says of its side's end; it is stopped if that takes over `seconds`."""
+    assert side.stdout is not None
+    poller = select.poll()
+    poller.register(side.stdout, select.POLLIN | select.POLLHUP)
+    poller.poll(seconds * 1000)
+    try:
+        output, errors = side.communicate(timeout=_STARTUP_SECONDS)  # closes its input: "stop"
+    except subprocess.TimeoutExpired:
+        return _Ending(reason="timeout", detail=f"no answer within {_STARTUP_SECONDS:g} s")
+    if side.returncode == 0:
+        # A program that may open other processes' pipes may have written this output.
+        with suppress(ValidationError):
+            ending = _Ending.model_validate_json(output)
+            if ending.reason != "passed" or (nonce is not None and ending.nonce == nonce):
+                return ending
+    lines = errors.decode("utf-8", "replace").strip().splitlines() or ["no message"]
+    detail = f"supervisor ended ({side.returncode}): {lines[-1]:.300}"
+    return _Ending(reason="sandbox", detail=detail)
 
 
 @contextmanager
 def _folder() -> Iterator[str]:
-    """A temporary folder, removed whatever the program made in it; what stays is said."""
+    """A temporary folder, removed whatever the program made in it; logs a folder that stays."""
     workdir = tempfile.mkdtemp(prefix="fly-")
     try:
         yield workdir
@@ -269,24 +233,21 @@ def _folder() -> Iterator[str]:
             _logger.warning("a program's folder cannot be removed: %s", workdir)
 
 
-def _sweep(process: subprocess.Popen, workdir: str) -> None:
-    """The supervisor did not clean up: kill its session and whoever still works in `workdir`."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except OSError:
-        pass
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if os.readlink(entry / "cwd").removesuffix(" (deleted)").startswith(workdir):
-                os.kill(int(entry.name), signal.SIGKILL)
-        except OSError:
-            continue
+def _sweep(session: int, workdir: str) -> None:
+    """Clean up for a supervisor that died: kill its session and whoever works in `workdir`."""
+    with suppress(OSError):
+        os.killpg(session, signal.SIGKILL)
+    for process in psutil.process_iter(["cwd"]):
+        if (process.info["cwd"] or "").startswith(workdir):
+            with suppress(psutil.Error):
+                process.kill()
 
 
 def _process_limit(allowed: int) -> int | None:
     """`allowed` plus what the user already runs, because RLIMIT_NPROC counts all of it.
 
-    Root's programs run under a user id of their own, where only they count. None: not known.
+    Root's programs run under a user id of their own, which runs nothing else.
+    Returns None if it cannot be counted.
     """
     if os.geteuid() == 0:
         return allowed
@@ -294,10 +255,8 @@ def _process_limit(allowed: int) -> int | None:
         return None
     tasks = _BESIDE * (os.cpu_count() or 1)
     for entry in Path("/proc").glob("[0-9]*"):
-        try:
+        with suppress(OSError):
             status = (entry / "status").read_text()  # the folder is root's where it is hidden
             if f"\nUid:\t{os.geteuid()}\t" in status:
                 tasks += (entry / "task").stat().st_nlink - 2
-        except OSError:
-            continue
     return allowed + tasks

@@ -5,6 +5,7 @@ Whatever the program does to this code, it can only change what it answers.
 """
 
 import _thread
+import operator
 import os
 import sys
 import time
@@ -15,22 +16,12 @@ from wire import CannotBeAsked, Garbled, Gone, Peer, Pipes, decode
 
 _THREAD_GRACE = 0.1  # seconds a thread that is just finishing may still take
 _OPERATIONS = {
-    "call": lambda it, args, kwargs: it(*args, **kwargs),
-    "getattr": lambda it, args, _: getattr(it, *args),
-    "setattr": lambda it, args, _: setattr(it, *args),
-    "getitem": lambda it, args, _: it[args[0]],
-    "setitem": lambda it, args, _: it.__setitem__(*args),
-    "contains": lambda it, args, _: args[0] in it,
-    "isinstance": lambda it, args, _: isinstance(args[0], it),
-    "iter": lambda it, *_: iter(it),
-    "next": lambda it, *_: next(it),
-    "len": lambda it, *_: len(it),
-    "bool": lambda it, *_: bool(it),
-    "int": lambda it, *_: int(it),
-    "float": lambda it, *_: float(it),
-    "str": lambda it, *_: str(it),
-    "repr": lambda it, *_: repr(it),
-}
+    function.__name__: function
+    for function in (
+        getattr, setattr, operator.getitem, operator.setitem, operator.contains,
+        iter, next, len, bool, int, float, str, repr,
+    )
+}  # fmt: skip
 
 
 class Program(Peer):
@@ -49,7 +40,12 @@ class Program(Peer):
             while _thread._count() and time.monotonic() < deadline:
                 time.sleep(0.002)
             return _thread._count()
-        return _OPERATIONS[operation](self.found(target), args, kwargs)
+        found = self.found(target)
+        if operation == "call":
+            return found(*args, **kwargs)
+        if operation == "isinstance":
+            return isinstance(args[0], found)
+        return _OPERATIONS[operation](found, *args)
 
     def resolve(self, data: list) -> Any:
         kind, number = data

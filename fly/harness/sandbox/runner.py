@@ -1,28 +1,79 @@
-"""Runs programs in parallel on the cores there are, and says once how they are isolated."""
+"""Runs programs in parallel on the cores there are, isolated as well as this machine allows."""
 
+import functools
 import logging
 import os
+import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
-from fly.harness.sandbox.isolation import isolation_level
-from fly.harness.sandbox.process import Limits, Outcome, Program, execute
-
-__all__ = ["Limits", "Outcome", "Program", "run_program", "run_programs", "used_isolation"]
+from fly.errors import FlyError
+from fly.harness.sandbox.process import Launch, Limits, Outcome, Program, execute
 
 _logger = logging.getLogger("fly.harness.sandbox")
 _used: str | None = None
 
+_ALWAYS = ("fresh interpreter", "empty environment", "own folder", "time limits")
+# What a program can do where none of these features took hold.
+_GAPS = (
+    ("can read the user's files", ("own root", "Landlock reads")),
+    ("can write outside its folder", ("own root", "Landlock writes")),
+    ("can use the network and local sockets", ("own root", "system call filter")),
+    ("can change modes of the user's files", ("own root", "powerless user", "system call filter")),
+    ("can signal fly's processes", ("own process table", "Landlock signals", "powerless user")),
+    ("can start processes without end until the time limit", ("process limit",)),
+    ("can use memory without limit", ("memory limit",)),
+)
 
-def run_program(source: str, tests: str = "", limits: Limits | None = None) -> Outcome:
-    """Run one program: it passes if it and its tests run to their end and no thread outlives it."""
-    return run_programs([Program(source, tests)], limits)[0]
+
+@dataclass(frozen=True)
+class Isolation:
+    """The isolation in force.
+
+    name: namespaces, bwrap, landlock or process, strongest first.
+    features: what took hold. gaps: what a hostile program could still do.
+    """
+
+    name: str
+    features: tuple[str, ...]
+    gaps: tuple[str, ...]
+    launch: Launch
+
+    def __str__(self) -> str:
+        text = f"{self.name}: {', '.join(self.features)}"
+        return text + (f"; NOT contained: a program {', '.join(self.gaps)}" if self.gaps else "")
+
+
+@functools.cache
+def isolation_level() -> Isolation:
+    """The strongest isolation that runs a trivial program here. Raises FlyError if none does."""
+    bubblewrap = Launch(namespaces=False, bwrap=shutil.which("bwrap"))
+    weakest = Launch(namespaces=False)
+    for launch in dict.fromkeys((Launch(), bubblewrap, weakest)):
+        outcome = execute(Program("pass"), Limits(wall_seconds=30.0), launch)
+        features = outcome.features
+        if not outcome.passed or not (launch == weakest or "own root" in features):
+            continue
+        if "own root" in features:
+            name = "bwrap" if launch.bwrap else "namespaces"
+        else:
+            name = "landlock" if "Landlock writes" in features else "process"
+        gaps = tuple(gap for gap, covered_by in _GAPS if not set(covered_by) & set(features))
+        return Isolation(name, (*_ALWAYS, *features), gaps, launch)
+    raise FlyError(
+        f"sandbox: no program can be run here ({outcome.reason}: {outcome.detail}): "
+        "check that sys.executable starts and that the temporary folder is writable"
+    )
 
 
 def run_programs(
     programs: Sequence[Program], limits: Limits | None = None, workers: int | None = None
 ) -> list[Outcome]:
-    """Run the programs, `workers` at a time (None: one per core). Outcomes in the given order."""
+    """Run the programs, `workers` at a time (None: one per core). Outcomes in the given order.
+
+    A program passes if it and its tests run to their end and none of its threads outlives them.
+    """
     global _used
     if not programs:
         return []
@@ -31,8 +82,11 @@ def run_programs(
         _used = str(level)
         # A warning, so that it is shown whatever the log level of the run is.
         _logger.warning("running model-written code isolated by %s", _used)
+    if workers is None:
+        has_affinity = hasattr(os, "sched_getaffinity")
+        workers = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
     limits = limits or Limits()
-    with ThreadPoolExecutor(workers or _cores()) as pool:
+    with ThreadPoolExecutor(workers) as pool:
         outcomes = list(pool.map(lambda item: execute(item, limits, level.launch), programs))
     unjudged = [outcome for outcome in outcomes if outcome.reason == "sandbox"]
     if unjudged:
@@ -46,9 +100,3 @@ def run_programs(
 def used_isolation() -> str | None:
     """The isolation under which this process ran programs; None if it ran none."""
     return _used
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

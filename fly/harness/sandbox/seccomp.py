@@ -1,6 +1,6 @@
-"""The filter of system calls (seccomp), written for the kernel's classic BPF.
+"""The filter of system calls (seccomp), as a program for the kernel's classic BPF.
 
-Loaded by bootstrap.py inside the throw-away interpreter: standard library only, no fly imports.
+Standard library only: loaded by bootstrap.py, where fly cannot be imported.
 """
 
 import ctypes
@@ -9,8 +9,8 @@ import struct
 
 from linux import CLONE_NEWUSER, prctl
 
-# System calls that no program under test needs and that reach what files and namespaces do not
-# hide, by machine: (x86-64, aarch64); None: the machine has no such call.
+# System calls that no program under test needs, and that get past the limits on files and
+# namespaces: their numbers on (x86-64, aarch64), None where the call does not exist.
 _REFUSED: dict[str, tuple[int | None, int | None]] = {
     # to sockets of any kind, by path, by name or through another interface
     "socket": (41, 198), "connect": (42, 203), "bind": (49, 200),
@@ -39,7 +39,7 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "kexec_load": (246, 104), "kexec_file_load": (320, 294), "reboot": (169, 142),
     "swapon": (167, 224), "swapoff": (168, 225), "acct": (163, 89),
 }  # fmt: skip
-# Changes of files that Landlock does not know: refused where other people's files are in sight.
+# Changes of files that Landlock does not cover: refused where other people's files are visible.
 _REFUSED_ON_FILES: dict[str, tuple[int | None, int | None]] = {
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
     "chown": (92, None), "lchown": (94, None), "fchown": (93, 55), "fchownat": (260, 54),
@@ -65,25 +65,23 @@ _LOAD, _JUMP_EQUAL, _JUMP_SET, _JUMP_AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x45,
 def filter_calls(own_files: bool) -> bool:
     """Refuse (EPERM) the system calls above, for this process and all that it starts.
 
-    own_files: only the program's own files are in sight. Of pairs of sockets only connected
-    streams are left (asyncio needs them): a datagram socket could send to any path.
+    own_files: whether only the program's own files are visible. Of pairs of sockets only connected
+    streams are allowed (asyncio needs them): a datagram socket could send to any path.
     """
     if platform.machine() not in _MACHINES or struct.calcsize("P") != 8:
         return False
     column, architecture = _MACHINES[platform.machine()]
     refused = {**_REFUSED, **({} if own_files else _REFUSED_ON_FILES)}
-    argument = [16 + 8 * index for index in range(6)]  # the low halves, in struct seccomp_data
+    first, second = (_LOAD, 0, 0, 16), (_LOAD, 0, 0, 24)  # arguments' low halves, seccomp_data
     no, yes = (_RETURN, 0, 0, _ERRNO | _EPERM), (_RETURN, 0, 0, _ALLOW)
-    of_itself = [(_LOAD, 0, 0, argument[0]), (_JUMP_EQUAL, 0, 1, 0), yes, no]  # process id 0
+    of_itself = [first, (_JUMP_EQUAL, 0, 1, 0), yes, no]  # process id 0
     rules = {name: [no] for name in refused} | {
         "clone3": [(_RETURN, 0, 0, _ERRNO | _ENOSYS)],  # its flags cannot be seen; clone follows
-        "clone": [(_LOAD, 0, 0, argument[0]), (_JUMP_SET, 0, 1, CLONE_NEWUSER), no, yes],
-        "socketpair": [
-            (_LOAD, 0, 0, argument[1]), (_AND, 0, 0, 0xF), (_JUMP_EQUAL, 0, 1, _STREAM), yes, no,
-        ],
+        "clone": [first, (_JUMP_SET, 0, 1, CLONE_NEWUSER), no, yes],
+        "socketpair": [second, (_AND, 0, 0, 0xF), (_JUMP_EQUAL, 0, 1, _STREAM), yes, no],
         "ioctl": [
-            (_LOAD, 0, 0, argument[1]), (_JUMP_EQUAL, 2, 0, _SET_FLAGS),
-            (_JUMP_EQUAL, 1, 0, _SET_EXTENDED_FLAGS), yes, no,
+            second, (_JUMP_EQUAL, 2, 0, _SET_FLAGS), (_JUMP_EQUAL, 1, 0, _SET_EXTENDED_FLAGS),
+            yes, no,
         ],
         "prlimit64": of_itself, "sched_setaffinity": of_itself, "sched_setattr": of_itself,
     }  # fmt: skip

@@ -13,12 +13,12 @@ import types
 from abc import ABC, abstractmethod
 from collections import ChainMap, UserDict, deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 MOST_BYTES = 64 << 20  # of one message
 
-# Types whose values cross as their constructor's arguments, by module, so that only modules that
-# the sender has loaded are looked at.
+# Types whose values cross as their constructor's arguments. They are found by module and name,
+# because a sender that has not loaded the module has no such values.
 _VALUES: dict[tuple[str, str], Callable[[Any], list]] = {
     ("builtins", "complex"): lambda x: [x.real, x.imag],
     ("builtins", "range"): lambda x: [x.start, x.stop, x.step],
@@ -33,16 +33,13 @@ _VALUES: dict[tuple[str, str], Callable[[Any], list]] = {
     ("datetime", "time"): lambda x: [x.hour, x.minute, x.second, x.microsecond, x.tzinfo],
     ("collections", "OrderedDict"): lambda x: [list(x.items())],
 }  # fmt: skip
-_SEQUENCES: dict[str, type] = {
-    "list": list,
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "deque": deque,
+# Types whose values cross as their items, and how they are made from them.
+_ITERATED: dict[str, tuple[Any, Callable[..., Any]]] = {
+    **{kind.__name__: (kind, kind) for kind in (list, tuple, set, frozenset, deque)},
+    "dict_keys": (type({}.keys()), lambda items: dict.fromkeys(items).keys()),
+    "dict_items": (type({}.items()), lambda items: dict(items).items()),
 }
 _CONTAINERS = (list, tuple, dict, set, deque, bytearray)
-_VIEWS: dict[str, Any] = {"dict_keys": type({}.keys()), "dict_items": type({}.items())}
-_ITERATED = _SEQUENCES | _VIEWS
 
 
 class Gone(BaseException):  # no test's `except Exception` may take it for the program's error
@@ -50,15 +47,15 @@ class Gone(BaseException):  # no test's `except Exception` may take it for the p
 
 
 class Garbled(BaseException):
-    """What arrived is none of the messages below."""
+    """What arrived is not a message, as `Peer` describes them."""
 
 
 class CannotBeAsked(BaseException):
-    """The tests want what cannot be asked of another process."""
+    """The tests need something that another process cannot be asked for."""
 
 
 def encode(value: Any, refer: Callable[[Any], list]) -> Any:
-    """`value` as JSON. Subclasses cross as their base type; `refer` names what is no data."""
+    """`value` as JSON. Subclasses cross as their base type; `refer` names what is not data."""
     if value is None or value is True or value is False:
         return value
     if isinstance(value, int):
@@ -70,7 +67,7 @@ def encode(value: Any, refer: Callable[[Any], list]) -> Any:
         return str.__str__(value)
     if isinstance(value, (bytes, bytearray)):
         return ["bytearray" if isinstance(value, bytearray) else "bytes", bytes(value).hex()]
-    for name, kind in _ITERATED.items():
+    for name, (kind, _) in _ITERATED.items():
         if isinstance(value, kind):
             return [name, [encode(item, refer) for item in value]]
     for (module, name), arguments in _VALUES.items():
@@ -96,14 +93,10 @@ def decode(data: Any, resolve: Callable[[list], Any]) -> Any:
             return int(rest[0], 16)
         if kind in ("bytes", "bytearray"):
             return getattr(builtins, kind).fromhex(rest[0])
-        if kind in _SEQUENCES:
-            return _SEQUENCES[kind](decode(item, resolve) for item in rest[0])
-        if kind in ("dict", "dict_items"):
-            pairs = rest[0] if kind == "dict" else [pair[1] for pair in rest[0]]
-            made = {decode(k, resolve): decode(v, resolve) for k, v in pairs}
-            return made if kind == "dict" else made.items()
-        if kind == "dict_keys":
-            return dict.fromkeys(decode(item, resolve) for item in rest[0]).keys()
+        if kind in _ITERATED:
+            return _ITERATED[kind][1](decode(item, resolve) for item in rest[0])
+        if kind == "dict":
+            return {decode(k, resolve): decode(v, resolve) for k, v in rest[0]}
         if kind == "value":
             module, name, sent = rest
             _VALUES[module, name]  # no other names
@@ -120,7 +113,7 @@ def decode(data: Any, resolve: Callable[[list], Any]) -> Any:
 
 
 def rebuild(old: Any, new: Any) -> None:
-    """Give lists, dicts and the like the content that the other side left in them."""
+    """Update containers in place with the content that the other side left in them."""
     if isinstance(old, (list, tuple)) and len(old) == len(new):
         for index, (before, after) in enumerate(zip(old, new)):
             if isinstance(before, _CONTAINERS) and type(before) is type(after):
@@ -192,14 +185,14 @@ class Peer(ABC):
         """The object behind a reference. Raises Garbled."""
 
     def refer(self, value: Any) -> list:
-        """A reference to an object that is no data."""
+        """A reference to an object that is not data."""
         number = self._numbers.setdefault(id(value), len(self._mine))
         if number == len(self._mine):
             self._mine.append(value)
         return ["object", number]
 
     def found(self, number: Any) -> Any:
-        """One's own object by its number."""
+        """An object of this side, by its number."""
         try:
             return self._mine[number]
         except (LookupError, TypeError):
@@ -220,7 +213,7 @@ class Peer(ABC):
             raise RuntimeError("StopIteration") from error  # it would end a loop of the tests'
 
     def receive(self) -> Any:
-        """The first answer, to what is asked by starting the other side."""
+        """The first answer, to the question that starting the other side amounts to."""
         return self._read_answer(self._pipes.get(), {})
 
     def _read_answer(self, message: list, given: dict) -> Any:
@@ -236,13 +229,10 @@ class Peer(ABC):
             raise Garbled(text_of(problem)) from None
         raise error
 
-    def serve(self) -> None:
-        """Answer until the other side is gone."""
-        try:
-            while True:
-                self.answer(self._pipes.get())
-        except Gone:
-            pass
+    def serve(self) -> NoReturn:
+        """Answer the other side. Raises Gone when it has ended, Garbled."""
+        while True:
+            self.answer(self._pipes.get())
 
     def answer(self, message: list) -> None:
         """Perform one question and send what came of it."""
@@ -272,7 +262,7 @@ class Peer(ABC):
         self._pipes.put(["raised", names, arguments])
 
     def finish_start(self) -> None:
-        """Tell the other side that what was asked by starting this one is done."""
+        """Answer the question that starting this side amounts to (see `receive`)."""
         self._pipes.put(["value", None, {}])
 
 

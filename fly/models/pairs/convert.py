@@ -1,8 +1,8 @@
-"""One GGUF file of the Qwen2 family -> a folder that transformers loads without knowing of GGUF.
+"""Convert a GGUF file of the Qwen2 family to a folder that transformers loads without gguf.
 
-Contract: the same GGUF gives the same bytes whichever transformers is installed. transformers' own
-GGUF loader is not used, because what it saves depends on its version: 4.57 ends a turn at
-<|endoftext|> and keeps 3 special tokens, 5.x drops the NFC normaliser, keeps rope_theta where 4.57
+The same GGUF gives the same bytes whichever transformers is installed. transformers' own GGUF
+loader is not used, because what it saves depends on its version: 4.57 ends a turn at
+<|endoftext|> and keeps 3 special tokens; 5.x drops the NFC normaliser, keeps rope_theta where 4.57
 does not look, and peaks at three times the memory. The weights are bit-identical to its own.
 
 The files keep the official layout: tokenizer_config.json in the form of the original repository,
@@ -20,7 +20,7 @@ from typing import Any
 
 from fly.errors import FlyError
 
-# "model.layers.N." + value + ".weight"/".bias" for GGUF's "blk.N." + key.
+# GGUF's "blk.N." + key is transformers' "model.layers.N." + value, both with .weight or .bias.
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -37,17 +37,17 @@ _TOP_NAMES = {
     "output_norm": "model.norm",
     "output": "lm_head",
 }
-# Qwen2's split (the "qwen2" pre-tokeniser of the GGUF): digits one by one, case-blind clitics.
+# Qwen2's split (the GGUF's "qwen2" pre-tokeniser): digits one by one, clitics in either case.
 _QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # GGUF token types; the rest is padding of the matrix
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # GGUF token types; the others pad the matrix
 _TURN_END, _TEXT_END = "<|im_end|>", "<|endoftext|>"
 
 
 def gguf_to_safetensors(gguf: Path, folder: Path, eos_token_ids: tuple[int, ...]) -> None:
-    """Write weights (bfloat16), configs and tokenizer of `gguf` into `folder`, which it creates.
+    """Create `folder` with the weights (bfloat16), configs and tokenizer of `gguf`.
 
     Generation ends at any of `eos_token_ids`. Peak memory is about the size of the bfloat16
     weights plus one float32 matrix. Raises FlyError if the file is no Qwen2 model, OSError if
@@ -60,26 +60,23 @@ def gguf_to_safetensors(gguf: Path, folder: Path, eos_token_ids: tuple[int, ...]
     architecture = _value(reader, "general.architecture")
     if architecture != "qwen2":
         raise FlyError(f"{gguf}: architecture {architecture!r}: only 'qwen2' can be converted")
-    tokens = _strings(reader, "tokenizer.ggml.tokens")
+    tokens = _value(reader, "tokenizer.ggml.tokens")
     _write_tokenizer(reader, tokens, folder)
     _write_configs(reader, tokens, folder, eos_token_ids)
     _write_weights(reader, folder)
 
 
 def _value(reader: Any, key: str) -> Any:
-    """One metadata value: text, or a plain number."""
+    """The metadata at `key`: text, a plain number, or a list of either."""
+    from gguf import GGUFValueType
+
     field = reader.get_field(key)
     if field is None:
         raise FlyError(f"GGUF file has no {key}: it is not a Qwen2 model that fly can convert")
-    from gguf import GGUFValueType
-
-    part = field.parts[field.data[0]]
-    return bytes(part).decode() if field.types == [GGUFValueType.STRING] else part[0].item()
-
-
-def _strings(reader: Any, key: str) -> list[str]:
-    field = reader.get_field(key)
-    return [bytes(field.parts[i]).decode() for i in field.data]
+    is_text = field.types[-1] == GGUFValueType.STRING
+    parts = (field.parts[index] for index in field.data)
+    values = [bytes(part).decode() if is_text else part[0].item() for part in parts]
+    return values if field.types[0] == GGUFValueType.ARRAY else values[0]
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
@@ -106,21 +103,21 @@ def _write_configs(
         "num_attention_heads": _value(reader, "qwen2.attention.head_count"),
         "num_hidden_layers": _value(reader, "qwen2.block_count"),
         "num_key_value_heads": _value(reader, "qwen2.attention.head_count_kv"),
-        # float32 in the file: 1e-6 again, as in the original config.
+        # float32 in the file; rounded to the 1e-6 of the original config
         "rms_norm_eps": float(f"{_value(reader, 'qwen2.attention.layer_norm_rms_epsilon'):.6g}"),
-        # Twice: transformers 5 reads the second, 4.57 only the first and is silent without it.
+        # transformers 5 reads the second; 4.57 only the first, and falls back silently without it
         "rope_theta": theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         "sliding_window": None,
         "tie_word_embeddings": not any(t.name == "output.weight" for t in reader.tensors),
-        # Else 4.57.6 and 5.17 warn that the tokenizer is a broken Mistral one.
+        # without it, 4.57.6 and 5.17 warn that the tokenizer is a broken Mistral one
         "transformers_version": "4.57.1",
         "use_cache": True,
         "use_sliding_window": False,
         "vocab_size": len(tokens),
     }
     _write_json(folder / "config.json", config)
-    # No sampling defaults: greedy decoding would warn about them.
+    # no sampling defaults: greedy decoding would warn about them
     generation = {
         "bos_token_id": text_end,
         "eos_token_id": list(eos_token_ids),
@@ -130,8 +127,7 @@ def _write_configs(
 
 
 def _write_tokenizer(reader: Any, tokens: list[str], folder: Path) -> None:
-    types_field = reader.get_field("tokenizer.ggml.token_type")
-    types = [int(types_field.parts[i][0]) for i in types_field.data]
+    types = _value(reader, "tokenizer.ggml.token_type")
     added = [
         {
             "id": i,
@@ -179,7 +175,7 @@ def _write_tokenizer(reader: Any, tokens: list[str], folder: Path) -> None:
             "fuse_unk": False,
             "byte_fallback": False,
             "vocab": vocab,
-            "merges": _strings(reader, "tokenizer.ggml.merges"),
+            "merges": _value(reader, "tokenizer.ggml.merges"),
         },
     }
     _write_json(folder / "tokenizer.json", tokenizer)
@@ -221,7 +217,7 @@ def _write_weights(reader: Any, folder: Path) -> None:
 
     weights = {}
     for tensor in reader.tensors:
-        # float32 tensors come as views of the read-only file: "W" copies those, which are small.
+        # float32 tensors are views of the read-only file; "W" copies those, which are small
         dense = torch.from_numpy(np.require(dequantize(tensor.data, tensor.tensor_type), None, "W"))
         weights[_tensor_name(tensor.name)] = dense.to(torch.bfloat16)
     path = folder / "model.safetensors"

@@ -10,15 +10,13 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from fly.errors import FlyError
 from fly.models.pairs import convert, download
-from fly.models.pairs.download_progress import Reporter, reporter
 from fly.models.pairs.registry import PAIRS, ModelFiles, Pair
 from fly.paths import fly_home
 
@@ -42,14 +40,17 @@ def folder_of(name: str) -> Path:
 
 
 def locate(name: str) -> PairPaths | None:
-    """The fetched pair's folders, or None if it is not (completely) there. No side effects."""
+    """The fetched pair's folders, or None if it is not (completely) there."""
     folder = folder_of(get_pair(name).name)
     paths = PairPaths(folder / "draft", folder / "target")
     return paths if paths.draft.is_dir() and paths.target.is_dir() else None
 
 
 def role_of(text: str) -> tuple[str, str] | None:
-    """(name of a known pair, draft or target) of `pair:NAME/draft` and its like; else None."""
+    """(NAME, "draft" or "target") of `pair:NAME/draft` and `pair:NAME/target`; else None.
+
+    Raises FlyError for a pair that is not known and for any other role.
+    """
     if not text.startswith(_PREFIX):
         return None
     name, _, role = text[len(_PREFIX) :].rpartition("/")
@@ -64,12 +65,10 @@ def resolve_model_path(text: str) -> str:
 
     Raises FlyError with the command to run if the pair was not fetched.
     """
-    named = role_of(text)
-    if named is None:
+    if (named := role_of(text)) is None:
         return text
     name, role = named
-    paths = locate(name)
-    if paths is None:
+    if (paths := locate(name)) is None:
         raise FlyError(f"{text}: the pair is not here yet: run `fly pair fetch {name}` first")
     return str(paths.draft if role == "draft" else paths.target)
 
@@ -93,25 +92,25 @@ def fetch(name: str, *, progress: bool = True) -> PairPaths:
     paths = locate(name)
     if paths is not None and not (folder / ".download").exists():
         return paths
-    with _clear_disk_errors(folder), _lock(folder, progress), reporter(progress) as show:
+    with _clear_disk_errors(folder), _lock(folder, progress):
         missing = {r: f for r, f in pair.roles.items() if not (folder / r).is_dir()}
-        if missing:  # else another process has done it meanwhile
+        if missing:  # else another process has fetched them meanwhile
             _remove_leftovers(folder)
             _check_space(pair, folder)
             use_hub = download.hub_reachable(pair.draft)
             for role, files in missing.items():
-                _fetch_model(folder, role, files, use_hub, show)
+                _fetch_model(folder, role, files, use_hub, progress)
         shutil.rmtree(folder / ".download", ignore_errors=True)
     paths = locate(name)
     assert paths is not None
     return paths
 
 
-def _fetch_model(folder: Path, role: str, files: ModelFiles, use_hub: bool, show: Reporter) -> None:
+def _fetch_model(folder: Path, role: str, files: ModelFiles, use_hub: bool, progress: bool) -> None:
     work = folder / ".download" / role
     work.mkdir(parents=True, exist_ok=True)
-    gguf = download.gguf_file(files, work, role, use_hub, show)
-    show.say(f"{role}: converting to safetensors (about a minute)")
+    gguf = download.gguf_file(files, work, role, use_hub, progress)
+    download.say(f"{role}: converting to safetensors (about a minute)", progress)
     converted = work / "converted"
     try:
         convert.gguf_to_safetensors(gguf, converted, files.eos_token_ids)
@@ -124,35 +123,30 @@ def _fetch_model(folder: Path, role: str, files: ModelFiles, use_hub: bool, show
 
 
 def _flush(folder: Path) -> None:
-    """Data reach the disk before the rename does: no empty model after a power cut."""
+    """Write the files' data to disk, so that a power cut after the rename leaves no empty model."""
     for path in folder.iterdir():
         with open(path, "rb") as file:
             os.fsync(file.fileno())
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """What a killed fetch left and the next cannot continue from."""
+    """Remove what a killed fetch left behind and the next one cannot continue from."""
     for pattern in ("converted", "wheel-*", "*.partial"):
         for path in folder.glob(f".download/*/{pattern}"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-@contextmanager
-def _lock(folder: Path, progress: bool) -> Iterator[None]:
+def _lock(folder: Path, progress: bool) -> AbstractContextManager[object]:
+    """Held until the `with` block ends; waits while another process fetches the same pair."""
     from filelock import FileLock, Timeout
 
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")
     try:
-        lock.acquire(timeout=0)
+        return lock.acquire(timeout=0)
     except Timeout:
-        if progress:
-            print("another process is fetching this pair: waiting for it", file=sys.stderr)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
+        download.say("another process is fetching this pair: waiting for it", progress)
+        return lock.acquire()
 
 
 @contextmanager

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fly.speculation.sequence import RowVerdict, Sequence
+from fly.execution.model_runner import ModelRunner
+from fly.settings import DrafterSettings
+from fly.speculation.sequence import Sequence, Verdict
 
 
 class Draft:
-    """Proposed continuations, one chain per row; a row may have none.
+    """Proposed continuations, one chain per sequence, which may be empty.
 
-    Chains follow the committed tokens of their rows. They are given as lists or, where they were
-    drafted on an accelerator, as tensors that the host need not wait for. q: per row, what its
-    tokens were drawn from, [K, V]; None where a rule chose them. by: per row, who proposed each
-    token, a letter each: d draft model, n n-gram (confirmed by the draft model in a cascade).
+    Chains follow the committed tokens of their sequences. They are given as lists or, where they
+    were drafted on an accelerator, as tensors that the host need not wait for. q: per sequence,
+    what its tokens were drawn from, [K, V]; None where they were not drawn. by: per sequence, who
+    proposed each token, a letter each: d draft model, n n-gram (confirmed by the draft model in a
+    cascade).
     """
 
     def __init__(
@@ -37,7 +41,7 @@ class Draft:
     def probabilities(self, slot: int) -> Tensor | None:
         return None if self._q is None else self._q[slot]
 
-    def row(self, slot: int) -> list[int]:
+    def chain(self, slot: int) -> list[int]:
         """One chain on the host; waits for it if it is on a device."""
         if self.tokens is not None:
             return self.tokens[slot]
@@ -48,7 +52,7 @@ class Draft:
 
     @classmethod
     def on_device(cls, draft_BK: Tensor, length_B: Tensor) -> Draft:
-        """draft_BK: ids, whose first length_B[b] are row b's chain."""
+        """draft_BK: ids, whose first length_B[b] are sequence b's chain."""
         draft = cls([])
         draft.tokens = None
         draft._padded = (draft_BK, length_B)
@@ -61,64 +65,82 @@ class Draft:
             draft_BK, length_B = (part.to(device) for part in self._padded)
             past_BK = torch.arange(draft_BK.shape[1], device=device) >= length_B[:, None]
             return draft_BK.masked_fill(past_BK, -1), length_B
-        width = max(len(row) for row in self.tokens)
-        padded = [row + [-1] * (width - len(row)) for row in self.tokens]
-        lengths = [len(row) for row in self.tokens]
+        width = max(len(chain) for chain in self.tokens)
+        padded = [chain + [-1] * (width - len(chain)) for chain in self.tokens]
+        lengths = [len(chain) for chain in self.tokens]
         return (
             torch.tensor(padded, dtype=torch.long, device=device).reshape(len(padded), width),
             torch.tensor(lengths, device=device),
         )
 
 
-class Drafter(Protocol):
-    """Rows are in slot order: row b sits in slot b of every cache.
+@dataclass(frozen=True)
+class DrafterContext:
+    """What a drafter is made from.
 
-    devices: where it leaves work that the host has not waited for.
+    slots: how many sequences run at most. draft_runner: makes the draft model's runner with so many
+    slots; only for drafters that need one (fly/registry.py).
     """
 
-    devices: tuple[torch.device, ...]
-
-    def reserve(self, longest: int, spd_k: int) -> None:
-        """Rows will have up to `longest` tokens, and drafts up to spd_k more."""
-
-    def admit(self, slot: int, row: Sequence, *, soon: bool = True) -> None:
-        """A new row takes `slot`: prefill, build an index. Unless something is drafted for it
-        `soon`, work may wait until something is."""
-
-    def propose(self, rows: list[Sequence], limits: list[int]) -> Draft:
-        """At most `limits[b]` tokens for row b, ending at EOS. Rows' tokens are all committed."""
-
-    def commit(self, rows: list[Sequence], verdicts: list[RowVerdict]) -> None:
-        """The round is decided: all tokens of a row but the last (the target's own) are as the
-        drafter saw them; what it cached past them is void. A row may be shorter than before, if
-        a deferral of an earlier round was rolled back."""
-
-    def move(self, source: int, destination: int) -> None:
-        """The row of slot `source` continues in slot `destination`."""
-
-    def resize(self, slots: int) -> None:
-        """Forget every row and go on with so many slots; rows are admitted again."""
+    slots: int
+    settings: DrafterSettings
+    eos_ids: frozenset[int]
+    draft_runner: Callable[[], ModelRunner]
 
 
-class NoDrafter:
-    """Target only: every round is one plain decoding step."""
+class Drafter:
+    """Proposes tokens for running sequences; sequence b sits in slot b of every cache.
+
+    This one has no state: a drafter overrides what it needs.
+
+    devices: where it leaves work that the host has not waited for. wants_features: numbers of the
+    target's hidden states that it reads (fly.execution.model_runner); `admit` and `commit` get them
+    side by side, [.., F]. Prefixes are then computed, not copied. runner: the draft model's, None
+    without one.
+    """
 
     devices: tuple[torch.device, ...] = ()
+    wants_features: tuple[int, ...] = ()
+    runner: ModelRunner | None = None
+
+    @classmethod
+    def create(cls, context: DrafterContext) -> Drafter:
+        return cls()
 
     def reserve(self, longest: int, spd_k: int) -> None:
-        pass
+        """Sequences will have up to `longest` tokens, and drafts up to spd_k more."""
 
-    def admit(self, slot: int, row: Sequence, *, soon: bool = True) -> None:
-        pass
+    def admit(
+        self, slot: int, sequence: Sequence, features: Tensor | None = None, *, soon: bool = True
+    ) -> None:
+        """A sequence starts in `slot`: prefill, build an index. Unless something is drafted for it
+        `soon`, work may be put off until something is. features: of its tokens but the last,
+        [1, N, F].
+        """
 
-    def propose(self, rows: list[Sequence], limits: list[int]) -> Draft:
-        return Draft([[] for _ in rows])
+    def propose(self, running: list[Sequence], limits: list[int]) -> Draft:
+        """At most `limits[b]` tokens for sequence b, ending at EOS. All tokens of the sequences are
+        committed."""
+        raise NotImplementedError
 
-    def commit(self, rows: list[Sequence], verdicts: list[RowVerdict]) -> None:
-        pass
+    def commit(
+        self, running: list[Sequence], verdicts: list[Verdict], features: Tensor | None = None
+    ) -> None:
+        """The round is decided. All tokens of a sequence but the last (the target's own) are as the
+        drafter saw them; what it cached past them is void. A sequence may be shorter than before,
+        if a deferral of an earlier round was rolled back. features: after the token before the
+        draft and after each drafted one, [B, K + 1, F].
+        """
 
     def move(self, source: int, destination: int) -> None:
-        pass
+        """The sequence of slot `source` continues in slot `destination`."""
 
     def resize(self, slots: int) -> None:
-        pass
+        """Forget every sequence and go on with so many slots; they are admitted again."""
+
+
+class NoDrafter(Drafter):
+    """Target only: every round is one plain decoding step."""
+
+    def propose(self, running: list[Sequence], limits: list[int]) -> Draft:
+        return Draft([[] for _ in running])

@@ -1,38 +1,63 @@
-"""The draft model, plain or itself accelerated by n-gram lookup (multi-level acceleration).
+"""The draft model.
 
-One loop serves both: each pass feeds the draft model what it has not seen of the row plus a
-guess (empty in the plain drafter), keeps the guess as far as it is the draft model's own choice
-(greedy or drawn), and adds that choice after it. The chain is therefore the same with and without
-the guess, up to the rounding of passes of another width (quantised drafts round more than others).
+Each pass feeds it what it has not seen of a sequence plus a guess (empty here, an n-gram match in
+cascade.py), accepts the guess as far as it is the draft model's own token (greedy or drawn), and
+adds that token after it. The chain is therefore the same with and without the guess, up to the
+rounding of passes of another width (quantised drafts round more than others).
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from fly.execution.argmax import NotFiniteError, greedy, marked
 from fly.execution.model_runner import ModelRunner, common_prefix
-from fly.speculation.drafters.base import Draft
-from fly.speculation.drafters.guess_policy import Chain, GuessPolicy
-from fly.speculation.drafters.ngram import NgramIndex, until_eos
+from fly.speculation.drafters.base import Draft, Drafter, DrafterContext
+from fly.speculation.drafters.ngram import until_eos
 from fly.speculation.sampling import draw
-from fly.speculation.sequence import RowVerdict, Sequence
+from fly.speculation.sequence import Sequence, Verdict
 
-_CATCH_UP = 32  # a row this far behind is fed without building logits
+_CATCH_UP = 32  # a sequence this far behind is fed without building logits
 
 
-class ModelDrafter:
-    """Chains from a draft model, greedy or sampled as the row says.
+@dataclass
+class Chain:
+    """One sequence's draft while it grows.
+
+    by: who proposed each token (see `Draft`). q: what each was drawn from, [V], when sampling.
+    """
+
+    limit: int
+    tokens: list[int] = field(default_factory=list)
+    by: str = ""
+    q: list[Tensor] = field(default_factory=list)
+    ended: bool = False  # by EOS
+
+    @property
+    def is_open(self) -> bool:
+        return len(self.tokens) < self.limit and not self.ended
+
+
+class ModelDrafter(Drafter):
+    """Chains from a draft model, greedy or sampled as the request says.
 
     Never proposes past EOS or the draft's own context.
     """
 
     drafts_alone = True  # nothing on the host takes part in a step
 
+    runner: ModelRunner
+
+    @classmethod
+    def create(cls, context: DrafterContext) -> Drafter:
+        return cls(context.draft_runner(), context.eos_ids)
+
     def __init__(self, runner: ModelRunner, eos_ids: frozenset[int]) -> None:
         self.runner = runner
-        self.devices: tuple[torch.device, ...] = (runner.device,)
+        self.devices = (runner.device,)
         self._eos_ids = eos_ids
         self._eos = torch.tensor(sorted(eos_ids), dtype=torch.long, device=runner.device)
         self._chains: list[Chain] = []
@@ -40,35 +65,40 @@ class ModelDrafter:
     def reserve(self, longest: int, spd_k: int) -> None:
         self.runner.reserve_rows(longest, width=spd_k + 1, steps=spd_k)
 
-    def admit(self, slot: int, row: Sequence, *, soon: bool = True) -> None:
+    def admit(
+        self, slot: int, sequence: Sequence, features: Tensor | None = None, *, soon: bool = True
+    ) -> None:
         # A prompt past the draft's context is not drafted for at all; the target goes on alone.
-        self.runner.keep(slot, 0)
-        if soon and len(row.tokens) < self.runner.max_length:
-            self.runner.prefill(slot, row.tokens[:-1])
+        self.runner.truncate(slot, 0)
+        if soon and len(sequence.tokens) < self.runner.max_length:
+            self.runner.prefill(slot, sequence.tokens[:-1])
 
-    def propose(self, rows: list[Sequence], limits: list[int]) -> Draft:
+    def propose(self, running: list[Sequence], limits: list[int]) -> Draft:
         self._chains = [
-            Chain(min(limit, max(0, self.runner.max_length - len(row.tokens))))
-            for row, limit in zip(rows, limits)
+            Chain(min(limit, max(0, self.runner.max_length - len(sequence.tokens))))
+            for sequence, limit in zip(running, limits)
         ]
-        if (draft := self._on_device(rows)) is not None:
+        if (draft := self._on_device(running)) is not None:
             return draft
         while any(chain.is_open for chain in self._chains):
-            self._pass(rows, [self._unseen(slot, row) for slot, row in enumerate(rows)])
+            self._pass(
+                running, [self._unseen(slot, sequence) for slot, sequence in enumerate(running)]
+            )
         return Draft(
             [list(chain.tokens) for chain in self._chains],
             by=[chain.by for chain in self._chains],
             q=[_stacked(chain.q) for chain in self._chains],
         )
 
-    def _on_device(self, rows: list[Sequence]) -> Draft | None:
-        """The whole draft loop as one graph, its tokens left on the device; None without graphs."""
+    def _on_device(self, running: list[Sequence]) -> Draft | None:
+        """The whole draft loop as one graph, its tokens left on the device; None without CUDA
+        graphs."""
         limits = [chain.limit for chain in self._chains]
         steps = max(limits)
-        plain = all(row.request.sampling.is_plain for row in rows)
+        plain = all(sequence.request.sampling.is_plain for sequence in running)
         if not self.drafts_alone or not plain or steps == 0:
             return None
-        feeds = [self._unseen(slot, row) for slot, row in enumerate(rows)]
+        feeds = [self._unseen(slot, sequence) for slot, sequence in enumerate(running)]
         limit_B = torch.tensor(limits).to(self.runner.device)
         drafted_BK = self.runner.chain(feeds, steps)
         if drafted_BK is None:
@@ -77,37 +107,37 @@ class ModelDrafter:
         ended_before_BK = ends_BK.cumsum(dim=1) - ends_BK.long() > 0
         return Draft.on_device(drafted_BK, (~ended_before_BK).sum(dim=1).minimum(limit_B))
 
-    def _unseen(self, slot: int, row: Sequence) -> list[int]:
-        """The row's tokens, drafted ones too, that the draft model has not been fed yet."""
+    def _unseen(self, slot: int, sequence: Sequence) -> list[int]:
+        """The sequence's tokens, drafted ones too, that the draft model has not been fed yet."""
         chain = self._chains[slot]
         if not chain.is_open:
             return []
         if self.runner.lengths[slot] == 0:  # admitted for later
-            self.runner.prefill(slot, row.tokens[:-1])
-        elif len(row.tokens) - self.runner.lengths[slot] > _CATCH_UP:
-            self.runner.catch_up(slot, row.tokens[:-1])
-        return (row.tokens + chain.tokens)[self.runner.lengths[slot] :]
+            self.runner.prefill(slot, sequence.tokens[:-1])
+        elif len(sequence.tokens) - self.runner.lengths[slot] > _CATCH_UP:
+            self.runner.catch_up(slot, sequence.tokens[:-1])
+        return (sequence.tokens + chain.tokens)[self.runner.lengths[slot] :]
 
-    def _pass(self, rows: list[Sequence], unseen: list[list[int]]) -> None:
-        guesses = self._guess(rows, unseen)
+    def _pass(self, running: list[Sequence], unseen: list[list[int]]) -> None:
+        guesses = self._guess(running, unseen)
         feeds = [fed + guess for fed, guess in zip(unseen, guesses)]
         logits_BQV = self.runner.extend(feeds)
-        choices = marked(greedy(logits_BQV), logits_BQV).tolist()
-        for slot, row in enumerate(rows):
-            if unseen[slot] and not row.request.sampling.is_plain:
+        own_tokens = marked(greedy(logits_BQV), logits_BQV).tolist()
+        for slot, sequence in enumerate(running):
+            if unseen[slot] and not sequence.request.sampling.is_plain:
                 last = len(unseen[slot]) - 1
                 logits_NV = logits_BQV[slot, last : last + len(guesses[slot]) + 1]
-                choices[slot][last : last + len(logits_NV)] = self._draw(
-                    row, self._chains[slot], logits_NV, guesses[slot]
+                own_tokens[slot][last : last + len(logits_NV)] = self._draw(
+                    sequence, self._chains[slot], logits_NV, guesses[slot]
                 )
         for slot, (fed, guess) in enumerate(zip(unseen, guesses)):
             if not fed:
                 continue
             chain = self._chains[slot]
-            own = choices[slot][len(fed) - 1 : len(fed) + len(guess)]
+            own = own_tokens[slot][len(fed) - 1 : len(fed) + len(guess)]
             if -1 in own:
-                at = len(rows[slot].generated) + len(chain.tokens) + own.index(-1)
-                raise NotFiniteError("draft", rows[slot].request, at)
+                at = len(running[slot].generated) + len(chain.tokens) + own.index(-1)
+                raise NotFiniteError("draft", running[slot].request, at)
             agreed = common_prefix(guess, own)
             self._learn(slot, len(guess), agreed)
             new = until_eos(own[: agreed + 1], self._eos_ids)
@@ -115,36 +145,40 @@ class ModelDrafter:
             chain.by += ("n" * agreed + "d")[: len(new)]
             del chain.q[len(chain.tokens) :]
             chain.ended = new[-1] in self._eos_ids
-            self.runner.keep(slot, self.runner.lengths[slot] + len(fed) + agreed)
+            self.runner.truncate(slot, self.runner.lengths[slot] + len(fed) + agreed)
 
-    def _draw(self, row: Sequence, chain: Chain, logits_NV: Tensor, guess: list[int]) -> list[int]:
+    def _draw(
+        self, sequence: Sequence, chain: Chain, logits_NV: Tensor, guess: list[int]
+    ) -> list[int]:
         """The draft's own tokens at the chain's end and after each guessed token, sampled.
 
         Each place in the chain has one random number, so that a guess, which stands if it is what
         was drawn there, changes neither the tokens nor their distribution q.
         """
-        before = [*row.tokens, *chain.tokens]
-        scores_NV = row.request.sampling.process(logits_NV, before, guess)
-        if row.noise is None:
+        before = [*sequence.tokens, *chain.tokens]
+        scores_NV = sequence.request.sampling.process(logits_NV, before, guess)
+        if sequence.noise is None:
             own_N = scores_NV.argmax(dim=-1)
         else:
             q_NV = torch.softmax(scores_NV, dim=-1)
             chain.q.extend(q_NV)
-            own_N = draw(q_NV, row.noise.draft[len(chain.tokens) :][: len(q_NV)])
+            own_N = draw(q_NV, sequence.noise.draft[len(chain.tokens) :][: len(q_NV)])
         result: list[int] = marked(own_N, logits_NV).tolist()
         return result
 
-    def _guess(self, rows: list[Sequence], unseen: list[list[int]]) -> list[list[int]]:
+    def _guess(self, running: list[Sequence], unseen: list[list[int]]) -> list[list[int]]:
         """Tokens that the draft model only has to verify; none in the plain drafter."""
-        return [[] for _ in rows]
+        return [[] for _ in running]
 
     def _learn(self, slot: int, guessed: int, agreed: int) -> None:
-        """The draft model's own choice agreed with the first `agreed` guessed tokens."""
+        """The draft model's own tokens agreed with the first `agreed` guessed ones."""
 
-    def commit(self, rows: list[Sequence], verdicts: list[RowVerdict]) -> None:
-        for slot, row in enumerate(rows):
-            known = min(self.runner.lengths[slot], len(row.tokens) - 1)
-            self.runner.settle(slot, row.tokens, known)
+    def commit(
+        self, running: list[Sequence], verdicts: list[Verdict], features: Tensor | None = None
+    ) -> None:
+        for slot, sequence in enumerate(running):
+            known = min(self.runner.lengths[slot], len(sequence.tokens) - 1)
+            self.runner.commit(slot, sequence.tokens, known)
 
     def move(self, source: int, destination: int) -> None:
         self.runner.move(source, destination)
@@ -153,65 +187,10 @@ class ModelDrafter:
         self.runner.resize(slots)
 
 
-class CascadeDrafter(ModelDrafter):
-    """N-gram lookup proposes, the draft model verifies, until K draft tokens stand.
-
-    Without a match the draft model just takes a step: filler tokens are never verified.
-    """
-
-    drafts_alone = False
-
-    def __init__(
-        self,
-        runner: ModelRunner,
-        eos_ids: frozenset[int],
-        min_size: int,
-        max_size: int,
-        count: int,
-    ) -> None:
-        super().__init__(runner, eos_ids)
-        self._sizes = (min_size, max_size)
-        self._count = count
-        self._indexes = [NgramIndex(*self._sizes) for _ in runner.lengths]
-        self._guess_policy = GuessPolicy(runner.relative_cost)
-        self._matched_sizes = [0] * runner.slots
-
-    def admit(self, slot: int, row: Sequence, *, soon: bool = True) -> None:
-        super().admit(slot, row, soon=soon)
-        self._indexes[slot] = NgramIndex(*self._sizes)
-
-    def _guess(self, rows: list[Sequence], unseen: list[list[int]]) -> list[list[int]]:
-        guesses: list[list[int]] = []
-        for slot, (row, chain) in enumerate(zip(rows, self._chains)):
-            room = chain.limit - len(chain.tokens) - 1
-            size, guess = 0, list[int]()
-            if chain.is_open and room > 0:
-                self._indexes[slot].sync(row.tokens[: row.final_length])
-                pending = row.tokens[row.final_length :] + chain.tokens
-                size, guess = self._indexes[slot].match(pending, min(room, self._count))
-            self._matched_sizes[slot] = size
-            guesses.append(guess)
-        sizes = zip(self._chains, self._matched_sizes, guesses)
-        matches = [(size, len(guess)) for chain, size, guess in sizes if chain.is_open]
-        length = self._guess_policy.choose(matches, len(rows), max(map(len, unseen)))
-        return [guess[:length] for guess in guesses]
-
-    def _learn(self, slot: int, guessed: int, agreed: int) -> None:
-        self._guess_policy.observe(self._matched_sizes[slot], guessed, agreed)
-
-    def move(self, source: int, destination: int) -> None:
-        super().move(source, destination)
-        self._indexes[destination] = self._indexes[source]
-
-    def resize(self, slots: int) -> None:
-        super().resize(slots)
-        del self._indexes[slots:]
-
-
-def _stacked(rows: list[Tensor]) -> Tensor | None:
-    """[K, V], and the rows let go: at a large vocabulary both would be held through the round."""
-    if not rows:
+def _stacked(parts: list[Tensor]) -> Tensor | None:
+    """[K, V]; frees the parts: with a large vocabulary, both at once would be much memory."""
+    if not parts:
         return None
-    result = torch.stack(rows)
-    rows.clear()
+    result = torch.stack(parts)
+    parts.clear()
     return result

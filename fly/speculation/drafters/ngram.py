@@ -1,19 +1,20 @@
-"""Prompt lookup: the row's own text proposes what followed last time (PLD; arXiv 2304.04487)."""
+"""Prompt lookup: a sequence's own text proposes what followed last time (arXiv 2304.04487)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-import torch
+from torch import Tensor
 
-from fly.speculation.drafters.base import Draft
-from fly.speculation.sequence import RowVerdict, Sequence
+from fly.settings import DrafterSettings
+from fly.speculation.drafters.base import Draft, Drafter, DrafterContext
+from fly.speculation.sequence import Sequence
 
 
 class NgramIndex:
     """Where each n-gram of a growing token list was last followed by another token.
 
-    `extend` costs one dictionary write per size and token; `lookup` costs at most one read per
+    `extend` costs one dictionary write per size and token; `match` costs at most one read per
     size, however long the text is.
     """
 
@@ -35,10 +36,6 @@ class NgramIndex:
         """Append what `tokens` holds beyond the text so far (final text never changes)."""
         self.extend(tokens[len(self._tokens) :])
 
-    def lookup(self, pending: Seq[int], count: int) -> list[int]:
-        """The tokens of `match`."""
-        return self.match(pending, count)[1]
-
     def match(self, pending: Seq[int], count: int) -> tuple[int, list[int]]:
         """(size of the longest suffix found, up to `count` tokens after its most recent match).
 
@@ -54,10 +51,12 @@ class NgramIndex:
         return 0, []
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """N-gram lookup alone: drafts cost nothing and need no second model."""
 
-    devices: tuple[torch.device, ...] = ()
+    @classmethod
+    def create(cls, context: DrafterContext) -> Drafter:
+        return cls(context.slots, *ngram_sizes(context.settings), context.eos_ids)
 
     def __init__(
         self, slots: int, min_size: int, max_size: int, count: int, eos_ids: frozenset[int]
@@ -67,30 +66,31 @@ class NgramDrafter:
         self._eos_ids = eos_ids
         self._indexes = [NgramIndex(*self._sizes) for _ in range(slots)]
 
-    def reserve(self, longest: int, spd_k: int) -> None:
-        pass
-
-    def admit(self, slot: int, row: Sequence, *, soon: bool = True) -> None:
+    def admit(
+        self, slot: int, sequence: Sequence, features: Tensor | None = None, *, soon: bool = True
+    ) -> None:
         self._indexes[slot] = NgramIndex(*self._sizes)
 
-    def propose(self, rows: list[Sequence], limits: list[int]) -> Draft:
-        tokens = [self._propose(slot, *pair) for slot, pair in enumerate(zip(rows, limits))]
+    def propose(self, running: list[Sequence], limits: list[int]) -> Draft:
+        tokens = [self._propose(slot, *pair) for slot, pair in enumerate(zip(running, limits))]
         return Draft(tokens, by=["n" * len(chain) for chain in tokens])
 
-    def _propose(self, slot: int, row: Sequence, limit: int) -> list[int]:
+    def _propose(self, slot: int, sequence: Sequence, limit: int) -> list[int]:
         index = self._indexes[slot]
-        index.sync(row.tokens[: row.final_length])
-        provisional = row.tokens[row.final_length :]
-        return until_eos(index.lookup(provisional, min(limit, self._count)), self._eos_ids)
-
-    def commit(self, rows: list[Sequence], verdicts: list[RowVerdict]) -> None:
-        pass
+        index.sync(sequence.tokens[: sequence.final_length])
+        provisional = sequence.tokens[sequence.final_length :]
+        return until_eos(index.match(provisional, min(limit, self._count))[1], self._eos_ids)
 
     def move(self, source: int, destination: int) -> None:
         self._indexes[destination] = self._indexes[source]
 
     def resize(self, slots: int) -> None:
         del self._indexes[slots:]
+
+
+def ngram_sizes(settings: DrafterSettings) -> tuple[int, int, int]:
+    """(shortest suffix, longest suffix, most tokens of a proposal)."""
+    return settings.min_ngram_size, settings.max_ngram_size, settings.num_ngram_pred_tokens
 
 
 def until_eos(tokens: list[int], eos_ids: frozenset[int]) -> list[int]:

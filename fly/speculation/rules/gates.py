@@ -1,4 +1,4 @@
-"""Gates: may a draft token that is not the target's own choice be let in at this position?
+"""Gates: may a draft token that is not the target's own stand at this position?
 
 Pure functions of the target's distribution and the draft token. M positions, V vocabulary. The
 distribution is the one that the target decodes from: after temperature, top-p and the like.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from fly.config import EntropyKind
+    from fly.settings import EntropyKind
 
 
 class Gate(Protocol):
@@ -65,7 +65,7 @@ def ratio(logits_MV: Tensor, token_M: Tensor) -> Tensor:
 
 
 def rank(logits_MV: Tensor, token_M: Tensor) -> Tensor:
-    """Each token's place among the target's choices; 1 is the argmax. [M]."""
+    """Each token's rank in the target's distribution; 1 is the argmax. [M]."""
     return 1 + (logits_MV > _of(token_M, logits_MV)[:, None]).sum(-1)
 
 
@@ -102,7 +102,7 @@ class RatioGate:
 
 @dataclass(frozen=True)
 class RankGate:
-    """At most `rank - 1` tokens are likelier: rank 2 lets in the target's second choice."""
+    """At most `rank - 1` tokens are likelier: rank 2 lets in the second likeliest."""
 
     rank: int
 
@@ -142,7 +142,7 @@ class TypicalGate:
 
 
 def all_pass(gates: Sequence[Gate], logits_MV: Tensor, token_M: Tensor) -> Tensor:
-    """[M] bool: every gate passes; not for a token that the row's filters (top-p) exclude."""
+    """[M] bool: every gate passes; not for a token that the sampling filters (top-p) exclude."""
     if not gates:
         return torch.ones_like(token_M, dtype=torch.bool)
     logits_MV = logits_MV.float()

@@ -6,14 +6,15 @@ import shutil
 import pytest
 
 from fly.errors import FlyError
-from fly.runs import context
+from fly.runs.context import RunContext
+from fly.runs.jsonl import JsonLines
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     monkeypatch.setenv("FLY_HOME", str(tmp_path / "home"))
     (tmp_path / "out").mkdir()
-    return context.Session(tmp_path / "out")
+    return RunContext(tmp_path / "out")
 
 
 def numbers(path):
@@ -23,7 +24,7 @@ def numbers(path):
 @pytest.mark.parametrize("how", ["removed", "moved", "replaced"])
 def test_a_folder_taken_away_in_the_middle_ends_the_run_and_loses_nothing(run, tmp_path, how):
     """The records went to a file that had no name any more, and the run ended with status 0."""
-    lines = context.JsonLines(run, "fly_requests", 0)
+    lines = JsonLines(run, "fly_requests", 0)
     lines.write({"n": 1})
     if how == "moved":
         (tmp_path / "out").rename(tmp_path / "moved")
@@ -40,7 +41,7 @@ def test_a_folder_taken_away_in_the_middle_ends_the_run_and_loses_nothing(run, t
 
 
 def test_what_cannot_be_put_back_is_kept_in_fly_home(run, tmp_path):
-    lines = context.JsonLines(run, "fly_requests", 0)
+    lines = JsonLines(run, "fly_requests", 0)
     lines.write({"n": 1})
     shutil.rmtree(tmp_path / "out")
     (tmp_path / "out").write_text("a file in its place")
@@ -51,7 +52,7 @@ def test_what_cannot_be_put_back_is_kept_in_fly_home(run, tmp_path):
 
 def test_a_signal_in_the_middle_of_a_write_does_not_write_it_twice(run, monkeypatch):
     """Unwinding flushes: a record that was there twice made the run refuse to be resumed."""
-    lines = context.JsonLines(run, "fly_requests", 0)
+    lines = JsonLines(run, "fly_requests", 0)
     lines.write({"n": 1})
     in_place = lines._is_in_place
 

@@ -1,4 +1,4 @@
-"""Measured pass costs against a scripted machine."""
+"""Measured pass times against a scripted machine."""
 
 import random
 
@@ -39,7 +39,7 @@ def test_a_steady_machine_is_measured_exactly():
 
 
 def test_a_machine_that_slows_down_does_not_bend_the_ratios():
-    """Catches seconds taken without their neighbour: the last widths would look dear."""
+    """Catches seconds taken without their neighbour: the last widths would look expensive."""
     found = measured(lambda now: 1 + now / 50)
     ratio = found.at(9, 300) / found.at(1, 100)
     assert ratio == pytest.approx(expected(9, 300) / expected(1, 100), rel=0.04)
@@ -72,7 +72,7 @@ def test_timed_gives_each_pass():
 
 
 def test_another_models_anchor_sets_the_pace():
-    """Costs of two models measured an hour apart, on a machine three times slower by then, are
+    """Passes of two models timed an hour apart, on a machine three times slower by then, are
     comparable: catches an anchor of the draft's own."""
     early, late = Machine(lambda now: 1.0), Machine(lambda now: 3.0)
     target = measure(early.run, [1, 5], [100], sweeps=3, clock=early.clock)

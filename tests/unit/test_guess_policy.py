@@ -1,6 +1,6 @@
 """How much of an n-gram match the draft model is given to verify."""
 
-from fly.speculation.drafters.guess_policy import GuessPolicy
+from fly.speculation.drafters.cascade import GuessPolicy
 
 
 def test_a_guess_is_as_long_as_it_pays():
@@ -20,4 +20,4 @@ def test_guesses_learn_which_suffixes_can_be_trusted():
         policy.observe(4, 6, 6)
     assert policy.choose([(1, 6)], 1, 1) == 0
     assert policy.choose([(4, 6)], 1, 1) == 6
-    assert policy.choose([(4, 6), *[(0, 0)] * 7], 8, 1) == 0  # seven rows would only pay for it
+    assert policy.choose([(4, 6), *[(0, 0)] * 7], 8, 1) == 0  # seven would only pay for it

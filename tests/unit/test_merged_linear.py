@@ -35,7 +35,7 @@ def pair(bias=True):
     torch.manual_seed(0)
     plain, joined = Block(bias), Block(bias)
     joined.load_state_dict(plain.state_dict())
-    assert merged_linear.fuse(joined, lambda linear: linear) == 3
+    assert merged_linear.merge(joined, lambda linear: linear) == 3
     return plain, joined
 
 
@@ -106,7 +106,7 @@ def test_a_mutant_that_remembers_by_shape_is_caught(monkeypatch):
         return self._shares[index]
 
     _check_two_inputs(*pair())
-    monkeypatch.setattr(merged_linear.Fused, "share", share)
+    monkeypatch.setattr(merged_linear.MergedProduct, "share", share)
     with pytest.raises(AssertionError):
         _check_two_inputs(*pair())
 
@@ -137,7 +137,7 @@ def test_siblings_that_do_not_match_stay(change):
         block.k_proj = type("Adapter", (nn.Linear,), {})(32, 16)
     else:
         del block.v_proj
-    assert merged_linear.fuse(block, lambda linear: linear) == 0
+    assert merged_linear.merge(block, lambda linear: linear) == 0
     assert not isinstance(block.q_proj, merged_linear.Sibling)
 
 
@@ -146,7 +146,7 @@ def test_a_joined_model_decodes_what_generate_does():
     draft = tiny.noisy_copy(target, 0.01)
     expected = [tiny.generate(target, prompt, 40) for prompt in tiny.prompts()]
     for model in (target, draft):
-        assert merged_linear.fuse(model, lambda linear: linear) == 2 * 5
+        assert merged_linear.merge(model, lambda linear: linear) == 2 * 5
     engine = tiny.engine(target, tiny.drafter("cascade", 3, draft), 6, slots=3)
     records = tiny.decode_all(engine, tiny.prompts(), 40)
     assert [record.tokens for record in records] == expected

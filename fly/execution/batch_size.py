@@ -1,0 +1,71 @@
+"""How many sequences fit into memory: `--batch_size auto`.
+
+A sequence costs its K/V, exactly known per token, and its share of the widest pass's workspace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from fly.execution import oom
+from fly.execution.model_runner import ModelRunner
+
+_USABLE = 0.85  # the rest is for fragmentation, other processes, and the scores' own work
+
+
+@dataclass(frozen=True)
+class SequenceWork:
+    """What one sequence asks of a model.
+
+    runner: has one slot, is used for the measurement and left empty. width: the widest pass per
+    sequence, in tokens. kept: draft tokens whose distribution is kept until they are verified,
+    when sampling.
+    """
+
+    runner: ModelRunner
+    width: int
+    kept: int = 0
+
+    def bytes_for(self, tokens: int) -> int:
+        """Bytes of a sequence: K/V of `tokens` tokens, the widest pass's workspace, distributions.
+
+        The workspace is measured on accelerators. On CPUs, where it cannot be, it is the logits in
+        the model's dtype and twice in float32, which is most of it.
+        """
+        runner = self.runner
+        runner.prefill(0, [0])
+        on_cuda = runner.device.type == "cuda"
+        if on_cuda:
+            torch.cuda.synchronize(runner.device)
+            torch.cuda.reset_peak_memory_stats(runner.device)
+            before = torch.cuda.memory_allocated(runner.device)
+        logits = runner.extend([[0] * self.width]).to(torch.float32, copy=True)  # as in sampling
+        if on_cuda:
+            torch.cuda.synchronize(runner.device)
+            workspace = torch.cuda.max_memory_allocated(runner.device) - before
+        else:
+            workspace = logits.numel() * (8 + runner.model.dtype.itemsize)
+        cached = runner.cache.bytes_per_token * runner.cache.rounded(tokens + self.width)
+        runner.resize(runner.slots)
+        return cached + workspace + self.kept * logits.shape[-1] * torch.float32.itemsize
+
+
+def sequences_that_fit(works: Iterable[SequenceWork], tokens: int, at_most: int) -> int:
+    """Sequences of `tokens` tokens that fit beside the loaded models; 1 to `at_most`.
+
+    Models on one device share its memory.
+    """
+    needed: dict[torch.device, int] = {}
+    for work in works:
+        device = work.runner.device
+        try:
+            needed[device] = needed.get(device, 0) + work.bytes_for(tokens)
+        except (RuntimeError, MemoryError) as error:
+            if oom.is_out_of_memory(error):
+                return 1
+            raise
+    fits = (int(_USABLE * oom.free_bytes(device) / need) for device, need in needed.items())
+    return max(1, min(at_most, *fits))

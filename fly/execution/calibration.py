@@ -1,0 +1,130 @@
+"""Pass costs from short passes of the loaded models.
+
+They are rounded to coarse steps and kept, so that the next run on the machine decides as this one
+does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import transformers
+
+from fly import __version__
+from fly.execution.device import cpu_name
+from fly.execution.model_runner import ModelRunner
+from fly.execution.pass_costs import NO_DRAFT, PairCosts, PassCosts, growth
+from fly.paths import fly_home, write_whole
+
+logger = logging.getLogger(__name__)
+
+_SIZES = (1, 4, 6, 9, 12, 24, 48, 96)  # tokens of the passes that are timed
+_BUDGET = 1.5  # seconds after which no further pass of a model is started
+_STEPS = 8  # costs are rounded to powers of 2 ** (1 / _STEPS), some nine percent
+_MOST_AGE = 30 * 24 * 3600.0  # seconds after which a kept calibration is made again
+
+
+def calibrate(
+    target: ModelRunner, draft: ModelRunner | None, identity: dict[str, Any]
+) -> PairCosts:
+    """Time a few passes of both models, or take what an earlier run on this machine kept.
+
+    identity: what the costs depend on beside the machine. The runners are emptied.
+    """
+    path = _path(identity)
+    if (kept := _read(path)) is not None:
+        return kept
+    seconds = _seconds(target)
+    alone = seconds[0]
+    costs = PairCosts(
+        _coarse(seconds, alone, target.way),
+        NO_DRAFT if draft is None else _coarse(_seconds(draft), alone, draft.way),
+        "calibration",
+    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(costs.as_dict()))
+    except OSError as error:  # without a writable home every run calibrates anew
+        logger.info("the calibration of pass costs cannot be kept in %s: %s", path.parent, error)
+    return costs
+
+
+def _path(identity: dict[str, Any]) -> Path:
+    """Where the costs are kept of what they depend on."""
+    depends_on = {
+        "cpu": cpu_name(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "cores": psutil.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "sizes": _SIZES,
+        "steps": _STEPS,
+        "fly": __version__,
+        "torch": torch.__version__,
+        "lib": transformers.__version__,
+        **identity,
+    }
+    text = json.dumps(depends_on, sort_keys=True, default=str)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return fly_home() / "calibration" / f"{digest}.json"
+
+
+def _read(path: Path) -> PairCosts | None:
+    """What is kept there, unless it is too old or damaged."""
+    try:
+        if time.time() - path.stat().st_mtime > _MOST_AGE:
+            return None
+        data = json.loads(path.read_text(encoding="utf-8"))
+        tables = {}
+        for role in ("target", "draft"):
+            sizes, costs = zip(*sorted((int(n), float(cost)) for n, cost in data[role].items()))
+            tables[role] = PassCosts(sizes, costs)
+        return PairCosts(tables["target"], tables["draft"], "cache")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _seconds(runner: ModelRunner) -> list[float]:
+    """Of passes over `_SIZES` tokens, as many as the budget allows; the narrow ones, which matter
+    most and vary most, the best of two or three."""
+    start, found = time.perf_counter(), list[float]()
+    runner.prefill(0, [0])
+    for tokens in _SIZES:
+        if found and time.perf_counter() - start > _BUDGET:
+            break
+        best = math.inf
+        for _ in range(3 if tokens == 1 else 2 if tokens < 12 else 1):
+            before = time.perf_counter()
+            runner.extend([[0] * tokens])
+            best = min(best, time.perf_counter() - before)
+        found.append(best)
+    runner.resize(runner.slots)
+    return found
+
+
+def _coarse(seconds: list[float], alone: float, way: str) -> PassCosts:
+    """Relative to `alone`, in coarse steps; more tokens never cost less.
+
+    After the last size that was timed costs grow as the rule for `way` says, or as they did last if
+    that is more: large models are timed at a few sizes only, where width may still be free.
+    """
+    costs: list[float] = []
+    for value in seconds:
+        step = 2 ** (round(_STEPS * math.log2(value / alone)) / _STEPS)
+        costs.append(max([round(step, 3), *costs]))
+    sizes = [*_SIZES[: len(costs)]]
+    free, more = growth(way)
+    slope = costs[0] / more
+    if len(costs) > 1:
+        slope = max(slope, (costs[-1] - costs[-2]) / (sizes[-1] - sizes[-2]))
+    if sizes[-1] < free:
+        sizes.append(free)
+        costs.append(costs[-1])
+    return PassCosts((*sizes, sizes[-1] + more), (*costs, round(costs[-1] + slope * more, 3)))

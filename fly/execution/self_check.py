@@ -1,0 +1,112 @@
+"""Checks around loading: enough memory before, and passes through the cache after."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from fly.errors import FlyError
+from fly.execution import oom
+from fly.execution.model_runner import ModelRunner, input_device
+from fly.models.sources import ModelSource, weight_bytes
+
+logger = logging.getLogger(__name__)
+
+_CHECKED = 64  # tokens of context in the self-check
+# The difference that rounding explains between passes of different widths, as a share of the
+# largest logit, by dtype.
+_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
+_COARSEST = 0.05
+_LOADED = 1.2  # bytes in memory per byte of weights: an untied copy of the head, quantisation
+_WORKSPACE = 10**9  # bytes beside the weights: activations, K/V, libraries
+NOT_FINITE = (
+    "its weights are damaged, or overflow in this dtype: fetch the model again, or try "
+    "dtype=float32 (draft_dtype for the draft)"
+)
+
+
+def warn_if_memory_is_short(target: ModelSource, draft: ModelSource | None, device: str) -> None:
+    """Log a warning if a CPU's free memory will hardly hold the models that are on this disk.
+
+    Weights are packed one at a time and the checkpoint's own copy is released as they are, so the
+    two never exist side by side.
+    """
+    if device != "cpu":
+        return
+    stored = sum(weight_bytes(source) for source in (target, draft) if source is not None)
+    needed, free = int(_LOADED * stored) + _WORKSPACE, oom.free_bytes(torch.device("cpu"))
+    if stored and needed > free:
+        logger.warning(
+            "the models will take about %.1f GB of memory and %.1f GB are free: close other "
+            "programs, or choose smaller models",
+            needed / 1e9,
+            free / 1e9,
+        )
+
+
+@torch.inference_mode()
+def check_cache_agrees(model: PreTrainedModel, field: str) -> None:
+    """Decode two sequences through the cache and compare every logit with a plain pass.
+
+    Catches architectures that ignore the mask or the positions that fly passes (ALiBi, or
+    positions counted by the cache), and passes that compute something else than the model's own.
+    Logits may differ by what the dtype's rounding explains; the largest logit may be another one
+    only where two are that close. Raises FlyError, naming the configuration key `field`.
+    """
+    config = model.config.get_text_config()
+    length = min(_CHECKED, int(getattr(config, "max_position_embeddings", None) or _CHECKED))
+    words = max(1, min(config.vocab_size, 1000) - 3)
+    tokens = [(index * index * 7 + index * 11) % words + 3 for index in range(length)]
+    name = f"{field} ({model.config.model_type})"
+    device = input_device(model)
+    expected: Any = model(torch.tensor([tokens], device=device)).logits[0].float()
+    if not expected.isfinite().all():
+        raise FlyError(f"{name}: its logits are not finite (NaN or infinite): {NOT_FINITE}")
+    try:
+        checked = _through_cache(model, tokens)
+    except (ValueError, TypeError, RuntimeError, AttributeError, LookupError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise FlyError(
+            f"{name}: cannot be decoded through fly's cache ({reason}): this architecture is not "
+            "supported yet"
+        ) from error
+    tolerance = _ROUNDING.get(model.dtype, _COARSEST) * expected.abs().max().item() + 1e-4
+    for at, logits in checked:
+        difference = (logits - expected[at]).abs().max().item()
+        best, ours = (int(values.argmax()) for values in (expected[at], logits))
+        gap = (expected[at, best] - expected[at, ours]).item()
+        if not difference <= tolerance or gap > tolerance:  # also refuses NaN
+            raise FlyError(
+                f"{name}: decoding through fly's cache differs from the model's plain pass (at "
+                f"token {at} by {difference:.3g}, where rounding explains {tolerance:.3g}): this "
+                "architecture is not supported yet"
+            )
+
+
+def _through_cache(model: PreTrainedModel, tokens: list[int]) -> list[tuple[int, torch.Tensor]]:
+    """(position, logits [V] there) of two sequences, fed piece by piece with a rollback.
+
+    Together the pieces are prompt chunks, a wide pass and drafts, and cover all of `tokens`.
+    """
+    first, second = len(tokens) // 3, len(tokens) // 2
+    runner = ModelRunner(model, slots=2, max_length=len(tokens), reuse_prefixes=False)
+    runner.prefill(0, tokens[:first], chunk=16)
+    runner.prefill(1, tokens[:second], chunk=16)
+    # the two fillers are rolled back
+    runner.extend([[*tokens[first : first + 2], 1, 1], tokens[second : second + 2]])
+    runner.truncate(0, first + 2)
+    runner.truncate(1, second + 2)
+    checked = []
+    at = [first + 2, second + 2]
+    while min(at) < len(tokens):
+        pieces = [tokens[start : start + width] for start, width in zip(at, (5, 3))]
+        # a sequence that has ended repeats its last token
+        logits_BQV = runner.extend([piece or tokens[-1:] for piece in pieces]).float()
+        for row, (start, piece) in enumerate(zip(at, pieces)):
+            checked += [(start + i, logits_BQV[row, i]) for i in range(len(piece))]
+            at[row] = start + len(piece)
+            runner.truncate(row, at[row])
+    return checked

@@ -1,0 +1,258 @@
+"""What every engine of fly shares as an lm-eval model: from generate_until to records and results.
+
+An engine says how requests are decoded (`decode`); here they are built and checked, finished ones
+of a resumed run are taken from its records, each response is kept the moment it is there, and the
+results entry is made. So resume, compare, report and plot do not care which engine it was.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lm_eval.api.model import TemplateLM
+
+from fly.config import FlyConfig
+from fly.execution.device import device_facts, peak_memory_bytes, timing_facts
+from fly.harness import progress, sandbox
+from fly.harness.requests import build_request, check_decoding, identity, response_text
+from fly.runs import context, resume
+from fly.runs.environment import versions
+from fly.runs.jsonl import JsonLines
+from fly.runs.records import Observer, RequestRecord, RoundRecord, RunStats
+from fly.runs.trace_writer import Trace, check_has_folder
+from fly.speculation.sampling import Sampling
+from fly.speculation.sequence import Request
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+logger = logging.getLogger(__name__)
+
+
+class Backend(TemplateLM):
+    """Mix it in before one of lm-eval's model classes that has a tokenizer, as HFLM.
+
+    An engine calls `use_config` before it loads models and `join_run` after that.
+    observers: they see every round, with the target's entropies; whoever adds one shows the
+    progress.
+    """
+
+    fly_config: FlyConfig
+    eos_ids: frozenset[int]
+
+    def use_config(self, config: FlyConfig) -> None:
+        """Start with this configuration. Raises FlyError if a trace has no folder."""
+        self.fly_config = config
+        self.observers: list[Observer] = []
+        self.samplings: set[Sampling] = set()
+        self.stats = RunStats()
+        self._unshared = RunStats()  # counts that the other processes do not know of yet
+        if config.trace:
+            check_has_folder(context.current())
+
+    def join_run(self, model_args: dict[str, Any]) -> None:
+        """Take part in the run: what decides its texts is noted, or is as it was."""
+        run = context.current()
+        self._share_start(run)
+        if self.rank == 0:
+            run.results_entry = self.results_entry
+        if run.manifest is not None:
+            resume.check_models(run.manifest, self.fly_config, model_args, loaded=True)
+            for name, fact in self.deciding_facts().items():
+                run.manifest.agree(name, fact)
+        if run.finished_requests is not None:
+            self.stats.merge(run.finished_requests.stats)
+
+    def _share_start(self, run: context.RunContext) -> None:
+        """All processes of a run name their files by the first one's clock."""
+        if self.world_size > 1:
+            started = [run.started]
+            torch.distributed.broadcast_object_list(started, src=0)
+            run.started = started[0]
+
+    # ---------------------------------------------------------------- what an engine overrides
+
+    def decode(
+        self, missing: list[Request], wanted: list[Request], observer: Observer
+    ) -> Iterator[RequestRecord]:
+        """Decode `missing`, the part of all `wanted` requests that is not there yet.
+
+        Yields each request's record as soon as it ends, in any order; calls `observer` per round.
+        """
+        raise NotImplementedError
+
+    def deciding_facts(self) -> dict[str, Any]:
+        """What a resumed run must agree in, beside its configuration and models."""
+        return {"device": timing_facts(self.device), "dtype": str(self.model.dtype)}
+
+    def engine_facts(self) -> dict[str, Any]:
+        """Further keys of the results entry."""
+        return {
+            "draft_dtype": None,
+            "draft_num_parameters": None,
+            "preparation": None,
+            "draft_length": None,
+        }
+
+    # ---------------------------------------------------------------- generation
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """One text per request, in order. All requests are checked before the first is decoded."""
+        if self.world_size == 1:
+            return self.generate(requests, disable_tqdm)
+        # lm-eval evens processes out by asking for a document again: that is no work of the run
+        own = _without_padding(requests)
+        texts = dict(zip(own, self.generate([requests[index] for index in own], disable_tqdm)))
+        of_instance = {id(requests[index]): text for index, text in texts.items()}
+        return [
+            texts.get(index, of_instance[id(instance)]) for index, instance in enumerate(requests)
+        ]
+
+    def generate(self, requests: list[Instance], disable_tqdm: bool) -> list[str]:
+        """`generate_until` for the requests of this process."""
+        wanted = self.build_requests(requests)
+        order = {id(request): index for index, request in enumerate(wanted)}
+        texts = self._finished_texts(wanted)
+        missing = [request for index, request in enumerate(wanted) if index not in texts]
+        finished = len(texts)
+        log = JsonLines(context.current(), "fly_requests", self.rank)
+        traces = None
+        if self.fly_config.trace:
+            traces = Trace(context.current(), self.tokenizer, self.rank, self.world_size)
+        bar = progress.Progress(
+            len(wanted),
+            enabled=not disable_tqdm and not self.observers and self.rank == 0,
+            log=self.fly_config.verbose,
+            done=finished,
+        )
+        observers = [bar.on_round, *([traces.on_round] if traces else []), *self.observers]
+
+        def observe(record: RoundRecord) -> None:
+            for observer in observers:
+                observer(record)
+
+        local = RunStats()
+        try:
+            for record in self.decode(missing, wanted, observe):
+                index = order[id(record.request)]
+                texts[index] = response_text(record.tokens, record.request, self)
+                self.keep(requests[index], texts[index], record, log)
+                local.add_request(record)
+                bar.on_request()
+        except BaseException:
+            _report_interruption(log, len(wanted), finished)
+            raise
+        finally:
+            bar.close()
+            log.close()
+            if traces is not None:
+                traces.close()
+        local.peak_memory_bytes = peak_memory_bytes(self.device)
+        self._unshared.merge(local)
+        if self.world_size == 1:
+            self._share()
+        return [texts[index] for index in range(len(wanted))]
+
+    def build_requests(self, instances: list[Instance]) -> list[Request]:
+        """All requests, checked; equal ones (repeats of a document) get seeds of their own."""
+        seen: Counter[tuple[Any, ...]] = Counter()
+        wanted = []
+        for instance in instances:
+            key = (instance.task_name, instance.doc_id, instance.idx, instance.args[0])
+            wanted.append(build_request(instance, self, seen[key]))
+            seen[key] += 1
+        self.samplings.update(request.sampling for request in wanted)
+        check_decoding(wanted, self)
+        return wanted
+
+    def _finished_texts(self, wanted: list[Request]) -> dict[int, str]:
+        """By index: the texts that the run's records hold already; lm-eval's cache gets them."""
+        finished = context.current().finished_requests
+        if finished is None:
+            return {}
+        asked = [identity(request) for request in wanted]
+        if getattr(self.cache_hook, "dbdict", None) is None:  # else lm-eval asks only for the rest
+            finished.note_asked(asked)
+        found = {index: finished.text(item) for index, item in enumerate(asked)}
+        context.current().begin_resumed()
+        texts = {index: text for index, text in found.items() if text is not None}
+        for index, text in texts.items():
+            self.cache_hook.add_partial("generate_until", wanted[index].tag.args, text)
+        if texts:
+            logger.info("resumed: %d of %d responses are there already", len(texts), len(wanted))
+        return texts
+
+    def keep(self, instance: Instance, text: str, record: RequestRecord, log: JsonLines) -> None:
+        """A finished response goes to lm-eval's cache and to the per-request file at once."""
+        self.cache_hook.add_partial("generate_until", instance.args, text)
+        if self.fly_config.enable_statistics:
+            log.write({**identity(record.request), **record.as_dict(), "text": text})
+
+    # ---------------------------------------------------------------- several processes
+
+    def barrier(self) -> None:
+        """Where lm-eval has all processes meet: also those that had nothing to decode."""
+        self._share()
+        super().barrier()
+
+    def _share(self) -> None:
+        """Only the first process gets the others' shares; it writes the results."""
+        own, self._unshared = self._unshared, RunStats()
+        for stats, samplings in self.gather_object((own, self.samplings)) or [(own, set())]:
+            self.stats.merge(stats)
+            self.samplings |= samplings
+
+    # ---------------------------------------------------------------- reporting
+
+    def results_entry(self) -> dict[str, Any]:
+        """`config.fly` of the results file. Plain Python values: lm-eval drops what json cannot."""
+        run = context.current()
+        return {
+            "started": run.started,
+            "resumed": run.resumed,
+            "mode": self.fly_config.mode,
+            "drafter": self.fly_config.drafter_name,
+            "config": self.fly_config.model_dump(),
+            "config_hash": self.fly_config.hash(),
+            "versions": versions(),
+            "device": device_facts(self.device),
+            "processes": self.world_size,
+            "dtype": str(self.model.dtype),
+            **self.engine_facts(),
+            "eos_token_ids": sorted(self.eos_ids),
+            "sampling": [asdict(sampling) for sampling in sorted(self.samplings, key=repr)],
+            "sandbox": sandbox.used_isolation(),
+            "stats": self.stats.as_dict(),
+        }
+
+    def get_model_info(self) -> dict[str, Any]:
+        """lm-eval's facts, plus `fly`: configuration, versions, device, statistics."""
+        return {**super().get_model_info(), "fly": self.results_entry()}
+
+
+def _report_interruption(log: JsonLines, total: int, finished: int) -> None:
+    if log.count or finished:
+        log.flush()
+        logger.warning(
+            "interrupted: %d of %d responses are kept in %s; %s",
+            log.count + finished,
+            total,
+            log.path,
+            context.current().resume_hint,
+        )
+
+
+def _without_padding(requests: list[Instance]) -> list[int]:
+    """Where each instance stands for the first `repeats` times."""
+    seen: Counter[int] = Counter()
+    own = []
+    for index, instance in enumerate(requests):
+        seen[id(instance)] += 1
+        if seen[id(instance)] <= instance.repeats:
+            own.append(index)
+    return own

@@ -1,0 +1,196 @@
+"""From loaded models and a configuration to an engine, with its drafter and draft length."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from fly import registry
+from fly.config import FlyConfig
+from fly.execution import pass_costs
+from fly.execution.batch_size import SequenceWork, sequences_that_fit
+from fly.execution.calibration import calibrate
+from fly.execution.model_runner import ModelRunner
+from fly.execution.weights import PackedWeights
+from fly.runs.records import Observer
+from fly.settings import DrafterSettings
+from fly.speculation.draft_length import AdaptiveLength, DraftLength, FixedLength, pays
+from fly.speculation.drafters.base import Drafter, DrafterContext, NoDrafter
+from fly.speculation.engine import Engine
+from fly.speculation.rules.base import Rule
+from fly.speculation.sequence import Request
+
+logger = logging.getLogger(__name__)
+
+_LOSSY_ACCEPTANCE = 0.87  # of draft tokens, assumed where no count of the run may decide
+
+
+def rule_of(config: FlyConfig) -> Rule:
+    """The verification rule in force."""
+    kind = registry.load(registry.RULES[config.rule])
+    rule: Rule = kind(config.part(kind.settings_type))
+    return rule
+
+
+@dataclass
+class EngineFactory:
+    """Makes engines of one pair.
+
+    batch_size: sequences that run together; `auto` for as many as memory holds, at most
+    max_batch_size. draft_length: for the results, how the draft length of the last engine was
+    decided.
+    """
+
+    target: PreTrainedModel
+    draft: PreTrainedModel | None
+    tokenizer: Any
+    packed: PackedWeights
+    eos_ids: frozenset[int]
+    max_length: int
+    batch_size: int | str
+    max_batch_size: int
+    draft_length: dict[str, Any] | None = field(default=None, init=False)
+
+    def engine(
+        self,
+        config: FlyConfig,
+        missing: list[Request],
+        wanted: list[Request],
+        observer: Observer,
+        trace_entropy: bool,
+    ) -> Engine:
+        """For `missing`, which of all `wanted` requests are not there yet."""
+        slots = max(1, min(self._running_sequences(config, missing), len(missing)))
+        target = self.target_runner(config, slots)
+        drafter = self._drafter(config, slots)
+        if target.static is not None and not all(r.sampling.is_plain for r in missing):
+            logger.info(
+                "requests that sample or have a repetition penalty draft step by step, outside of "
+                "the graphed draft loop"
+            )
+        return Engine(
+            target,
+            drafter,
+            rule_of(config),
+            draft_length=self._draft_length(config, wanted, target, drafter),
+            spd_k=config.spd_k if config.drafter_name else 0,
+            eos_ids=self.eos_ids,
+            # cleaning up would take back characters that a stop string has matched
+            decode=lambda ids: self.tokenizer.decode(
+                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            ),
+            observer=observer,
+            reuse_prefixes=config.prefix_reuse,
+            trace_entropy=config.entropy_kind if trace_entropy else None,
+        )
+
+    def target_runner(self, config: FlyConfig, slots: int) -> ModelRunner:
+        return self._runner(config, self.target, slots, self.max_length)
+
+    def draft_runner(self, config: FlyConfig, slots: int) -> ModelRunner:
+        assert self.draft is not None
+        return self._runner(config, self.draft, slots, context_of(self.draft, self.max_length))
+
+    def _runner(
+        self, config: FlyConfig, model: PreTrainedModel, slots: int, max_length: int
+    ) -> ModelRunner:
+        size = self.target.config.get_text_config().vocab_size
+        runner = ModelRunner(
+            model, slots, max_length, reuse_prefixes=config.prefix_reuse, vocabulary=size
+        )
+        if config.compile == "auto" and runner.device.type == "cuda":
+            if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+                logger.warning("compile=auto: eager passes: the model is spread over devices")
+            else:
+                runner.use_static_passes(capture=True)
+        return runner
+
+    def _drafter(self, config: FlyConfig, slots: int) -> Drafter:
+        if config.drafter_name is None:
+            return NoDrafter()
+        kind = registry.load(registry.DRAFTERS[config.drafter_name].where)
+        drafter: Drafter = kind.create(
+            DrafterContext(
+                slots,
+                config.part(DrafterSettings),
+                self.eos_ids,
+                lambda: self.draft_runner(config, slots),
+            )
+        )
+        return drafter
+
+    def _running_sequences(self, config: FlyConfig, requests: list[Request]) -> int:
+        """`--batch_size`; for auto, as many as fit into memory at their longest."""
+        if not requests:
+            return 1
+        if isinstance(self.batch_size, int):
+            return self.batch_size
+        width = config.spd_k + 1 if config.drafter_name else 1
+        works = [SequenceWork(ModelRunner(self.target, 1, self.max_length), width)]
+        if self.draft is not None:
+            runner = ModelRunner(self.draft, 1, self.max_length)
+            sampled = any(not request.sampling.is_greedy for request in requests)
+            kept = config.spd_k if sampled else 0
+            works.append(SequenceWork(runner, config.num_ngram_pred_tokens + 2, kept))
+        count = sequences_that_fit(
+            works,
+            max(len(request.prompt) + request.budget for request in requests),
+            at_most=min(len(requests), self.max_batch_size),
+        )
+        logger.info("batch_size=auto: %d running sequences", count)
+        return count
+
+    def _draft_length(
+        self, config: FlyConfig, wanted: list[Request], target: ModelRunner, drafter: Drafter
+    ) -> DraftLength:
+        """`draft_policy`: by calibrated costs and counts where texts do not depend on it; else
+        spd_k or nothing for the whole run, by a rule that is the same on every machine of a kind.
+
+        All requests decide, not those that are left: a resumed run decides as it did before.
+        """
+        on_cpu = self.target.device.type == "cpu"
+        if config.draft_policy == "fixed" or config.drafter_name is None or not on_cpu:
+            self.draft_length = {"policy": "fixed", "spd_k": config.spd_k}
+            return FixedLength(config.spd_k)
+        draft = drafter.runner
+        if config.rule == "exact" and all(request.sampling.is_greedy for request in wanted):
+            found = calibrate(target, draft, self._deciding_costs(config))
+            self.draft_length = {"policy": "adaptive", "spd_k": config.spd_k, **found.as_dict()}
+            return AdaptiveLength(config.spd_k, found)
+        weight = self.packed.draft_weight if draft is not None else 0.0
+        of_draft = self.packed.draft if draft is not None else None
+        found = pass_costs.by_rule(self.packed.target, of_draft, weight)
+        # for auto not what memory has room for now: that differs from start to start
+        most = self.batch_size if isinstance(self.batch_size, int) else self.max_batch_size
+        sequences = max(1, min(most, len(wanted)))
+        drafts = pays(config.spd_k, sequences, _LOSSY_ACCEPTANCE, found)
+        length = config.spd_k if drafts else 0
+        self.draft_length = {"policy": "rule", "spd_k": length, **found.as_dict()}
+        if not drafts:
+            logger.warning(
+                "drafting %d tokens for %d sequences would be slower than the target alone "
+                "(%s passes), so nothing is drafted: lower --batch_size or spd_k, or set "
+                "draft_policy=fixed to draft all the same",
+                config.spd_k,
+                sequences,
+                self.packed.target,
+            )
+        return FixedLength(length)
+
+    def _deciding_costs(self, config: FlyConfig) -> dict[str, Any]:
+        """What pass costs depend on, beside the machine."""
+        models = [model for model in (self.target, self.draft) if model is not None]
+        return {
+            "models": [model.config.get_text_config().to_diff_dict() for model in models],
+            "passes": (self.packed.target, self.packed.draft),
+            "drafter": config.drafter_name,
+        }
+
+
+def context_of(model: PreTrainedModel, most: int) -> int:
+    """Tokens that a model's positions reach, at most `most`."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return min(int(limit or most), most)

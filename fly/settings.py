@@ -1,0 +1,320 @@
+"""The keys of a pair's JSON, one group for each room that reads them.
+
+A file holds all groups' keys side by side (`fly.config.FlyConfig`); inside, a room is given its own
+group only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from fly import registry
+
+EntropyKind = Literal["top3", "full", "normalized"]
+Quantization = Literal["auto", "none", "int4", "int8", "fp8"]
+Execution = Literal["auto", "kernels", "onednn", "eager"]
+
+
+def _check_known(names: Mapping[str, Any]) -> Callable[[str], str]:
+    def check(name: str) -> str:
+        if name not in names:
+            *others, last = map(repr, names)
+            wanted = f"{', '.join(others)} or {last}"
+            raise PydanticCustomError(
+                "literal_error", "Input should be {wanted}", {"wanted": wanted}
+            )
+        return name
+
+    return check
+
+
+DrafterName = Annotated[
+    str,
+    AfterValidator(_check_known(registry.DRAFTERS)),
+    Field(json_schema_extra={"enum": [*registry.DRAFTERS]}),
+]
+Verification = Annotated[
+    str,
+    AfterValidator(_check_known(registry.RULES)),
+    Field(json_schema_extra={"enum": [*registry.RULES]}),
+]
+
+
+class Settings(BaseModel):
+    """A group of keys: checked, and fixed from then on."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class ModelSettings(Settings):
+    """Which two models, and where the draft lies."""
+
+    target_model_path: str = Field(
+        description="Target model: hub id, local folder, .gguf file, or pair:NAME/target for an "
+        "embedded pair. The scores are this model's.",
+    )
+    draft_model_path: str | None = Field(
+        None,
+        description="Draft model, in the same forms. `pretrained=` in model_args overrides it. "
+        "Not needed by drafter=ngram or use_sd=false.",
+    )
+    draft_revision: str | None = Field(
+        None,
+        description="Branch, tag or commit of a draft model that lies on a hub. null: its main "
+        "branch. `revision` in model_args is the target's.",
+    )
+    draft_device: str | None = Field(
+        None, description="Device of the draft model, e.g. cuda:1 or cpu. null: the target's."
+    )
+    draft_dtype: str | None = Field(
+        None, description="dtype of the draft model, e.g. bfloat16. null: the target's."
+    )
+    dual_tok: bool = Field(
+        False,
+        description="The reference's two-tokenizer mode. Only false: fly needs one vocabulary.",
+    )
+
+
+class DrafterSettings(Settings):
+    """What proposes tokens, and how many."""
+
+    use_sd: bool = Field(
+        True, description="false decodes with the target alone, through the same engine."
+    )
+    drafter: DrafterName | None = Field(
+        None,
+        description="model: the draft model. ngram: prompt lookup alone, no second model. cascade: "
+        "n-gram proposes, draft model verifies, target verifies. null: cascade if use_ngram, "
+        "else model.",
+    )
+    use_ngram: bool = Field(
+        False, description="Accelerate the draft model by n-gram lookup (the cascade)."
+    )
+    spd_k: int = Field(
+        15, ge=0, le=256, description="K: most draft tokens per round. 0 is the target alone."
+    )
+    max_ngram_size: int = Field(
+        4, ge=1, le=32, description="Longest suffix that is looked up, in tokens."
+    )
+    min_ngram_size: int = Field(
+        1,
+        ge=1,
+        le=32,
+        description="Shortest suffix that is looked up, in tokens.",
+    )
+    num_ngram_pred_tokens: int = Field(
+        6, ge=1, le=256, description="Most tokens that one n-gram lookup proposes."
+    )
+    draft_policy: Literal["auto", "fixed"] = Field(
+        "auto",
+        description="fixed: spd_k tokens every round. auto: as many of them as pay for the running "
+        "sequences on this machine, by relative pass costs and counts; where the number would "
+        "change texts (FLy and other lossy rules, sampling) spd_k or none, by a fixed rule for the "
+        "whole run, which is logged.",
+    )
+
+
+class RuleSettings(Settings):
+    """Which verification rule is in force."""
+
+    enable_fly: bool = Field(
+        True, description="false is exact verification: lossless speculative decoding."
+    )
+    verification: Verification | None = Field(
+        None,
+        description="Which draft tokens stand. fly: also mismatches that pass the gates and whose "
+        "window holds. exact: none but the target's own. typical: Medusa's typical acceptance. "
+        "top_k: TensorRT-LLM's relaxed acceptance. accept_all: no verification, the lower bound of "
+        "accuracy. null: fly if enable_fly, else exact.",
+    )
+
+
+class FlySettings(Settings):
+    """The keys of FLy (arXiv 2511.22972, section 3.2): gates and window."""
+
+    entropy_thre: float | None = Field(
+        0.3,
+        ge=0,
+        description="theta: a mismatch may be deferred only where the target's entropy is at "
+        "least this; in the unit of entropy_kind. null switches the gate off.",
+    )
+    win_len: int = Field(
+        6,
+        ge=0,
+        description="W: how many draft tokens after a deferred mismatch must all match the "
+        "target. 0 is no window. (The reference code checks W-1.)",
+    )
+    entropy_kind: EntropyKind = Field(
+        "top3",
+        description="top3: over the 3 largest probabilities, nats, not renormalised (what 0.3 was "
+        "tuned for). full: whole vocabulary, nats. normalized: full divided by ln V, 0 to 1.",
+    )
+    margin_thre: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="A further gate of fly: the target's two largest probabilities differ by at "
+        "most this (0 to 1). null switches it off. All gates that are on must pass.",
+    )
+    draft_ratio_thre: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="A further gate of fly: the draft token's target probability is at least this "
+        "share of the largest one (0 to 1). null switches it off.",
+    )
+    draft_rank_max: int | None = Field(
+        None,
+        ge=1,
+        description="A further gate of fly: at most this place of the draft token among the "
+        "target's choices (2 is its second). null switches it off.",
+    )
+    defer_across_rounds: bool = Field(
+        False,
+        description="A deferral's window may be filled by later rounds; until then its tokens are "
+        "provisional. false is the paper's rule: the window must fit into the round's draft.",
+    )
+    window_rule: Literal["paper", "reference"] = Field(
+        "paper",
+        description="paper: win_len following tokens are checked. reference: win_len - 1 are "
+        "checked though win_len must follow, as the reference code does; to repeat its runs.",
+    )
+    abla_no_window: bool = Field(
+        False, description="Ablation of the reference: accept every mismatch that passes the gate."
+    )
+
+    @property
+    def window(self) -> int:
+        """W as verification uses it."""
+        return 0 if self.abla_no_window else self.win_len
+
+
+class TypicalSettings(Settings):
+    """The keys of typical acceptance (Medusa, arXiv 2401.10774)."""
+
+    typical_epsilon: float = Field(
+        0.09, gt=0, lt=1, description="verification=typical: the hard threshold, a probability."
+    )
+    typical_delta: float = Field(
+        0.3,
+        gt=0,
+        lt=1,
+        description="verification=typical: the soft threshold is this times exp(-entropy in nats).",
+    )
+
+
+class TopKSettings(Settings):
+    """The keys of TensorRT-LLM's relaxed acceptance."""
+
+    relaxed_top_k: int = Field(
+        10, ge=1, description="verification=top_k: the token is among so many likeliest ones."
+    )
+    relaxed_delta: float = Field(
+        0.6,
+        ge=0,
+        le=1,
+        description="verification=top_k: the largest probability exceeds the token's by at most "
+        "this.",
+    )
+
+
+class SamplingSettings(Settings):
+    """How tokens are chosen where a task's gen_kwargs do not say."""
+
+    temperature: float = Field(
+        0.0,
+        ge=0,
+        description="0 is greedy. A task's gen_kwargs win over it.",
+    )
+    top_k: int | None = Field(
+        None,
+        ge=0,
+        description="When sampling: only the so many likeliest tokens; 0 is off. As for the next "
+        "three, a task's gen_kwargs win, and null leaves it to the target's generation_config.",
+    )
+    top_p: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="When sampling: the fewest tokens that hold this probability; 1 is off.",
+    )
+    min_p: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="When sampling: tokens of at least this share of the largest probability.",
+    )
+    repetition_penalty: float | None = Field(
+        None, gt=0, description="Penalty on tokens of the prompt and output; 1 is off."
+    )
+    seed: int | None = Field(
+        None,
+        ge=0,
+        description="Where every request's random numbers start. null: lm-eval's --seed for torch.",
+    )
+    total_gen_tok: int | None = Field(
+        None,
+        ge=1,
+        description="Cap on generated tokens per request, beside the task's max_gen_toks.",
+    )
+
+
+class ExecutionSettings(Settings):
+    """How forward passes are computed."""
+
+    compile: Literal["auto", "off"] = Field(
+        "auto",
+        description="auto: packed weights on a CPU (see execution), CUDA graphs on a GPU, and a "
+        "logged reason where neither applies. off: the model's own eager passes.",
+    )
+    execution: Execution = Field(
+        "auto",
+        description="How a CPU computes the passes of bfloat16 models. kernels: fly's own, for "
+        "x86-64 with AVX2, AVX-512 or AMX. onednn: oneDNN's prepacked weights, for CPUs with "
+        "bfloat16 instructions. eager: the model's own passes. auto: the first of these that can "
+        "be had here.",
+    )
+    threads: int | None = Field(
+        None,
+        ge=1,
+        le=4096,
+        description="Threads of a CPU's passes. null: PyTorch's choice (OMP_NUM_THREADS), at most "
+        "the cores that this process may use.",
+    )
+    draft_quantization: Quantization = Field(
+        "auto",
+        description="Weights of the draft model; exact verification stays lossless, FLy may accept "
+        "other tokens. int8: on a CPU that packs weights (see execution), or on a GPU, by torchao. "
+        "int4: with oneDNN's passes. fp8: on a GPU. auto: int8 with fly's kernels, int4 with "
+        "oneDNN's passes, else none.",
+    )
+    prefix_reuse: bool = Field(
+        True,
+        description="Order requests by their prompts and copy the K/V of shared prefixes instead "
+        "of computing them again.",
+    )
+
+
+class OutputSettings(Settings):
+    """What is written down of a run. Changes no text and no score."""
+
+    enable_statistics: bool = Field(
+        True, description="Print the speed table and write per-request records."
+    )
+    verbose: bool = Field(False, description="Log one line per round.")
+    trace: bool = Field(
+        False,
+        description="Write every round to fly_trace_*.jsonl beside the samples (docs/traces.md).",
+    )
+
+
+RULE_SETTINGS: dict[str, type[Settings]] = {
+    "fly": FlySettings,
+    "typical": TypicalSettings,
+    "top_k": TopKSettings,
+}
+RECORDING_KEYS = tuple(OutputSettings.model_fields)

@@ -1,0 +1,143 @@
+"""What the engine asks of a verification rule, and what it tells the rule.
+
+The target's pass over a draft is looked at in two steps. `verify` judges every position by itself,
+in tensors: is the draft token the target's own, and if not, may it be deferred? `Rule.resolve` then
+walks one sequence's draft in order, on the host, and says how much of it stands.
+
+Shapes: B sequences, K draft positions (padded), V vocabulary, M any positions. Positions count from
+0; position j is judged by the target's distribution before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fly.execution.argmax import greedy
+from fly.settings import Settings
+from fly.speculation.rules.gates import Gate, all_pass
+
+
+@dataclass(frozen=True)
+class JudgedDraft:
+    """One sequence's draft, every position judged by itself. On the host.
+
+    matches: the draft token is what the target's own decoding accepts there: its argmax (greedy),
+    or what the rejection sampler accepts (sampling). deferrable: a mismatch that the rule's gates
+    let in. target_tokens: the target's own, one more than the draft. eos_ids: of the target.
+    stop_at: finds how many draft tokens complete the first stop string, if all stand; None without.
+    open_matches: matches that the window of a deferral left open by earlier rounds has seen; None
+    without one.
+    """
+
+    draft: list[int]
+    matches: list[bool]
+    deferrable: list[bool]
+    target_tokens: list[int]
+    eos_ids: frozenset[int] = frozenset()
+    stop_at: Callable[[], int | None] = lambda: None
+    open_matches: int | None = None
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """What becomes of one sequence's draft.
+
+    accepted: leading draft tokens that stay, provisional ones included. deferred: positions among
+    them that are deferred mismatches. rolled_back: the position at `accepted` was deferred first.
+    rolls_back_earlier: the open deferral of an earlier round is rolled back, and with it this whole
+    draft. open_at, open_matches: the deferral still open, its position in this draft (-1: it is the
+    earlier round's) and how many matches its window has seen; both None without one.
+    """
+
+    accepted: int
+    deferred: tuple[int, ...] = ()
+    rolled_back: bool = False
+    rolls_back_earlier: bool = False
+    open_at: int | None = None
+    open_matches: int | None = None
+
+
+class Rule:
+    """Which draft tokens stand. This one: those that match, and mismatches that pass all gates.
+
+    A rule is made from its `settings_type`, whose fields are its keys in a pair's JSON.
+    gates: what a mismatch must pass; None lets no mismatch in. decides_alone: under sampling the
+    gates alone decide, and the rejection sampler is not asked.
+    """
+
+    settings_type: ClassVar[type[Settings]] = Settings
+    decides_alone = True
+
+    def __init__(self, settings: Settings) -> None:
+        self.gates: tuple[Gate, ...] | None = ()
+
+    def resolve(self, judged: JudgedDraft) -> Resolution:
+        """Walk one draft in order."""
+        accepted = 0
+        while accepted < len(judged.draft) and (
+            judged.matches[accepted] or judged.deferrable[accepted]
+        ):
+            accepted += 1
+        deferred = [position for position in range(accepted) if not judged.matches[position]]
+        return Resolution(accepted, tuple(deferred))
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """Every position of a batch judged by itself; `JudgedDraft` has the meanings.
+
+    matches_BK, deferrable_BK: bool. target_BK1: the target's own tokens.
+    """
+
+    matches_BK: Tensor
+    deferrable_BK: Tensor
+    target_BK1: Tensor
+
+
+def verify(
+    draft_BK: Tensor,
+    length_B: Tensor,
+    logits_BKV: Tensor,
+    gates: tuple[Gate, ...] | None,
+    matches_BK: Tensor | None = None,
+    target_BK1: Tensor | None = None,
+) -> Verdicts:
+    """Judge every position by itself.
+
+    draft_BK: padded past `length_B`. logits_BKV: K + 1 positions. gates: None lets nothing be
+    deferred. matches_BK, target_BK1: given where sequences sample; else `draft == argmax` and the
+    argmax.
+    """
+    k = draft_BK.shape[1]
+    if target_BK1 is None:
+        target_BK1 = greedy(logits_BKV)
+    valid_BK = torch.arange(k, device=draft_BK.device) < length_B[:, None]
+    if matches_BK is None:
+        matches_BK = draft_BK == target_BK1[:, :k]
+    matches_BK = matches_BK & valid_BK
+    deferrable_BK = torch.zeros_like(matches_BK)
+    if gates is not None and k > 0:
+        deferrable_BK = _gate(logits_BKV[:, :k], draft_BK, valid_BK & ~matches_BK, gates)
+    return Verdicts(matches_BK, deferrable_BK, target_BK1)
+
+
+def _gate(
+    logits_BKV: Tensor, draft_BK: Tensor, candidates_BK: Tensor, gates: tuple[Gate, ...]
+) -> Tensor:
+    """Candidates that pass all gates.
+
+    On a CPU only their logits are read; on an accelerator picking them would make the host wait.
+    """
+    if not gates:
+        return candidates_BK
+    if logits_BKV.device.type != "cpu":
+        passed_N = all_pass(gates, logits_BKV.flatten(0, 1), draft_BK.flatten())
+        return candidates_BK & passed_N.view_as(candidates_BK)
+    passed_BK = torch.zeros_like(candidates_BK)
+    passed_BK[candidates_BK] = all_pass(gates, logits_BKV[candidates_BK], draft_BK[candidates_BK])
+    return passed_BK

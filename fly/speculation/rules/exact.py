@@ -1,0 +1,13 @@
+"""Exact verification: no mismatch stands, so the output is the target's own."""
+
+from __future__ import annotations
+
+from fly.settings import Settings
+from fly.speculation.rules.base import Rule
+
+
+class ExactRule(Rule):
+    decides_alone = False
+
+    def __init__(self, settings: Settings) -> None:
+        self.gates = None
