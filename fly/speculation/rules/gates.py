@@ -44,7 +44,7 @@ def full_entropy(logits: Tensor) -> Tensor:
 
 
 def entropy(logits: Tensor, kind: EntropyKind) -> Tensor:
-    """The target's uncertainty by name; see FlyConfig.entropy_kind. [..., V] -> [...]."""
+    """The target's uncertainty by name; see FlySettings.entropy_kind. [..., V] -> [...]."""
     if kind == "top3":
         return top_k_entropy(logits, 3)
     nats = full_entropy(logits)
