@@ -159,7 +159,7 @@ def build(values: Mapping[str, Any], where: str) -> FlyConfig:
     if unknown := [key for key in values if key not in keys]:
         raise FlyError(_unknown_key(unknown[0], where))
     try:
-        config = FlyConfig(**{**values, **_keys_of_further_rule(values)})
+        config = FlyConfig(**{**values, **_keys_of_further_rules(values)})
     except ValidationError as error:
         raise FlyError(f"{reading.problem(error, where)}{_example(error)}") from None
     check_consistency(config, where)
@@ -182,13 +182,15 @@ def _further_rules() -> dict[str, type[Settings]]:
     }
 
 
-def _keys_of_further_rule(values: Mapping[str, Any]) -> dict[str, Any]:
-    """All keys of the rule named in `values`, checked, if they are not FlyConfig's own."""
-    settings = _further_rules().get(str(values.get("verification")))
-    if settings is None:
-        return {}
-    given = {key: value for key, value in values.items() if key in settings.model_fields}
-    return settings(**given).model_dump()
+def _keys_of_further_rules(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys that are not FlyConfig's own, checked: those given, and all of the rule in `values`."""
+    found: dict[str, Any] = {}
+    for name, settings in _further_rules().items():
+        given = {key: value for key, value in values.items() if key in settings.model_fields}
+        checked = settings(**given).model_dump()
+        wanted = checked if name == values.get("verification") else given
+        found |= {key: checked[key] for key in wanted}
+    return found
 
 
 def _unknown_key(key: str, where: str) -> str:
@@ -318,6 +320,8 @@ def schema() -> dict[str, Any]:
     result = FlyConfig.model_json_schema()
     result["title"] = "fly: one draft-target pair"
     result["additionalProperties"] = False
+    for settings in _further_rules().values():
+        result["properties"] |= settings.model_json_schema()["properties"]
     result["properties"]["$schema"] = {"type": "string"}
     result["properties"]["$comment"] = {
         "description": "For the reader, of any type; ignored. `fly tune` puts its evidence here."

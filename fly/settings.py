@@ -1,7 +1,7 @@
 """The keys of a pair's JSON, one group for each room that reads them.
 
-A file holds all groups' keys side by side (`fly.config.FlyConfig`); inside, a room is given its own
-group only.
+A file holds all groups' keys side by side (`fly.config.FlyConfig`); `FlyConfig.part` takes a group
+out for the room that reads it.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class FlySettings(Settings):
         None,
         ge=1,
         description="A further gate of fly: at most this place of the draft token among the "
-        "target's choices (2 is its second). null switches it off.",
+        "target's tokens by probability (2 is the second). null switches it off.",
     )
     defer_across_rounds: bool = Field(
         False,

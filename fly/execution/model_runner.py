@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from fly.errors import FlyError
 from fly.execution.cuda_graphs import CudaGraphRunner, PassOutput
 from fly.execution.grouped_attention import grouped
 from fly.execution.kv_cache import SlotCache
@@ -64,6 +65,12 @@ class ModelRunner:
 
     @hidden_layers.setter
     def hidden_layers(self, layers: tuple[int, ...]) -> None:
+        decoder: Any = self.model.get_decoder() if layers else None
+        if layers and not (hasattr(decoder, "layers") and hasattr(decoder, "embed_tokens")):
+            raise FlyError(
+                f"target_model_path ({self.model.config.model_type}): its hidden states cannot be "
+                "read: choose another target, or a drafter that reads none"
+            )
         if layers != self._layers and self.static is not None:
             self.static.clear()
         self._layers = layers
@@ -108,7 +115,7 @@ class ModelRunner:
         return len(self.lengths)
 
     def relative_cost(self, tokens: int) -> float:
-        """What a pass over so many tokens costs, by a fixed rule (growth.py): 1 is a pass over one.
+        """What a pass over so many tokens costs, by a fixed rule: 1 is a pass over one token.
 
         It does not follow the clock, so that decisions made by it can be repeated.
         """

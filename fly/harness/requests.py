@@ -80,7 +80,7 @@ _SAMPLING_ONLY = ("typical_p",)  # greedy decoding does not look at them
 
 
 class Asked(Protocol):
-    """What a request takes from the model that it is put to (fly.harness.hf.FlyLM)."""
+    """What a request takes from the model that it is put to (fly.harness.backend.Backend)."""
 
     fly_config: FlyConfig
     cache_hook: Any

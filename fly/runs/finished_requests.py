@@ -35,7 +35,11 @@ class FinishedRequests:
         self._asked: set[_Key] = set()
         self._records: dict[_Key, shapes.ResumableLine] = {}
         self.stats = RunStats()
-        for record in _whole_lines(self._path, shapes.ResumableLine):
+        try:
+            records = _whole_lines(self._path, shapes.ResumableLine)
+        except FlyError as error:
+            raise FlyError(f"{error}: remove the line, and its request is decoded again") from None
+        for record in records:
             if _key(record) in self._records:
                 raise FlyError(f"{self._path}: two records of {_name(record)}: start a new run")
             self._records[_key(record)] = record

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fly.config import FlyConfig
 from fly.runs.reader import Run
 from fly.settings import RULE_SETTINGS, Settings
 
@@ -36,7 +37,8 @@ def in_force(run: Run) -> dict[str, Any]:
     if run.entry is None:
         return {}
     config, device = run.entry["config"], run.entry.get("device") or {}
-    of_rule = RULE_SETTINGS.get(run.mode, Settings).model_fields
+    of_rule = [*RULE_SETTINGS.get(run.mode, Settings).model_fields]
+    of_rule += [key for key in config if key not in FlyConfig.model_fields]  # a further rule's
     keys = [key for key in of_rule if key != "abla_no_window"]
     found: dict[str, Any] = {}
     drafter = run.entry.get("drafter")

@@ -43,10 +43,11 @@ class Scheduler:
         for slot in reversed(range(len(self.running))):
             if self.running[slot].is_open:
                 continue
-            last = self.running.pop()
-            if slot < len(self.running):
-                move(len(self.running), slot, last)
+            end, last = len(self.running) - 1, self.running[-1]
+            if slot < end:
+                move(end, slot, last)  # may run out of memory: `running` is whole until then
                 self.running[slot] = last
+            self.running.pop()
 
     def finished(self) -> Iterator[Sequence]:
         """Sequences that have ended since the last call."""

@@ -12,6 +12,7 @@ from fly import registry
 from tests.integration.test_cli import config_file, evaluate, run, task_dir  # noqa: F401
 
 DOCS = Path(__file__).parents[2] / "docs"
+MODULES: dict[str, types.ModuleType] = {}
 
 
 def install(page: str, monkeypatch) -> None:
@@ -21,9 +22,11 @@ def install(page: str, monkeypatch) -> None:
     path = re.match(r"# (fly/[\w/]+)\.py\n", code)[1]
     place = re.match(r"# fly/registry\.py, in (\w+)\n(.+)\n$", line)
     name = path.replace("/", ".")
-    module = types.ModuleType(name)
+    is_new = name not in MODULES  # lm-eval registers a class once only
+    module = MODULES.setdefault(name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, name, module)
-    exec(compile(code, f"{path}.py", "exec"), module.__dict__)
+    if is_new:
+        exec(compile(code, f"{path}.py", "exec"), module.__dict__)
     (entry,) = eval(f"{{{place[2]}}}", dict(vars(registry))).items()
     monkeypatch.setitem(getattr(registry, place[1]), *entry)
 
@@ -69,19 +72,41 @@ def test_a_rule_is_one_file_and_one_line(decode, monkeypatch):
     assert entry["stats"]["deferred_accepted"] > 0
 
 
+@pytest.mark.parametrize("rule", ["nucleus", "exact"])
 @pytest.mark.parametrize(
     ("key", "message"),
     [("nucleus_p=2", "nucleus_p=2"), ("nucleus_q=0.5", "did you mean 'nucleus_p'")],
 )
-def test_a_rules_own_keys_are_checked(saved_pair, monkeypatch, tmp_path, capsys, key, message):
+def test_a_rules_own_keys_are_checked(
+    saved_pair, monkeypatch, tmp_path, capsys, key, message, rule
+):
+    """Also while another rule is in force, as in the exact mode of fly compare."""
     install("adding_a_rule.md", monkeypatch)
     name, value = key.split("=")
     file = tmp_path / "pair.json"
     target = str(saved_pair / "target")
-    values = {"target_model_path": target, "verification": "nucleus", name: float(value)}
+    values = {"target_model_path": target, "verification": rule, name: float(value)}
     file.write_text(json.dumps(values))
     assert run("config", "check", file) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("refused", ["", ",use_sd=false,temperature=0.7"])
+def test_an_engine_refuses_what_it_cannot_do(
+    saved_pair,
+    config_file,  # noqa: F811
+    task_dir,  # noqa: F811
+    monkeypatch,
+    capsys,
+    refused,
+):
+    install("adding_an_engine.md", monkeypatch)
+    if "temperature" in refused:
+        yaml = task_dir / "tiny_task.yaml"
+        yaml.write_text(yaml.read_text().replace(", do_sample: false", ""))
+    code = evaluate(saved_pair, config_file, task_dir, model="fly_generate", more_args=refused)
+    assert code == 2
+    assert "--model fly_generate" in capsys.readouterr().err
 
 
 def test_a_rules_keys_are_unknown_without_it(saved_pair, tmp_path, capsys):
