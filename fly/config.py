@@ -176,9 +176,10 @@ def _known_keys() -> dict[str, FieldInfo]:
 
 def _further_rules() -> dict[str, type[Settings]]:
     """The settings of rules in the registry whose keys are not FlyConfig's own."""
-    own = {*RULE_SETTINGS, "exact", "accept_all"}
     return {
-        n: registry.load(where).settings_type for n, where in registry.RULES.items() if n not in own
+        name: registry.load(where).settings_type
+        for name, where in registry.RULES.items()
+        if name not in RULE_SETTINGS
     }
 
 

@@ -312,8 +312,10 @@ class OutputSettings(Settings):
     )
 
 
-RULE_SETTINGS: dict[str, type[Settings]] = {
+RULE_SETTINGS: dict[str, type[Settings]] = {  # of the rules whose keys are FlyConfig's own
     "fly": FlySettings,
+    "exact": Settings,
+    "accept_all": Settings,
     "typical": TypicalSettings,
     "top_k": TopKSettings,
 }

@@ -17,7 +17,6 @@ from lm_eval._cli import HarnessCLI
 from lm_eval.utils import sanitize_model_name, setup_logging
 
 import fly
-from fly import config as fly_config
 from fly import registry
 from fly.cli import compare, config, pair, plot, processes, report, trace, tune
 from fly.errors import FlyError
@@ -26,11 +25,10 @@ from fly.harness.arguments import (
     NO_LITERAL,
     as_dict,
     check_json,
-    check_model_args,
     check_run,
+    checked_pair,
     yaml_values,
 )
-from fly.models import sources
 from fly.models.fingerprint import of_value
 from fly.paths import data_dir
 from fly.runs import context, environment, reader, resume
@@ -181,9 +179,7 @@ def _check_models(args: argparse.Namespace) -> None:
     lm-eval's cache knows a request by its prompt alone, so the name of the cache gets a hash of
     all else that decides a text: configuration, model files and versions.
     """
-    settings, rest = fly_config.of_model_args(args.model_args)
-    check_model_args(settings, rest)
-    sources.sources(settings, args.model_args.get("config_path"))
+    settings, rest, _ = checked_pair(args.model_args)
     if "pretrained" not in args.model_args:
         if settings.needs_draft_model and settings.draft_model_path:
             named = {"pretrained": settings.draft_model_path}

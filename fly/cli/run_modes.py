@@ -12,13 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fly import config as fly_config
 from fly import reading
 from fly.cli.processes import run_child
 from fly.errors import FlyError
 from fly.execution.device import machine_facts
-from fly.harness.arguments import check_model_args, key_values
-from fly.models import sources
+from fly.harness.arguments import checked_pair, key_values
 from fly.models.fingerprint import of_value
 from fly.paths import write_whole
 from fly.runs import manifest, reader
@@ -74,9 +72,7 @@ def plan(
 
 
 def _mode(name: str, model_args: dict[str, Any]) -> Mode:
-    config, rest = fly_config.of_model_args(model_args)
-    check_model_args(config, rest)
-    target, _ = sources.sources(config, model_args.get("config_path"))
+    config, rest, target = checked_pair(model_args)
     models = partial(models_of, config, rest)
     models()  # what is not there is refused now
     if name == "hf":

@@ -31,9 +31,11 @@ from pydantic import (
 )
 from typing_extensions import TypedDict
 
+from fly import config as fly_config
 from fly import reading, registry
 from fly.config import FlyConfig
 from fly.errors import FlyError
+from fly.models import sources
 
 HF_NAMES = ("hf", "hf-auto", "huggingface")
 _JSON_FLAGS = ("--model_args", "-a", "--gen_kwargs", "--metadata", "--samples", "-E")
@@ -154,6 +156,19 @@ def check_flags(given: Mapping[str, Any], where: str) -> None:
 def check_gen_kwargs(given: Any, where: str) -> None:
     """Refuse malformed gen_kwargs of a task or of the command line."""
     reading.check_shape(given, _GEN_KWARGS, where)
+
+
+def checked_pair(
+    model_args: Mapping[str, Any],
+) -> tuple[FlyConfig, dict[str, Any], sources.ModelSource]:
+    """(configuration, what goes to HFLM, the target) that model_args mean.
+
+    Raises FlyError for what is wrong with them, and for models whose files are not there or whole.
+    """
+    config, hf_args = fly_config.of_model_args(model_args)
+    check_model_args(config, hf_args)
+    target, _ = sources.sources(config, model_args.get("config_path"))
+    return config, hf_args, target
 
 
 def check_model_args(config: FlyConfig, hf_args: Mapping[str, Any]) -> None:

@@ -3,9 +3,6 @@
 Each is held against a fresh pass over the whole text.
 """
 
-import gc
-import weakref
-
 import pytest
 import torch
 
@@ -109,18 +106,12 @@ def test_nothing_is_kept_unless_asked_for(model, capture):
 def test_a_runner_that_read_is_freed_and_the_model_is_as_it_was():
     """Hooks of finished runs would slow every later pass and hold their K/V."""
     model = tiny.model(2)
-    runner = tiny.runner(model, 1, capture=False)
-    runner.hidden_layers = (0, 2)
-    runner.prefill(0, TEXT)
-    runner.extend([[5]])
-    assert runner.take_hidden().shape == (1, 1, 64)
-    gone = weakref.ref(runner.cache)
-    gc.disable()
-    try:
-        del runner
-        assert gone() is None
-    finally:
-        gc.enable()
+    made = [tiny.runner(model, 1, capture=False)]
+    made[0].hidden_layers = (0, 2)
+    made[0].prefill(0, TEXT)
+    made[0].extend([[5]])
+    assert made[0].take_hidden().shape == (1, 1, 64)
+    assert tiny.is_freed_at_once(made)
     assert not any(module._forward_hooks for module in model.modules())
 
 
