@@ -50,7 +50,7 @@ def engine(slots: int) -> Engine:
     runner = ModelRunner(copy.deepcopy(target), slots, 2048)
     return Engine(
         ModelRunner(target, slots, 2048),
-        CascadeDrafter(runner, frozenset(), 1, 4, 6),
+        CascadeDrafter(runner, frozenset(), (1, 4, 6)),
         ExactRule(Settings()),
         spd_k=8,
         eos_ids=frozenset(),

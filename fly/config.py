@@ -10,6 +10,7 @@ import difflib
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -31,6 +32,7 @@ from fly.settings import (
     RuleSettings,
     SamplingSettings,
     Settings,
+    TextSourceName,
     TopKSettings,
     TypicalSettings,
 )
@@ -65,6 +67,8 @@ class FlyConfig(
         """The drafter in force; None when the target decodes alone."""
         if not self.use_sd or self.spd_k == 0:
             return None
+        if self.drafter is None and self.draft_runs:
+            return "cascade" if self.draft_model_path else "ngram"
         return self.drafter or ("cascade" if self.use_ngram else "model")
 
     @property
@@ -74,8 +78,23 @@ class FlyConfig(
 
     @property
     def rule(self) -> str:
-        """The verification in force."""
-        return self.verification or ("fly" if self.enable_fly else "exact")
+        """The verification in force.
+
+        With earlier runs FLy has to be asked for by `verification`: its texts lean towards theirs.
+        """
+        is_loose = self.enable_fly and not self.draft_runs
+        return self.verification or ("fly" if is_loose else "exact")
+
+    @property
+    def earlier_runs(self) -> list[str]:
+        """The earlier runs that are drafted from; none where the target decodes alone."""
+        is_asked = self.drafter_name is not None and "runs" in self.text_sources
+        return list(self.draft_runs or ()) if is_asked else []
+
+    @property
+    def text_sources(self) -> tuple[TextSourceName, ...]:
+        """The texts that ngram and cascade draft from, where drafts change no text."""
+        return get_args(TextSourceName) if self.draft_sources is None else self.draft_sources
 
     @property
     def mode(self) -> str:
@@ -107,6 +126,12 @@ def check_consistency(config: FlyConfig, where: str) -> None:
         raise FlyError(
             f"drafter='model' contradicts use_ngram=true ({where}): "
             "set drafter to 'cascade', or use_ngram to false"
+        )
+    drafter = config.drafter_name
+    if config.draft_runs and drafter is not None and not registry.DRAFTERS[drafter].from_texts:
+        raise FlyError(
+            f"draft_runs with drafter={drafter!r} ({where}): it does not draft from texts: "
+            "set drafter to 'cascade' or 'ngram', or leave draft_runs out"
         )
     if config.min_ngram_size > config.max_ngram_size:
         raise FlyError(
@@ -243,6 +268,8 @@ def load(path: str, overrides: Mapping[str, Any] | None = None, *, log: bool = T
 
 def resolve(path: str | None, own: Mapping[str, Any], *, log: bool = True) -> FlyConfig:
     """The configuration that model_args mean: a file with overrides, or without one the keys."""
+    if own.get("spd_k"):  # a file's is the draft model's; who says it now means every draft
+        own = {"lookup_k": own["spd_k"], **own}
     config = build(_coerced(own), "model_args") if path is None else load(path, own, log=log)
     for line in _without_effect(config, own) if log else ():
         logger.warning("%s", line)
@@ -298,6 +325,29 @@ def coerce(key: str, value: Any) -> Any:
         except (ValueError, RecursionError):
             return value
     return value
+
+
+# A key whose value is a list, in a text of several `key=value`: its value ends at the next key.
+_LISTS = re.compile(r"(^|,)(draft_runs|draft_sources)=(\[[^\]]*\]|[^=\[\]]*?)(?=,[^,=]+=|$)")
+
+
+def bracket_lists(text: str) -> str:
+    """`draft_runs=A,B` as `draft_runs=[A,B]`: lm-eval takes a comma outside of brackets for the
+    end of a value."""
+
+    def bracketed(found: re.Match[str]) -> str:
+        before, key, value = found.groups()
+        is_list = "," in value and not value.startswith("[")
+        return f"{before}{key}=[{value}]" if is_list else found[0]
+
+    return _LISTS.sub(bracketed, text)
+
+
+def take_lists(text: str) -> tuple[str, dict[str, str]]:
+    """(the text without the keys whose values are lists, these by key), for parsers that know no
+    brackets."""
+    found = {match[2]: match[3] for match in _LISTS.finditer(text)}
+    return _LISTS.sub("", text).removeprefix(","), found
 
 
 def split_model_args(model_args: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

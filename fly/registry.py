@@ -13,16 +13,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Drafter:
-    """Where a drafter's class is, and whether it needs the draft model to be loaded."""
+    """Where a drafter's class is, whether it needs the draft model to be loaded, and whether it
+    drafts from texts, earlier runs' outputs among them."""
 
     where: str
     needs_draft_model: bool = True
+    from_texts: bool = False
 
 
 DRAFTERS = {
     "model": Drafter("fly.speculation.drafters.draft_model:ModelDrafter"),
-    "ngram": Drafter("fly.speculation.drafters.ngram:NgramDrafter", needs_draft_model=False),
-    "cascade": Drafter("fly.speculation.drafters.cascade:CascadeDrafter"),
+    "ngram": Drafter(
+        "fly.speculation.drafters.from_texts:TextDrafter", needs_draft_model=False, from_texts=True
+    ),
+    "cascade": Drafter("fly.speculation.drafters.cascade:CascadeDrafter", from_texts=True),
 }
 RULES: dict[str, str] = {
     "fly": "fly.speculation.rules.fly:FlyRule",

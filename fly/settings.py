@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from fly import registry
@@ -17,6 +17,14 @@ from fly import registry
 EntropyKind = Literal["top3", "full", "normalized"]
 Quantization = Literal["auto", "none", "int4", "int8", "fp8"]
 Execution = Literal["auto", "kernels", "onednn", "eager"]
+TextSourceName = Literal["runs", "siblings", "own", "others"]
+
+
+def _listed(value: Any) -> Any:
+    """A list in the JSON, or what the command line has: `a,b`, `[a,b]` or one name."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.strip("[]").split(",") if part.strip())
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _check_known(names: Mapping[str, Any]) -> Callable[[str], str]:
@@ -32,6 +40,30 @@ def _check_known(names: Mapping[str, Any]) -> Callable[[str], str]:
     return check
 
 
+def _paths(value: Any) -> Any:
+    """Paths as a list: of one text, also `A,B` and `[A,B]` of a command line; None if empty.
+
+    Command lines turn a folder's name of digits into a number.
+    """
+    if isinstance(value, str):
+        value = value.removeprefix("[").removesuffix("]").split(",") if value else None
+    elif isinstance(value, int) and not isinstance(value, bool):
+        value = [value]
+    if isinstance(value, (list, tuple)):
+        return [_text(item) for item in value] or None
+    return value
+
+
+def _text(item: Any) -> Any:
+    if isinstance(item, int) and not isinstance(item, bool):
+        return str(item)
+    return item.strip(" '\"") if isinstance(item, str) else item
+
+
+Paths = Annotated[
+    list[Annotated[str, Field(min_length=1)]] | None,
+    BeforeValidator(_paths, json_schema_input_type=list[str] | str | None),
+]
 DrafterName = Annotated[
     str,
     AfterValidator(_check_known(registry.DRAFTERS)),
@@ -87,9 +119,10 @@ class DrafterSettings(Settings):
     )
     drafter: DrafterName | None = Field(
         None,
-        description="model: the draft model. ngram: prompt lookup alone, no second model. cascade: "
-        "n-gram proposes, draft model verifies, target verifies. null: cascade if use_ngram, "
-        "else model.",
+        description="model: the draft model. ngram: texts alone (draft_sources), no second model. "
+        "cascade: what a text promises is drafted from it, else the draft model drafts, with "
+        "n-grams that it verifies. null: cascade if use_ngram, else model; with draft_runs cascade "
+        "if there is a draft model, else ngram.",
     )
     use_ngram: bool = Field(
         False, description="Accelerate the draft model by n-gram lookup (the cascade)."
@@ -108,6 +141,27 @@ class DrafterSettings(Settings):
     )
     num_ngram_pred_tokens: int = Field(
         6, ge=1, le=256, description="Most tokens that one n-gram lookup proposes."
+    )
+    draft_sources: Annotated[tuple[TextSourceName, ...], BeforeValidator(_listed)] | None = Field(
+        None,
+        description="Texts that ngram and cascade draft from. runs: outputs of draft_runs for the "
+        "same document. siblings: other samples of the same prompt. own: the sequence's own prompt "
+        "and output. others: finished outputs of this run. null: all of them; under lossy rules, "
+        "and when sampling with a draft model, runs and own only: the others would make a text "
+        "depend on what else is decoded.",
+    )
+    lookup_k: int | None = Field(
+        None,
+        ge=1,
+        le=256,
+        description="Most tokens per round that are drafted from texts. null: spd_k if model_args "
+        "set it, else as many as the machine verifies at little cost, at most 128.",
+    )
+    draft_runs: Paths = Field(
+        None,
+        description="Earlier runs whose outputs are drafted from where task, document and prompt "
+        "are the same: folders, results files or baselines with outputs; in model_args also "
+        "draft_runs=A,B. Exact verification then, unless verification says otherwise. null: none.",
     )
     draft_policy: Literal["auto", "fixed"] = Field(
         "auto",
@@ -129,7 +183,7 @@ class RuleSettings(Settings):
         description="Which draft tokens stand. fly: also mismatches that pass the gates and whose "
         "window holds. exact: none but the target's own. typical: Medusa's typical acceptance. "
         "top_k: TensorRT-LLM's relaxed acceptance. accept_all: no verification, the lower bound of "
-        "accuracy. null: fly if enable_fly, else exact.",
+        "accuracy. null: fly if enable_fly and no draft_runs, else exact.",
     )
 
 

@@ -10,11 +10,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from fly.execution.model_runner import ModelRunner
-from fly.settings import FlySettings, Settings
+from fly.execution.pass_costs import PairCosts, PassCosts
+from fly.settings import DrafterSettings, FlySettings, Settings
 from fly.speculation.drafters.base import NoDrafter
 from fly.speculation.drafters.cascade import CascadeDrafter
 from fly.speculation.drafters.draft_model import ModelDrafter
-from fly.speculation.drafters.ngram import NgramDrafter
+from fly.speculation.drafters.from_texts import TextDrafter
+from fly.speculation.drafters.lookup import Choice, Lookup
 from fly.speculation.engine import Engine
 from fly.speculation.rules.base import Rule
 from fly.speculation.rules.exact import ExactRule
@@ -121,13 +123,30 @@ def is_freed_at_once(made: list[ModelRunner]) -> bool:
         gc.enable()
 
 
+# Passes over many tokens cost little more than narrow ones, as on a large machine.
+COSTS = PairCosts(PassCosts((1, 512), (1.0, 2.0)), PassCosts((1, 512), (0.3, 0.6)), "test")
+
+
+def lookup(
+    slots: int, names=("own",), *, eos=frozenset({EOS}), learns=False, has_model=False, **keys
+) -> Lookup:
+    """Drafts from texts. keys: of DrafterSettings."""
+    settings = DrafterSettings(min_ngram_size=1, max_ngram_size=4, **keys)
+    choice = Choice(COSTS, slots, learns=learns, has_model=has_model)
+    return Lookup(slots, settings, names, choice, eos)
+
+
+def text_drafter(slots: int, names=("own",), **kwargs) -> TextDrafter:
+    return TextDrafter(lookup(slots, names, **kwargs))
+
+
 def drafter(name: str, slots: int, draft_model, eos=frozenset({EOS}), max_length=512, capture=None):
     if name == "none":
         return NoDrafter()
     if name == "ngram":
-        return NgramDrafter(slots, 1, 4, 6, eos)
+        return text_drafter(slots, eos=eos)
     draft = runner(draft_model, slots, capture, max_length)
-    return CascadeDrafter(draft, eos, 1, 4, 6) if name == "cascade" else ModelDrafter(draft, eos)
+    return CascadeDrafter(draft, eos, (1, 4, 6)) if name == "cascade" else ModelDrafter(draft, eos)
 
 
 EXACT = ExactRule(Settings())

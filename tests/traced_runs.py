@@ -24,6 +24,8 @@ ROUNDS = [
      "entropy": [0.1, 0.2], "deferred": [], "rolled_back": None, "open": None, "length": 10,
      "finish": "eos"},
 ]  # fmt: skip
+# The same, drafted from texts: an earlier run, a sibling, another document and the own text.
+FROM_TEXTS = [{**ROUNDS[0], "by": "esdodd"}, *ROUNDS[1:]]
 
 
 def lines(doc_id=0, request=0, rounds=ROUNDS, task=TASK):
@@ -46,10 +48,13 @@ def write(
     traced=(),
     seconds=1.0,
     prompt="How many",
+    rounds=ROUNDS,
+    sources=None,
 ) -> Path:
-    """Write one run and return its folder. traced: the documents that get the trace above.
+    """Write one run and return its folder. traced: the documents that get the trace `rounds`.
 
-    mode `hf` is lm-eval's own backend, without records.
+    mode `hf` is lm-eval's own backend, without records. sources: of the statistics; None for a run
+    of before they were there.
     """
     folder.mkdir(parents=True)
     texts = texts or [f"{mode} says {doc_id}" for doc_id in range(len(scores))]
@@ -63,8 +68,10 @@ def write(
         records = [_record(i, seconds) for i in range(len(scores))]
         write_lines(folder / f"fly_requests_{STARTED}.jsonl", records)
         config["fly"] = _entry(mode, records)
+        if sources is not None:
+            config["fly"]["stats"]["sources"] = sources
     if traced:
-        trace = [line for number, i in enumerate(traced) for line in lines(i, number)]
+        trace = [line for number, i in enumerate(traced) for line in lines(i, number, rounds)]
         write_lines(folder / f"fly_trace_{STARTED}.jsonl", trace)
         known = [
             {"id": i, "text": t} if isinstance(t, str) else {"id": i, "bytes": t.hex()}

@@ -19,6 +19,8 @@ _METHOD = {
     "passes": "passes of the target", "compile": "compile",
 }  # fmt: skip
 
+_WHOSE = {True: "of the same model", False: "of another model", None: "it is not known whose"}
+
 
 @dataclass(frozen=True)
 class ScoreRow:
@@ -70,8 +72,9 @@ class Speed:
 
     decode, end_to_end: time x, the baseline's seconds over the run's for the same documents; None
     without records of both, and where the runs' seconds do not compare (`withheld` says why).
-    tokens: the run's emitted tokens over the baseline's. A run that talks more takes longer,
-    however many tokens per second it makes.
+    from_earlier_runs: these are not the seconds of the run's mode by itself: it drafted from
+    outputs of earlier runs. tokens: the run's emitted tokens over the baseline's. A run that talks
+    more takes longer, however many tokens per second it makes.
     """
 
     task: str
@@ -80,12 +83,13 @@ class Speed:
     end_to_end: Ratio | None = None
     tokens: Ratio | None = None
     withheld: str = ""
+    from_earlier_runs: bool = False
 
 
 @dataclass(frozen=True)
 class Against:
     """One run against the baseline. overall: the mean of the primary scores, None for one task.
-    notes: what a reader of its time x has to know."""
+    notes: what a reader of its scores and its time x has to know."""
 
     name: str
     rows: list[ScoreRow]
@@ -157,7 +161,7 @@ def compare(
         raise FlyError(f"{others[0].name}: no metric to compare ({'; '.join(notes) or 'none'})")
     verdicts = len(others) * max(1, rows_per_run)
     compared = [against(baseline, other, demand, chosen, verdicts) for other in others]
-    notes += [note for each in compared for note in each.notes]
+    notes += dict.fromkeys(note for each in compared for note in each.notes)
     return Result(baseline.name, _speeds(baseline, None), compared, demand, verdicts, notes)
 
 
@@ -242,25 +246,56 @@ def against(
     `statistics.compare_tasks`.
     """
     rows, primaries = [], []
+    withheld = _why_withheld(baseline, other)
     for name, metrics in (chosen or _chosen(baseline, None)).items():
         first = primary(metrics)
         for metric in metrics:
             higher = metric.higher_is_better
             found = _paired(metric, other.tasks[name])
-            scores = _judged([found], demand, higher, verdicts)
+            scores = _judged([found], demand, higher, verdicts, withheld)
             rows.append(ScoreRow(name, metric.label, metric is first, higher, scores))
             if metric is first:
                 primaries.append((rows[-1], found))
     return Against(
         other.name,
         rows,
-        _overall(primaries, demand, verdicts),
+        _overall(primaries, demand, verdicts, withheld),
         _speeds(other, baseline),
-        _speed_notes(baseline, other),
+        [*_leaning_notes(baseline, other), *_speed_notes(baseline, other)],
     )
 
 
-def _judged(tasks: list[_Scores], demand: Demand, higher: bool, verdicts: int) -> Comparison:
+def _why_withheld(baseline: Measured, other: Measured) -> str:
+    """Why no verdict can be reached, whatever the scores; empty if one can.
+
+    Under a lossy rule a run that drafts from an earlier run's outputs keeps more of them than the
+    model itself would write. Of another model's outputs, or of one that may be another, that says
+    nothing of what has changed.
+    """
+    for run in (other, baseline):
+        if run.leans and run.drafts and not run.drafts.same_target:
+            who = "" if run is other else f"{run.name} was "
+            return (
+                f"{who}drafted from an earlier run under a lossy rule: its texts lean towards that "
+                "run's, so this is no evidence about a changed model"
+            )
+    return ""
+
+
+def _leaning_notes(baseline: Measured, other: Measured) -> list[str]:
+    """Said also where a verdict is reached, as outputs of the same model allow."""
+    return [
+        f"{run.name} drafted from an earlier run ({_WHOSE[run.drafts.same_target]}) under a lossy "
+        "rule: its texts lean towards that run's"
+        for run in (baseline, other)
+        if run.leans and run.drafts
+    ]
+
+
+def _judged(
+    tasks: list[_Scores], demand: Demand, higher: bool, verdicts: int, withheld: str
+) -> Comparison:
+    """withheld: why no verdict can be reached; empty if one can."""
     lacking = next((task.lacking for task in tasks if task.lacking), "")
     if lacking:  # a mean of the other tasks would hide it
         return Comparison(
@@ -269,11 +304,15 @@ def _judged(tasks: list[_Scores], demand: Demand, higher: bool, verdicts: int) -
             reason=lacking,
         )
     pairs = [(task.baseline, task.other) for task in tasks]
-    return statistics.compare_tasks(pairs, demand, higher_is_better=higher, verdicts=verdicts)
+    found = statistics.compare_tasks(pairs, demand, higher_is_better=higher, verdicts=verdicts)
+    if not withheld:
+        return found
+    none: Verdict = "not enough evidence"
+    return replace(found, verdict=none, decides=None, reason=withheld, withheld=True)
 
 
 def _overall(
-    primaries: list[tuple[ScoreRow, _Scores]], demand: Demand, verdicts: int
+    primaries: list[tuple[ScoreRow, _Scores]], demand: Demand, verdicts: int, withheld: str
 ) -> ScoreRow | None:
     """The mean over tasks. Those where lower is better have no place in it, unless all are such."""
     higher = any(row.higher_is_better for row, _ in primaries)
@@ -284,7 +323,7 @@ def _overall(
     ]
     if len(tasks) < 2:
         return None
-    scores = _judged(tasks, demand, higher, verdicts)
+    scores = _judged(tasks, demand, higher, verdicts, withheld)
     return ScoreRow("overall", f"mean of {len(tasks)} tasks", False, higher, scores)
 
 
@@ -308,7 +347,9 @@ def _speed(run: Measured, baseline: Measured | None, names: list[str]) -> Speed 
     work = _work_of(run, names)
     if not work:
         return None
-    speed = Speed(names[0] if len(names) == 1 else "overall", _pace(list(work.values())))
+    task = names[0] if len(names) == 1 else "overall"
+    pace = _pace(list(work.values()))
+    speed = Speed(task, pace, from_earlier_runs=run.is_from_earlier_runs)
     base = _work_of(baseline, names) if baseline else {}
     if baseline is None or base.keys() != work.keys():
         return speed
@@ -345,13 +386,22 @@ def _speed_notes(baseline: Measured, run: Measured) -> list[str]:
     if not all(any(task.work for task in found.tasks.values()) for found in (baseline, run)):
         return []
     who = f"{baseline.name} and {run.name}"
+    notes = [_drafts_note(each) for each in (baseline, run) if each.is_from_earlier_runs]
     if apart := _differences(baseline, run, _MACHINE):
-        return [f"no time x: {who} ran on different machines ({apart})"]
+        return [*notes, f"no time x: {who} ran on different machines ({apart})"]
     if not baseline.machine or not run.machine:  # a stored baseline of an earlier fly
-        return [f"time x of {who}: it is not known that they ran on one machine"]
+        return [*notes, f"time x of {who}: it is not known that they ran on one machine"]
     if apart := _differences(baseline, run, _METHOD):
-        return [f"time x of {who} is not of decoding alone: they differ in {apart}"]
-    return []
+        return [*notes, f"time x of {who} is not of decoding alone: they differ in {apart}"]
+    return notes
+
+
+def _drafts_note(run: Measured) -> str:
+    sources = ", ".join(key.replace("_", " ") for key in run.drafts.sources) if run.drafts else ""
+    return (
+        f"{run.name}: its seconds are with drafts from earlier outputs (drafted from: {sources}), "
+        f"not the speed of {run.mode} by itself"
+    )
 
 
 def _pace(work: list[Work]) -> Pace:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from fly.analysis.compare import Result, ScoreRow, Speed
 from fly.analysis.statistics import Comparison, Demand, Interval, Ratio, bound_of_no_loss
+from fly.runs.settings import with_drafts
 
 _WIDTH = 100
 _COLOURS = {
@@ -140,7 +141,7 @@ def _interval(interval: Interval | None, digits: int) -> str:
 
 def in_words(scores: Comparison, demand: Demand) -> list[str]:
     """What stands below a verdict: why, or how many documents would decide."""
-    if scores.recovery is None:
+    if scores.recovery is None or scores.withheld:
         return [scores.reason]
     if scores.lost == 0 and scores.verdict != "held":
         bound = bound_of_no_loss(scores.documents, demand.confidence)
@@ -162,7 +163,8 @@ def _speed_rows(result: Result) -> Iterator[list[str]]:
         label = task
         for name, speeds in runs:
             for speed in (speed for speed in speeds if speed.task == task):
-                yield [label, name, *_speed_cells(speed, name == result.baseline)]
+                shown = with_drafts(name, speed.from_earlier_runs)
+                yield [label, shown, *_speed_cells(speed, name == result.baseline)]
                 label = ""
 
 

@@ -16,14 +16,13 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from fly import reading
 from fly.errors import FlyError
 from fly.models import sources
-from fly.models.fingerprint import of_model, of_value
+from fly.models.fingerprint import WHOLE, as_one, of_model
 from fly.paths import write_output
 from fly.runs.reader import Run, TaskRun
 from fly.runs.records import DECODING, TIMED
 from fly.runs.shapes import RequestLine
 
 _HASH_DIGITS = 16
-_SCHEME = "whole-"  # before fingerprints of whole files
 
 
 class _Stored(BaseModel):
@@ -62,8 +61,19 @@ class Metric(_Stored):
         return self.name if self.filter == "none" else f"{self.name},{self.filter}"
 
 
+class Outputs(_Stored):
+    """Token ids of a task's outputs (fly.runs.output_ids), for later runs to draft from.
+
+    ids: by document id, one per repeat. tokenizer: the hash of theirs.
+    """
+
+    tokenizer: str
+    ids: dict[int, list[str]]
+
+
 class Task(_Stored):
-    """documents, work: by document id; work is empty for other backends than fly's."""
+    """documents, work: by document id; work is empty for other backends than fly's. outputs: only
+    where they were asked for."""
 
     version: str
     num_fewshot: int
@@ -71,6 +81,17 @@ class Task(_Stored):
     documents: dict[int, DocumentHashes]
     metrics: list[Metric]
     work: dict[int, Work]
+    outputs: Outputs | None = None
+
+
+class Drafts(_Stored):
+    """Where a run's drafts came from. sources: keys of fly.runs.records.SOURCES. from_earlier_runs:
+    whether outputs of earlier runs were drafted from. same_target: whether these are of the run's
+    own target; None if that is not known."""
+
+    sources: list[str]
+    from_earlier_runs: bool
+    same_target: bool | None
 
 
 _OfTarget = Annotated[str, StringConstraints(pattern="^(name|dtype|revision|files)$")]
@@ -78,7 +99,8 @@ _OfTarget = Annotated[str, StringConstraints(pattern="^(name|dtype|revision|file
 
 class Measured(_Stored):
     """A run's scores. target: the model that they belong to. decoding: what its texts depend on.
-    machine: what its seconds depend on besides. notes: what was left out, for people."""
+    machine: what its seconds depend on besides. notes: what was left out, for people. drafts: None
+    for runs that drafted nothing, or did not say from where."""
 
     format: Literal[1] = 1
     name: str
@@ -88,10 +110,32 @@ class Measured(_Stored):
     machine: dict[str, Any] = {}
     tasks: dict[str, Task]
     notes: list[str] = []
+    drafts: Drafts | None = None
+
+    @property
+    def is_from_earlier_runs(self) -> bool:
+        """Whether its speed is with drafts from earlier runs' outputs."""
+        return self.drafts is not None and self.drafts.from_earlier_runs
+
+    @property
+    def leans(self) -> bool:
+        """Whether its texts lean towards those of the earlier runs that it drafted from: lossy
+        rules let tokens in because they were drafted."""
+        return self.is_from_earlier_runs and self.mode not in _LOSSLESS
+
+    @property
+    def has_outputs(self) -> bool:
+        return any(task.outputs is not None for task in self.tasks.values())
 
 
-def measure(run: Run) -> Measured:
-    """Reduce a finished run. Raises FlyError if it scored nothing."""
+_LOSSLESS = ("exact", "target-only")
+
+
+def measure(run: Run, *, with_outputs: bool = False) -> Measured:
+    """Reduce a finished run. with_outputs: with the token ids that its records hold.
+
+    Raises FlyError if it scored nothing.
+    """
     notes: list[str] = []
     parts_of: dict[str, list[TaskRun]] = defaultdict(list)
     for task in run.tasks.values():
@@ -99,6 +143,7 @@ def measure(run: Run) -> Measured:
     if not parts_of:
         raise FlyError(f"{run.path}: holds no samples: nothing was scored")
     done = _work(run)
+    outputs = _outputs(run) if with_outputs else {}
     tasks = {}
     for name, parts in parts_of.items():
         first = parts[0]
@@ -109,6 +154,7 @@ def measure(run: Run) -> Measured:
             documents={i: _hashes(*sample.hashes) for i, sample in first.samples.items()},
             metrics=[metric for part in parts for metric in _metrics(part, run.name, notes)],
             work=done.get(name, {}),
+            outputs=outputs.get(name),
         )
     return Measured(
         name=run.name,
@@ -118,6 +164,7 @@ def measure(run: Run) -> Measured:
         machine=_machine(run),
         tasks=tasks,
         notes=notes,
+        drafts=_drafts(run),
     )
 
 
@@ -171,6 +218,36 @@ def _sum(records: list[RequestLine]) -> Work:
     )
 
 
+def _drafts(run: Run) -> Drafts | None:
+    if not run.sources and not run.draft_runs:
+        return None
+    entry = (run.entry or {}).get("draft_runs") or {}
+    return Drafts(
+        sources=run.sources,
+        from_earlier_runs=bool(run.draft_runs),
+        same_target=entry.get("same_target"),
+    )
+
+
+def _outputs(run: Run) -> dict[str, Outputs]:
+    """By task, the token ids in the run's records, in the order of the repeats. Requests of a
+    document whose prompt is not the scored one have no place here."""
+    prompts = {
+        (task.name, doc_id): sample.hashes[1]
+        for task in run.tasks.values()
+        for doc_id, sample in task.samples.items()
+    }
+    found: dict[str, Outputs] = {}
+    for line in sorted(run.outputs, key=lambda line: line.get("repeat", 0)):
+        output, name = line.get("output"), line["task"]
+        if output is None or prompts.get((name, line["doc_id"])) != line["prompt_hash"]:
+            continue
+        of_task = found.setdefault(name, Outputs(tokenizer=output["tokenizer"], ids={}))
+        if of_task.tokenizer == output["tokenizer"]:
+            of_task.ids.setdefault(line["doc_id"], []).append(output["ids"])
+    return found
+
+
 # ---------------------------------------------------------------------------- what was decoded
 
 
@@ -197,7 +274,7 @@ def fingerprint(model: str) -> str | None:
         files = of_model(sources.resolve_source(model, "target_model_path")).get("files")
     except FlyError:
         return None
-    return _SCHEME + of_value(files) if files else None
+    return as_one(files) if files else None
 
 
 def _decoding(run: Run) -> dict[str, Any]:
@@ -239,9 +316,25 @@ def _machine(run: Run) -> dict[str, Any]:
 # ------------------------------------------------------------------------------ baseline files
 
 
-def save(measured: Measured, path: Path) -> None:
-    """Write a baseline file."""
-    write_output(path, measured.model_dump_json() + "\n", "--save-baseline")
+def save(measured: Measured, path: Path, *, with_outputs: bool = False) -> None:
+    """Write a baseline file. Raises FlyError if outputs are asked for and some are not there."""
+    leave_out: dict[str, Any] = {} if measured.drafts else {"drafts": True}
+    if with_outputs:
+        _check_outputs(measured)
+    else:
+        leave_out["tasks"] = {"__all__": {"outputs"}}
+    write_output(path, measured.model_dump_json(exclude=leave_out) + "\n", "--save-baseline")
+
+
+def _check_outputs(measured: Measured) -> None:
+    for name, task in measured.tasks.items():
+        known = task.outputs.ids if task.outputs else {}
+        for doc_id in task.documents:
+            if doc_id not in known:
+                raise FlyError(
+                    f"--with-outputs: {measured.name} has no token ids of {name}, document {doc_id}"
+                    ": fly's own records have them (enable_statistics=true): make the run anew"
+                )
 
 
 def read(path: Path) -> Measured:
@@ -269,7 +362,7 @@ def why_other_files(stored: str | None, now: str | None) -> str | None:
     """Why two fingerprints are not of the same files; None if they are, or one is not known."""
     if stored is None or now is None or stored == now:
         return None
-    if not stored.startswith(_SCHEME):
+    if not stored.startswith(WHOLE):
         return "it was stored by an earlier fly, which knew models by the ends of their files"
     return f"another target (files: {stored}, now {now})"
 

@@ -57,7 +57,8 @@ class Comparison:
     verdict: `held` says that it is; `unchanged` only says that every document scored the same.
     decides: documents that would decide with a chance of POWER if they went on differing as these
     did; without losses, documents that would show the demand for new ones; None if no number
-    would. reason: a clause for people.
+    would. reason: a clause for people. withheld: the scores allow no verdict, however many they
+    are; `reason` says why.
     """
 
     documents: int
@@ -73,6 +74,7 @@ class Comparison:
     verdict: Verdict = "not enough evidence"
     decides: int | None = None
     reason: str = ""
+    withheld: bool = False
 
 
 @dataclass(frozen=True)

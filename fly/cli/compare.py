@@ -61,6 +61,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--baseline", type=Path, metavar="FILE", help="a stored target-only run instead of one"
     )
     group.add_argument("--save-baseline", type=Path, metavar="FILE", help="store the baseline")
+    group.add_argument(
+        "--with-outputs",
+        action="store_true",
+        help="store the baseline's outputs too, for later runs to draft from",
+    )
     group.add_argument("--metric", nargs="+", metavar="NAME", help="only these metrics")
     group.add_argument("--min-recovery", type=float, metavar="SHARE", help="default: 0.99")
     group.add_argument("--confidence", type=float, metavar="SHARE", help="default: 0.95")
@@ -92,7 +97,7 @@ def _execute(args: argparse.Namespace) -> None:
         others = [run for run in found if run is not baseline]
     if args.save_baseline:
         _check_baseline(baseline.mode, f"--save-baseline {args.save_baseline}")
-        scores.save(baseline, args.save_baseline)
+        scores.save(baseline, args.save_baseline, with_outputs=args.with_outputs)
         print(f"baseline {baseline.name} saved: {args.save_baseline}")
     if not others:  # only a baseline was asked for
         return
@@ -134,6 +139,10 @@ def _check_outputs(args: argparse.Namespace) -> None:
     """Before hours of decoding, not after."""
     from fly.runs import context
 
+    if args.with_outputs and not args.save_baseline:
+        raise FlyError(
+            "--with-outputs: says what a stored baseline holds: add --save-baseline FILE"
+        )
     for name in ("json", "markdown", "junit", "save_baseline"):
         path = getattr(args, name)
         if path is None:
@@ -171,10 +180,13 @@ def _finished(args: argparse.Namespace, stored: Measured | None) -> list[Measure
         raise FlyError(f"fly compare {args.runs[0]}: give at least two runs, or --baseline FILE")
     from fly.runs import reader
 
-    return _load([reader.named(text) for text in args.runs], [stored.name] if stored else [])
+    named = [reader.named(text) for text in args.runs]
+    return _load(named, [stored.name] if stored else [], args.with_outputs)
 
 
-def _load(paths: Sequence[tuple[str | None, str | Path]], taken: list[str]) -> list[Measured]:
+def _load(
+    paths: Sequence[tuple[str | None, str | Path]], taken: list[str], with_outputs: bool
+) -> list[Measured]:
     """The runs' scores under unique names: a second `fly` becomes `fly-2`."""
     from fly.analysis import scores
     from fly.runs import reader
@@ -182,7 +194,7 @@ def _load(paths: Sequence[tuple[str | None, str | Path]], taken: list[str]) -> l
     found: list[Measured] = []
     names = list(taken)
     for name, path in paths:
-        run = scores.measure(reader.load(path, name))
+        run = scores.measure(reader.load(path, name), with_outputs=with_outputs)
         unique, number = run.name, 2
         while unique in names:
             unique, number = f"{run.name}-{number}", number + 1
@@ -208,7 +220,8 @@ def _made(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
     names = args.modes or [
         name for name in run_modes.DEFAULT if not (stored and name == stored.mode)
     ]
-    planned = run_modes.plan(names, args.mode, args.model_args)
+    outputs = args.baseline if stored and stored.has_outputs else None
+    planned = run_modes.plan(names, args.mode, args.model_args, outputs)
     needed = 1 if stored or args.save_baseline else 2
     if len(planned) < needed:
         raise FlyError("--modes: give at least two, or --baseline FILE")
@@ -220,10 +233,15 @@ def _made(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
         alone = [name for name, mode in planned.items() if mode.rule == "target-only"]
         chosen = planned[args.baseline_run or next(iter([*alone, *planned]))]
         _check_baseline(chosen.rule, f"--save-baseline {args.save_baseline}")
+        if args.with_outputs and not chosen.records.get("enable_statistics"):
+            raise FlyError(
+                f"--with-outputs: {chosen.name} keeps no token ids: take a mode of fly's own "
+                "backend, with enable_statistics=true"
+            )
     output = Path(args.output_path)
     context.check_writable(output, "output_path")
     folders = run_modes.run_missing(planned, _run_flags(), output, _files(args, output))
-    return _load(list(folders.items()), [stored.name] if stored else [])
+    return _load(list(folders.items()), [stored.name] if stored else [], args.with_outputs)
 
 
 def _files(args: argparse.Namespace, output: Path) -> dict[str, dict[str, str]]:

@@ -24,6 +24,7 @@ from fly.harness.arguments import (
     HF_NAMES,
     NO_LITERAL,
     as_dict,
+    bracket_lists,
     check_json,
     check_run,
     checked_pair,
@@ -32,6 +33,7 @@ from fly.harness.arguments import (
 from fly.models.fingerprint import of_value
 from fly.paths import data_dir
 from fly.runs import context, environment, reader, resume
+from fly.runs.earlier_outputs import EarlierOutputs
 
 _COMMANDS = (compare, config, pair, plot, report, trace, tune)
 # flags of `fly run` that fly reads or replaces before lm-eval does
@@ -59,6 +61,7 @@ class FlyCLI(HarnessCLI):
         if len(sys.argv) == 2 and sys.argv[1].startswith("--resume="):
             sys.argv.insert(1, "run")
         check_json(sys.argv)
+        sys.argv[:] = bracket_lists(sys.argv)
         try:
             return super().parse_args()
         except FlyError:
@@ -190,6 +193,8 @@ def _check_models(args: argparse.Namespace) -> None:
         # fetch: the next call must find this one's cache
         models = environment.models_of(settings, rest, fetch=True)
         deciding = [settings.hash(), rest, models, environment.deciding_versions()]
+        if settings.earlier_runs:
+            deciding.append(EarlierOutputs.read(settings.earlier_runs).digest())
         args.use_cache = f"{args.use_cache}_{of_value(deciding)[:12]}"
 
 

@@ -12,14 +12,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fly import reading
+from fly import config as fly_config
+from fly import reading, registry
 from fly.cli.processes import run_child
+from fly.config import FlyConfig
 from fly.errors import FlyError
 from fly.execution.device import machine_facts
 from fly.harness.arguments import checked_pair, key_values
 from fly.models.fingerprint import of_value
 from fly.paths import write_whole
 from fly.runs import manifest, reader
+from fly.runs.earlier_outputs import EarlierOutputs
 from fly.runs.environment import models_of, versions
 from fly.settings import RECORDING_KEYS
 
@@ -53,9 +56,15 @@ class Mode:
 
 
 def plan(
-    names: Sequence[str], custom: Sequence[str], model_args: Mapping[str, Any]
+    names: Sequence[str],
+    custom: Sequence[str],
+    model_args: Mapping[str, Any],
+    outputs: Path | None = None,
 ) -> dict[str, Mode]:
-    """The modes by name, checked before anything runs. custom: more of them, NAME=key=value,..."""
+    """The modes by name, checked before anything runs. custom: more of them, NAME=key=value,...
+
+    outputs: a baseline file with outputs, from which exact modes draft unless they say otherwise.
+    """
     overrides = {}
     for name in names:
         if name not in NAMED:
@@ -68,7 +77,32 @@ def plan(
         if name in overrides or name in NAMED:
             raise FlyError(f"--mode {text}: the name {name} is taken: choose another")
         overrides[name] = key_values(rest, f"--mode {name}")
-    return {name: _mode(name, {**model_args, **changes}) for name, changes in overrides.items()}
+    asked = {
+        name: _asked(name, {**model_args, **changes}, outputs)
+        for name, changes in overrides.items()
+    }
+    return {name: _mode(name, model_args) for name, model_args in asked.items()}
+
+
+def _asked(name: str, model_args: dict[str, Any], outputs: Path | None) -> dict[str, Any]:
+    """A mode's model_args, with what earlier runs' outputs change in them."""
+    config, _ = fly_config.of_model_args(model_args)
+    is_loose = config.enable_fly and config.verification is None
+    if name == "fly" and config.draft_runs and is_loose:  # who names the mode asks for its rule
+        return {**model_args, "verification": "fly"}
+    if outputs is None or name == "hf" or not _drafts_from_texts(config):
+        return model_args
+    if config.rule != "exact" or config.draft_runs or "draft_runs" in model_args:
+        return model_args
+    print(f"{name}: drafts from the outputs in {outputs}", flush=True)
+    return {**model_args, "draft_runs": [str(outputs)]}
+
+
+def _drafts_from_texts(config: FlyConfig) -> bool:
+    """Whether the mode drafts, and may draft from earlier outputs."""
+    if config.drafter_name is None or "runs" not in config.text_sources:
+        return False
+    return config.drafter is None or registry.DRAFTERS[config.drafter].from_texts
 
 
 def _mode(name: str, model_args: dict[str, Any]) -> Mode:
@@ -81,7 +115,10 @@ def _mode(name: str, model_args: dict[str, Any]) -> Mode:
         arguments = {"pretrained": target.path, **gguf, **rest}
         identity = json.dumps(arguments, sort_keys=True, default=str)
         return Mode(name, "hf", arguments, identity, models, "hf")
-    identity = json.dumps([config.hash(), rest], sort_keys=True, default=str)
+    deciding: list[Any] = [config.hash(), rest]
+    if config.earlier_runs:
+        deciding.append(EarlierOutputs.read(config.earlier_runs).digest())
+    identity = json.dumps(deciding, sort_keys=True, default=str)
     records = {key: getattr(config, key) for key in RECORDING_KEYS}
     return Mode(name, "fly", model_args, identity, models, config.mode, records)
 

@@ -17,7 +17,6 @@ from typing import Annotated, Any
 import yaml
 from lm_eval._cli.utils import key_val_to_dict, split_top_level
 from lm_eval.config.evaluate_config import EvaluatorConfig
-from lm_eval.utils import simple_parse_args_string
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -36,8 +35,11 @@ from fly import reading, registry
 from fly.config import FlyConfig
 from fly.errors import FlyError
 from fly.models import sources
+from fly.runs.earlier_outputs import EarlierOutputs
+from fly.runs.resume import parse_pairs
 
 HF_NAMES = ("hf", "hf-auto", "huggingface")
+_MODEL_ARGS_FLAGS = ("--model_args", "-a")
 _JSON_FLAGS = ("--model_args", "-a", "--gen_kwargs", "--metadata", "--samples", "-E")
 # what ast.literal_eval raises for invalid text
 NO_LITERAL = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)
@@ -163,10 +165,12 @@ def checked_pair(
 ) -> tuple[FlyConfig, dict[str, Any], sources.ModelSource]:
     """(configuration, what goes to HFLM, the target) that model_args mean.
 
-    Raises FlyError for what is wrong with them, and for models whose files are not there or whole.
+    Raises FlyError for what is wrong with them, and for models and earlier runs whose files are
+    not there or whole.
     """
     config, hf_args = fly_config.of_model_args(model_args)
     check_model_args(config, hf_args)
+    EarlierOutputs.read(config.earlier_runs)
     target, _ = sources.sources(config, model_args.get("config_path"))
     return config, hf_args, target
 
@@ -295,6 +299,7 @@ def check_task_files(tasks: Iterable[Any], folders: Sequence[str]) -> None:
 
 def key_values(text: str, flag: str) -> dict[str, Any]:
     """Parse `key=value,key=value` of fly's own flags; lm-eval parses its own."""
+    text = fly_config.bracket_lists(text)
     names = [part.partition("=")[0] for part in split_top_level(text)]
     if len(set(names)) < len(names):
         raise FlyError(f"{flag} {reading.shown(text)}: a key is given twice: remove one")
@@ -303,6 +308,20 @@ def key_values(text: str, flag: str) -> dict[str, Any]:
     except NO_LITERAL as error:
         raise FlyError(f"{flag} {reading.shown(text)}: {error}") from None
     return found
+
+
+def bracket_lists(arguments: Sequence[str]) -> list[str]:
+    """The command line with the lists in its model_args in brackets, as lm-eval wants them."""
+    flag, result = "", []
+    for argument in arguments:
+        flag = argument if argument.startswith("-") else flag
+        if flag in _MODEL_ARGS_FLAGS and not argument.lstrip().startswith("{"):
+            argument = fly_config.bracket_lists(argument)
+        elif argument.startswith("--model_args="):
+            name, _, text = argument.partition("=")
+            argument = f"{name}={fly_config.bracket_lists(text)}"
+        result.append(argument)
+    return result
 
 
 def check_json(arguments: Sequence[str]) -> None:
@@ -350,7 +369,7 @@ def check_run(args: Any, given: Mapping[str, Any]) -> None:
 
 def as_dict(value: Any) -> dict[str, Any]:
     """model_args or gen_kwargs, which are text in some files of --config."""
-    return simple_parse_args_string(value) if isinstance(value, str) else dict(value or {})
+    return parse_pairs(value) if isinstance(value, str) else dict(value or {})
 
 
 def _samples(given: Any, where: str) -> dict[str, list[int]]:

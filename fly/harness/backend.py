@@ -10,18 +10,21 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lm_eval.api.model import TemplateLM
+from lm_eval.utils import hash_string
 
 from fly.config import FlyConfig
 from fly.execution.device import device_facts, peak_memory_bytes, timing_facts
 from fly.harness import progress, sandbox
 from fly.harness.requests import build_request, check_decoding, identity, response_text
-from fly.runs import context, resume
-from fly.runs.environment import versions
+from fly.runs import context, earlier_outputs, output_ids, resume
+from fly.runs.earlier_outputs import EarlierOutputs, Matcher
+from fly.runs.environment import models_of, versions
 from fly.runs.jsonl import JsonLines
 from fly.runs.records import Observer, RequestRecord, RoundRecord, RunStats
 from fly.runs.trace_writer import Trace, check_has_folder
@@ -46,8 +49,13 @@ class Backend(TemplateLM):
     eos_ids: frozenset[int]
 
     def use_config(self, config: FlyConfig) -> None:
-        """Start with this configuration. Raises FlyError if a trace has no folder."""
+        """Start with this configuration. Raises FlyError if a trace has no folder, and for earlier
+        runs that cannot be read."""
         self.fly_config = config
+        self.earlier = _earlier_outputs(config, context.current())
+        self._same_target: bool | None = None
+        self._matched = earlier_outputs.Counts()
+        self._unshared_matched = earlier_outputs.Counts()
         self.observers: list[Observer] = []
         self.samplings: set[Sampling] = set()
         self.stats = RunStats()
@@ -65,6 +73,9 @@ class Backend(TemplateLM):
             resume.check_models(run.manifest, self.fly_config, model_args, loaded=True)
             for name, fact in self.deciding_facts().items():
                 run.manifest.agree(name, fact)
+        if self.earlier is not None:
+            own = earlier_outputs.target_of(models_of(self.fly_config, model_args))
+            self._same_target = self.earlier.same_target(own)
         if run.finished_requests is not None:
             self.stats.merge(run.finished_requests.stats)
 
@@ -88,7 +99,10 @@ class Backend(TemplateLM):
 
     def deciding_facts(self) -> dict[str, Any]:
         """What a resumed run must agree in, beside its configuration and models."""
-        return {"device": timing_facts(self.device), "dtype": str(self.model.dtype)}
+        facts = {"device": timing_facts(self.device), "dtype": str(self.model.dtype)}
+        if self.earlier is not None:  # their outputs may decide texts, as drafts of lossy rules do
+            facts["earlier_outputs"] = self.earlier.digest()
+        return facts
 
     def engine_facts(self) -> dict[str, Any]:
         """Further keys of the results entry."""
@@ -168,7 +182,29 @@ class Backend(TemplateLM):
             seen[key] += 1
         self.samplings.update(request.sampling for request in wanted)
         check_decoding(wanted, self)
-        return wanted
+        return wanted if self.earlier is None else self._with_earlier(wanted, self.earlier)
+
+    def _with_earlier(self, wanted: list[Request], earlier: EarlierOutputs) -> list[Request]:
+        """The requests with what earlier runs wrote for the same documents and prompts."""
+        matcher = Matcher(earlier, self.tokenizer)
+        found = []
+        for request in wanted:
+            instance = request.tag
+            prompt = hash_string(instance.args[0])
+            outputs = matcher.outputs(instance.task_name, instance.doc_id, prompt)
+            found.append(replace(request, earlier=outputs))
+        counts = matcher.counts
+        logger.info(
+            "draft_runs: earlier outputs for %d of %d requests (%d with another prompt, %d of "
+            "documents that are not there, %d that this tokenizer does not give back)",
+            counts.matched,
+            counts.asked,
+            counts.changed,
+            counts.missing,
+            counts.untokenized,
+        )
+        self._unshared_matched.add(counts)
+        return found
 
     def _finished_texts(self, wanted: list[Request]) -> dict[int, str]:
         """By index: the texts that the run's records hold already; lm-eval's cache gets them."""
@@ -191,7 +227,15 @@ class Backend(TemplateLM):
         """A finished response goes to lm-eval's cache and to the per-request file at once."""
         self.cache_hook.add_partial("generate_until", instance.args, text)
         if self.fly_config.enable_statistics:
-            log.write({**identity(record.request), **record.as_dict(), "text": text})
+            ids = output_ids.encode(record.tokens)
+            output = {"ids": ids, "tokenizer": self._tokenizer_hash}
+            log.write(
+                {**identity(record.request), **record.as_dict(), "text": text, "output": output}
+            )
+
+    @cached_property
+    def _tokenizer_hash(self) -> str:
+        return output_ids.tokenizer_hash(self.tokenizer)
 
     # ---------------------------------------------------------------- several processes
 
@@ -203,9 +247,12 @@ class Backend(TemplateLM):
     def _share(self) -> None:
         """Only the first process gets the others' shares; it writes the results."""
         own, self._unshared = self._unshared, RunStats()
-        for stats, samplings in self.gather_object((own, self.samplings)) or [(own, set())]:
+        matched, self._unshared_matched = self._unshared_matched, earlier_outputs.Counts()
+        shares = self.gather_object((own, self.samplings, matched)) or [(own, set(), matched)]
+        for stats, samplings, counts in shares:
             self.stats.merge(stats)
             self.samplings |= samplings
+            self._matched.add(counts)
 
     # ---------------------------------------------------------------- reporting
 
@@ -227,12 +274,30 @@ class Backend(TemplateLM):
             "eos_token_ids": sorted(self.eos_ids),
             "sampling": [asdict(sampling) for sampling in sorted(self.samplings, key=repr)],
             "sandbox": sandbox.used_isolation(),
+            "draft_runs": self._draft_runs_entry(),
             "stats": self.stats.as_dict(),
         }
+
+    def _draft_runs_entry(self) -> dict[str, Any] | None:
+        """What earlier runs had for this run's requests; None without any."""
+        if self.earlier is None:
+            return None
+        counts = asdict(self._matched)
+        del counts["asked"]  # the sum of the others
+        runs = [str(run.source) for run in self.earlier.runs]
+        return {"runs": runs, **counts, "same_target": self._same_target}
 
     def get_model_info(self) -> dict[str, Any]:
         """lm-eval's facts, plus `fly`: configuration, versions, device, statistics."""
         return {**super().get_model_info(), "fly": self.results_entry()}
+
+
+def _earlier_outputs(config: FlyConfig, run: context.RunContext) -> EarlierOutputs | None:
+    """What `draft_runs` names; None if nothing is drafted from it. A run is not its own draft."""
+    if not config.earlier_runs:
+        return None
+    own = (run.output_dir, run.started) if run.output_dir is not None else None
+    return EarlierOutputs.read(config.earlier_runs, own)
 
 
 def _report_interruption(log: JsonLines, total: int, finished: int) -> None:

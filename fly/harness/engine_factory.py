@@ -14,9 +14,10 @@ from fly.execution import pass_costs
 from fly.execution.batch_size import SequenceWork, sequences_that_fit
 from fly.execution.calibration import calibrate
 from fly.execution.model_runner import ModelRunner
+from fly.execution.pass_costs import PairCosts
 from fly.execution.weights import PackedWeights
 from fly.runs.records import Observer
-from fly.settings import DrafterSettings
+from fly.settings import DrafterSettings, TextSourceName
 from fly.speculation.draft_length import AdaptiveLength, DraftLength, FixedLength, pays
 from fly.speculation.drafters.base import Drafter, DrafterContext, NoDrafter
 from fly.speculation.engine import Engine
@@ -25,6 +26,9 @@ from fly.speculation.sequence import Request
 
 logger = logging.getLogger(__name__)
 
+# texts that do not depend on what else is decoded
+_REPEATABLE: tuple[TextSourceName, ...] = ("runs", "own")
+_WIDE = 63  # draft tokens from texts that memory is kept for
 _LOSSY_ACCEPTANCE = 0.87  # of draft tokens, assumed where no count of the run may decide
 
 
@@ -65,7 +69,10 @@ class EngineFactory:
         """For `missing`, which of all `wanted` requests are not there yet."""
         slots = max(1, min(self._running_sequences(config, missing), len(missing)))
         target = self.target_runner(config, slots)
-        drafter = self._drafter(config, slots)
+        draft = self.draft_runner(config, slots) if config.needs_draft_model else None
+        changes_texts = _drafts_change_texts(config, wanted)
+        costs = self._costs(config, target, draft, changes_texts)
+        drafter = self._drafter(config, slots, draft, costs, changes_texts)
         if target.static is not None and not all(r.sampling.is_plain for r in missing):
             logger.info(
                 "requests that sample or have a repetition penalty draft step by step, outside of "
@@ -75,7 +82,7 @@ class EngineFactory:
             target,
             drafter,
             rule_of(config),
-            draft_length=self._draft_length(config, wanted, target, drafter),
+            draft_length=self._draft_length(config, wanted, costs, changes_texts=changes_texts),
             spd_k=config.spd_k if config.drafter_name else 0,
             eos_ids=self.eos_ids,
             # cleaning up would take back characters that a stop string has matched
@@ -108,16 +115,33 @@ class EngineFactory:
                 runner.use_static_passes(capture=True)
         return runner
 
-    def _drafter(self, config: FlyConfig, slots: int) -> Drafter:
+    def _drafter(
+        self,
+        config: FlyConfig,
+        slots: int,
+        draft: ModelRunner | None,
+        costs: PairCosts,
+        changes_texts: bool,
+    ) -> Drafter:
         if config.drafter_name is None:
             return NoDrafter()
+
+        def draft_runner() -> ModelRunner:
+            assert draft is not None
+            return draft
+
         kind = registry.load(registry.DRAFTERS[config.drafter_name].where)
         drafter: Drafter = kind.create(
             DrafterContext(
                 slots,
                 config.part(DrafterSettings),
                 self.eos_ids,
-                lambda: self.draft_runner(config, slots),
+                draft_runner,
+                costs,
+                changes_texts,
+                _REPEATABLE
+                if changes_texts and config.draft_sources is None
+                else config.text_sources,
             )
         )
         return drafter
@@ -128,7 +152,11 @@ class EngineFactory:
             return 1
         if isinstance(self.batch_size, int):
             return self.batch_size
-        width = config.spd_k + 1 if config.drafter_name else 1
+        width = 1
+        if config.drafter_name is not None:
+            width += max(
+                config.spd_k, _WIDE if registry.DRAFTERS[config.drafter_name].from_texts else 0
+            )
         works = [SequenceWork(ModelRunner(self.target, 1, self.max_length), width)]
         if self.draft is not None:
             runner = ModelRunner(self.draft, 1, self.max_length)
@@ -143,11 +171,32 @@ class EngineFactory:
         logger.info("batch_size=auto: %d running sequences", count)
         return count
 
+    def _costs(
+        self,
+        config: FlyConfig,
+        target: ModelRunner,
+        draft: ModelRunner | None,
+        changes_texts: bool,
+    ) -> PairCosts:
+        """Of both models' passes. Calibrated where texts do not depend on what they decide; else by
+        a rule that is the same on every machine of a kind."""
+        on_cpu = self.target.device.type == "cpu"
+        adapts = config.drafter_name is not None and config.draft_policy == "auto"
+        if on_cpu and adapts and not changes_texts:
+            return calibrate(target, draft, self._deciding_costs(config))
+        weight = self.packed.draft_weight if draft is not None else 0.0
+        return pass_costs.by_rule(target.way, draft.way if draft is not None else None, weight)
+
     def _draft_length(
-        self, config: FlyConfig, wanted: list[Request], target: ModelRunner, drafter: Drafter
+        self,
+        config: FlyConfig,
+        wanted: list[Request],
+        costs: PairCosts,
+        *,
+        changes_texts: bool,
     ) -> DraftLength:
         """`draft_policy`: by calibrated costs and counts where texts do not depend on it; else
-        spd_k or nothing for the whole run, by a rule that is the same on every machine of a kind.
+        spd_k or nothing for the whole run.
 
         All requests decide, not those that are left: a resumed run decides as it did before.
         """
@@ -155,25 +204,21 @@ class EngineFactory:
         if config.draft_policy == "fixed" or config.drafter_name is None or not on_cpu:
             self.draft_length = {"policy": "fixed", "spd_k": config.spd_k}
             return FixedLength(config.spd_k)
-        draft = drafter.runner
-        if config.rule == "exact" and all(request.sampling.is_greedy for request in wanted):
-            found = calibrate(target, draft, self._deciding_costs(config))
-            self.draft_length = {"policy": "adaptive", "spd_k": config.spd_k, **found.as_dict()}
-            return AdaptiveLength(config.spd_k, found)
-        weight = self.packed.draft_weight if draft is not None else 0.0
-        of_draft = self.packed.draft if draft is not None else None
-        found = pass_costs.by_rule(self.packed.target, of_draft, weight)
+        facts = {"spd_k": config.spd_k, **costs.as_dict()}
+        if not changes_texts:
+            self.draft_length = {"policy": "adaptive", **facts}
+            return AdaptiveLength(config.spd_k, costs)
         # for auto not what memory has room for now: that differs from start to start
         most = self.batch_size if isinstance(self.batch_size, int) else self.max_batch_size
         sequences = max(1, min(most, len(wanted)))
-        drafts = pays(config.spd_k, sequences, _LOSSY_ACCEPTANCE, found)
+        drafts = pays(config.spd_k, sequences, _LOSSY_ACCEPTANCE, costs)
         length = config.spd_k if drafts else 0
-        self.draft_length = {"policy": "rule", "spd_k": length, **found.as_dict()}
+        self.draft_length = {"policy": "rule", **facts, "spd_k": length}
         if not drafts:
             logger.warning(
                 "drafting %d tokens for %d sequences would be slower than the target alone "
-                "(%s passes), so nothing is drafted: lower --batch_size or spd_k, or set "
-                "draft_policy=fixed to draft all the same",
+                "(%s passes), so nothing is drafted: lower --batch_size or spd_k, or "
+                "set draft_policy=fixed to draft all the same",
                 config.spd_k,
                 sequences,
                 self.packed.target,
@@ -188,6 +233,13 @@ class EngineFactory:
             "passes": (self.packed.target, self.packed.draft),
             "drafter": config.drafter_name,
         }
+
+
+def _drafts_change_texts(config: FlyConfig, wanted: list[Request]) -> bool:
+    """Whether a text may depend on what is drafted: under lossy rules, and where tokens are drawn
+    from a draft model, whose random numbers decide with the target's."""
+    sampled = any(not request.sampling.is_greedy for request in wanted)
+    return config.rule != "exact" or (sampled and config.needs_draft_model)
 
 
 def context_of(model: PreTrainedModel, most: int) -> int:

@@ -9,6 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from fly.runs.records import TIMED
+from fly.runs.shapes import DraftedFrom, DraftRuns
+
+_TARGETS = {True: " (of this target)", False: " (of another target)", None: ""}
 
 
 def print_summary(entry: dict[str, Any]) -> None:
@@ -25,7 +28,7 @@ def print_summary(entry: dict[str, Any]) -> None:
         f"{stats['tau'] or 0:.2f}",
         "decode tok/s": f"{stats['decode_tok_s'] or 0:.2f}",
         "end-to-end tok/s": f"{stats['end_to_end_tok_s'] or 0:.2f}",
-        "drafted": str(stats["drafted"]),
+        **_draft_rows(stats, entry.get("draft_runs")),
         "matches accepted": str(stats["native_accepted"]),
         "deferred accepted / rolled back": f"{stats['deferred_accepted']} / "
         f"{stats['deferred_rolled_back']}",
@@ -44,9 +47,46 @@ def print_summary(entry: dict[str, Any]) -> None:
     Console(width=100 if not sys.stdout.isatty() else None).print(table)
 
 
+def _draft_rows(stats: dict[str, Any], earlier: DraftRuns | None) -> dict[str, str]:
+    """How much was drafted, and from what, unless that is a single source of this run's own."""
+    rows = {"drafted": str(stats["drafted"])}
+    sources: dict[str, DraftedFrom] = stats.get("sources", {})
+    if len(sources) > 1 or (sources and earlier):
+        rows["drafted from"] = _sources_in_words(sources)
+    if earlier:
+        rows["earlier runs"] = _earlier_runs_in_words(earlier)
+    return rows
+
+
+def _sources_in_words(sources: dict[str, DraftedFrom]) -> str:
+    """The sources of draft tokens, the one that drafted most first."""
+    by_size = sorted(sources.items(), key=lambda item: item[1]["drafted"], reverse=True)
+    parts = [
+        f"{key.replace('_', ' ')} {counts['accepted']:,} of {counts['drafted']:,}"
+        for key, counts in by_size
+    ]
+    return ", ".join([f"{parts[0]} accepted", *parts[1:]])
+
+
+def _earlier_runs_in_words(earlier: DraftRuns) -> str:
+    """For how many requests the earlier runs had an output, and why not for the others."""
+    why_not = {
+        "with another prompt": earlier["changed"],
+        "missing": earlier["missing"],
+        "without token ids": earlier["untokenized"],
+    }
+    runs = f"{len(earlier['runs'])}{_TARGETS[earlier['same_target']]}"
+    found, asked = earlier["matched"], earlier["matched"] + sum(why_not.values())
+    others = [f"{count:,} {why}" for why, count in why_not.items() if count]
+    return ", ".join([f"{runs}: {found:,} of {asked:,} requests found", *others])
+
+
 def in_words(mode: str, drafter: str | None, config: dict[str, Any]) -> str:
     """How a run decodes, such as `fly, drafter model, K=15, W=6, theta=0.3`."""
     drafts = [f"drafter {drafter}", f"K={config['spd_k']}"] if drafter else []
+    sources = config.get("draft_sources")
+    if drafter and config.get("draft_runs") and (sources is None or "runs" in sources):
+        drafts.append("drafts from earlier runs")
     return ", ".join([mode, *drafts, *_rule_in_words(mode, config)])
 
 

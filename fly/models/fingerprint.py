@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from fly.models.sources import ModelSource
 from fly.paths import fly_home, write_whole
 
 _SUFFIXES = {".json", ".safetensors", ".bin", ".gguf", ".model", ".txt", ".jinja", ".py"}
+WHOLE = "whole-"  # one hash of all files, each of them hashed whole
 _DIGITS = 16  # hex digits that are kept of a SHA-256
 _WORTH_CACHING = 2**20  # bytes; smaller files are read again
 _MOST_CACHED = 1000  # files
@@ -58,6 +59,11 @@ def of_value(value: Any) -> str:
     """The first 16 hex digits of the SHA-256 of its JSON (`str` of what JSON cannot express)."""
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
+
+
+def as_one(files: Mapping[str, str]) -> str:
+    """One fingerprint of a model's `files`."""
+    return WHOLE + of_value(files)
 
 
 def of_folder(folder: Path) -> dict[str, str]:

@@ -89,6 +89,27 @@ class Run:
         mode = str(self.entry["mode"] if self.entry else self.results["config"]["model"])
         return "exact" if mode == "strict" else mode  # as runs of November 2026 call it
 
+    @property
+    def sources(self) -> list[str]:
+        """Where its drafts came from, by the keys in fly.runs.records.SOURCES."""
+        stats = (self.entry or {}).get("stats") or {}
+        return [key for key, counts in (stats.get("sources") or {}).items() if counts["drafted"]]
+
+    @property
+    def draft_runs(self) -> list[str]:
+        """The earlier runs whose outputs it drafted from, as its configuration names them; empty
+        if they had nothing for its requests."""
+        if self.entry is None:
+            return []
+        found = self.entry.get("draft_runs") or {"matched": 0}
+        is_from_them = found["matched"] > 0 or "earlier_run" in self.sources
+        return list(self.entry["config"].get("draft_runs") or ["?"]) if is_from_them else []
+
+    @cached_property
+    def outputs(self) -> list[shapes.OutputLine]:
+        """fly's records of all requests, as what a later run drafts from."""
+        return self._records("fly_requests", shapes.OutputLine)
+
     @cached_property
     def requests(self) -> list[shapes.RequestLine]:
         """fly's record of every request; empty for other models, or without enable_statistics."""

@@ -14,6 +14,14 @@ DECODING = ("draft", "verify", "other")
 TIMED = ("prefill", *DECODING)  # what an end-to-end speed is made of
 # recording: traces and their entropies, progress and other observers
 PHASES = (*TIMED, "recording", "compile")
+# Where draft tokens come from: the letter in traces, the key in statistics.
+SOURCES = {
+    "d": "draft_model",
+    "n": "own_text",  # the sequence's own prompt and output
+    "e": "earlier_run",
+    "s": "sibling",  # another sample of the same prompt
+    "o": "other_document",
+}
 
 
 @dataclass
@@ -42,6 +50,41 @@ class Counts:
         return asdict(self)
 
 
+@dataclass
+class SourceCounts:
+    """Of one source of draft tokens. accepted: those that stand in the output, deferred ones too;
+    they count once they are final, as in `Counts`."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+
+class CountsBySource(dict[str, SourceCounts]):
+    """By the letter in `SOURCES`; a source that drafted nothing is not in it."""
+
+    @classmethod
+    def of_line(cls, line: Mapping[str, Mapping[str, int]]) -> CountsBySource:
+        """From `as_dict`'s form."""
+        letters = {key: letter for letter, key in SOURCES.items()}
+        return cls({letters[key]: SourceCounts(**counts) for key, counts in line.items()})
+
+    def count(self, drafted: str, accepted: str) -> None:
+        """Both with one letter per token."""
+        for letter in {*drafted, *accepted}:
+            of_source = self.setdefault(letter, SourceCounts())
+            of_source.drafted += drafted.count(letter)
+            of_source.accepted += accepted.count(letter)
+
+    def merge(self, other: CountsBySource) -> None:
+        for letter, counts in other.items():
+            of_source = self.setdefault(letter, SourceCounts())
+            of_source.drafted += counts.drafted
+            of_source.accepted += counts.accepted
+
+    def as_dict(self) -> dict[str, dict[str, int]]:
+        return {key: asdict(self[letter]) for letter, key in SOURCES.items() if letter in self}
+
+
 def zero_seconds() -> dict[str, float]:
     return dict.fromkeys(PHASES, 0.0)
 
@@ -52,7 +95,7 @@ class RoundRecord:
 
     request: what is decoded (fly.speculation.sequence.Request). number: of the round, from 1.
     draft, matches, target_tokens, entropy: as in fly.speculation.sequence.Verdict. drafted_by: one
-    letter per draft token (fly.speculation.drafters.base.Draft). start, length: tokens generated
+    letter of `SOURCES` per draft token. start, length: tokens generated
     before the round and after it, provisional ones included. deferred: places among the generated
     tokens of mismatches that stand, for now or for good. rolled_back: the place of a recovered
     token that replaces a deferral. open_at: the deferral still open. finish: why the request ended,
@@ -95,11 +138,13 @@ class RequestRecord:
     prompt_tokens_reused: int
     counts: Counts
     seconds: dict[str, float]
+    sources: CountsBySource = field(default_factory=CountsBySource)
 
     def as_dict(self) -> dict[str, Any]:
         return {
             **self.counts.as_dict(),
             **rates(self.counts, self.seconds),
+            "sources": self.sources.as_dict(),
             "finish_reason": self.finish_reason,
             "prompt_tokens": self.prompt_tokens,
             "prompt_tokens_reused": self.prompt_tokens_reused,
@@ -117,6 +162,7 @@ class RunStats:
     peak_memory_bytes: int = 0
     counts: Counts = field(default_factory=Counts)
     seconds: dict[str, float] = field(default_factory=zero_seconds)
+    sources: CountsBySource = field(default_factory=CountsBySource)
 
     def add_request(self, record: RequestRecord) -> None:
         self.merge(self.of_line(record.as_dict()))
@@ -130,6 +176,7 @@ class RunStats:
             prompt_tokens_reused=record["prompt_tokens_reused"],
             counts=Counts(**{item.name: record[item.name] for item in fields(Counts)}),
             seconds=dict(record["seconds"]),
+            sources=CountsBySource.of_line(record.get("sources", {})),
         )
 
     def merge(self, other: RunStats) -> None:
@@ -141,6 +188,7 @@ class RunStats:
         self.counts.add(other.counts)
         for phase, value in other.seconds.items():
             self.seconds[phase] += value
+        self.sources.merge(other.sources)
 
     def as_dict(self) -> dict[str, Any]:
         """The `stats` of the results file."""
@@ -148,6 +196,7 @@ class RunStats:
             "requests": self.requests,
             **self.counts.as_dict(),
             **rates(self.counts, self.seconds),
+            "sources": self.sources.as_dict(),
             "prompt_tokens": self.prompt_tokens,
             "prompt_tokens_reused": self.prompt_tokens_reused,
             "peak_memory_bytes": self.peak_memory_bytes,

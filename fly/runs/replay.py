@@ -12,22 +12,26 @@ from dataclasses import dataclass, field, replace
 from fly.errors import FlyError
 from fly.runs.shapes import RoundLine
 
+# The source of a draft token that matches the target's, by who drafted it: the letters of
+# fly.runs.records.SOURCES.
+MATCHES = {"d": "draft", "n": "ngram", "e": "earlier", "s": "sibling", "o": "other"}
+
 
 @dataclass
 class Token:
     """One token of a generation.
 
-    source: `ngram` or `draft`, a draft token that matches the target's; `deferred`, a mismatch that
-    stands; `recovered`, the target's token in place of a draft token that was rejected or rolled
-    back; `bonus`, the target's token after a draft that was accepted whole; `rolled_back`, accepted
-    at first, then dropped.
+    source: `draft`, `ngram`, `earlier`, `sibling` or `other` (MATCHES), a draft token that matches
+    the target's; `deferred`, a mismatch that stands; `recovered`, the target's token in place of a
+    draft token that was rejected or rolled back; `bonus`, the target's token after a draft that was
+    accepted whole; `rolled_back`, accepted at first, then dropped.
 
     index: its place among the generated tokens, those dropped before it not counted. round: from 1.
     target_id: the target's token at this place. position: in the round's draft, None for the
-    target's own tokens. by: who drafted it (`n` n-gram, `d` draft model); empty for the target's.
-    entropy: the target's before the token, None if the trace has none. window: index of the
-    deferral whose window this token is in. replaced: of a recovered token, the draft token's id.
-    text: what it adds to the text; empty if only a later token completes a character.
+    target's own tokens. by: who drafted it, a letter of fly.runs.records.SOURCES; empty for the
+    target's. entropy: the target's before the token, None if the trace has none. window: index of
+    the deferral whose window this token is in. replaced: of a recovered token, the draft token's
+    id. text: what it adds to the text; empty if only a later token completes a character.
     """
 
     id: int
@@ -186,7 +190,7 @@ def _draft_tokens(line: RoundLine) -> list[Token]:
     return [
         Token(
             id=token,
-            source="deferred" if match == "0" else "ngram" if by == "n" else "draft",
+            source=MATCHES[by] if match == "1" else "deferred",
             index=line["start"] + position,
             round=line["round"],
             target_id=target,

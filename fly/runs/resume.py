@@ -53,10 +53,16 @@ def split_secrets(
     secrets = {}
     for name, value in arguments.items():
         if name in _KEY_VALUES and isinstance(value, str):  # as --config's file may have it
-            value = arguments[name] = simple_parse_args_string(value)
+            value = arguments[name] = parse_pairs(value)
         if isinstance(value, dict):
             secrets[name] = {key: value.pop(key) for key in [*value] if key.lower() in _SECRETS}
     return arguments, {name: found for name, found in secrets.items() if found}
+
+
+def parse_pairs(text: str) -> dict[str, Any]:
+    """`key=value,...` as lm-eval reads it, but for lists, whose commas are their own."""
+    rest, lists = fly_config.take_lists(text)
+    return {**simple_parse_args_string(rest), **lists}
 
 
 def is_one_process() -> bool:

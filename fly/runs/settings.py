@@ -25,6 +25,7 @@ _SHORT = {
     "relaxed_top_k": "top", "relaxed_delta": "\u03b4", "draft_quantization": "draft",
     "draft_policy": "policy", "draft_model_path": "draft model", "batch_size": "batch size",
     "max_ngram_size": "n-gram", "num_ngram_pred_tokens": "n-gram tokens",
+    "draft_runs": "earlier runs",
 }  # fmt: skip
 
 
@@ -46,6 +47,7 @@ def in_force(run: Run) -> dict[str, Any]:
         keys += ["spd_k", *_WITH_DRAFT]
         keys += _OF_NGRAM if drafter in ("ngram", "cascade") else ()
         found["drafter"] = drafter
+        found["draft_runs"] = run.draft_runs or None
     found |= {key: config[key] for key in (*keys, *_ALWAYS) if key in config}
     if config.get("abla_no_window") and "win_len" in found:
         found["win_len"] = 0
@@ -56,7 +58,8 @@ def in_force(run: Run) -> dict[str, Any]:
 
 
 def labels(runs: list[Run], without: tuple[str, ...] = ()) -> list[str]:
-    """One short label per run: its mode if modes differ, and the settings that differ.
+    """One short label per run: its mode if modes differ, and the settings that differ. Earlier runs
+    that were drafted from are always in it: the speed is not the mode's own.
 
     without: keys that no label may hold. Runs that differ in nothing have equal labels.
     """
@@ -68,20 +71,45 @@ def labels(runs: list[Run], without: tuple[str, ...] = ()) -> list[str]:
             key
             for key in settings
             if key not in without
-            and len({repr(other[key]) for other in all_settings if key in other}) > 1
+            and (_differs(key, all_settings) or _is_always_said(key, settings))
         ]
         parts = [_in_words(key, settings[key]) for key in differing]
         mode = MODES.get(run.mode, run.mode)
-        result.append(", ".join([mode, *parts] if several_modes or not parts else parts))
+        is_alone = all(_is_always_said(key, settings) for key in differing)
+        result.append(", ".join([mode, *parts] if several_modes or is_alone else parts))
     return result
+
+
+def name_with_drafts(run: Run) -> str:
+    """The run's name, and that its speed is with drafts from earlier runs."""
+    return with_drafts(run.name, bool(run.draft_runs))
+
+
+def with_drafts(name: str, from_earlier_runs: bool) -> str:
+    """A run's name where speeds are shown."""
+    return f"{name} + earlier runs" if from_earlier_runs else name
+
+
+def _differs(key: str, all_settings: list[dict[str, Any]]) -> bool:
+    return len({repr(other[key]) for other in all_settings if key in other}) > 1
+
+
+def _is_always_said(key: str, settings: dict[str, Any]) -> bool:
+    return key == "draft_runs" and settings[key] is not None
 
 
 def _in_words(key: str, value: Any) -> str:
     name = _SHORT.get(key, key)
     if value is None:
         return f"{name} off"
+    if isinstance(value, list):
+        return f"{name} {', '.join(_last_part(item) for item in value)}"
     if isinstance(value, bool):
         return name if value else f"not {name}"
     if isinstance(value, float):
         return f"{name}={value:g}"
-    return f"{name}={str(value).rstrip('/').rsplit('/', 1)[-1]}" if value != "" else name
+    return f"{name}={_last_part(value)}" if value != "" else name
+
+
+def _last_part(value: Any) -> str:
+    return str(value).rstrip("/").rsplit("/", 1)[-1]

@@ -22,6 +22,7 @@ from typing_extensions import NotRequired, TypedDict
 from fly import reading
 from fly.errors import FlyError
 from fly.reading import Name
+from fly.runs.records import SOURCES
 
 _Ids = list[NonNegativeInt]
 
@@ -36,12 +37,25 @@ class Seconds(TypedDict):
     compile: NotRequired[NonNegativeFloat]
 
 
+@with_config(ConfigDict(extra="forbid"))
+class DraftedFrom(TypedDict):
+    """Of one source of draft tokens: how many it drafted, and how many stood in the output."""
+
+    drafted: NonNegativeInt
+    accepted: NonNegativeInt
+
+
+# by the names in fly.runs.records.SOURCES
+Sources = dict[Annotated[str, Field(pattern=f"^({'|'.join(SOURCES.values())})$")], DraftedFrom]
+
+
 class _Stats(TypedDict):
     requests: NonNegativeInt
     emitted: NonNegativeInt
     rounds: NonNegativeInt
     tau: float | None
     seconds: Seconds
+    sources: NotRequired[Sources]
 
 
 class _PairConfig(TypedDict):
@@ -56,6 +70,17 @@ class _Sampling(TypedDict):
     temperature: float
 
 
+class DraftRuns(TypedDict):
+    """Earlier runs that were drafted from. docs/definitions.md defines the keys."""
+
+    runs: list[str]
+    matched: NonNegativeInt
+    changed: NonNegativeInt
+    missing: NonNegativeInt
+    untokenized: NonNegativeInt
+    same_target: bool | None
+
+
 class _Entry(TypedDict):
     """`config.fly` of the results."""
 
@@ -68,6 +93,7 @@ class _Entry(TypedDict):
     device: NotRequired[dict[str, Any]]
     preparation: NotRequired[dict[str, Any] | None]
     stats: NotRequired[_Stats]
+    draft_runs: NotRequired[DraftRuns | None]
     resumed: NotRequired[dict[str, Any] | None]
 
 
@@ -115,6 +141,42 @@ class RequestLine(TypedDict):
     emitted: NonNegativeInt
     rounds: NonNegativeInt
     seconds: Seconds
+    sources: NotRequired[Sources]
+
+
+class _Output(TypedDict):
+    ids: str
+    tokenizer: str
+
+
+class OutputLine(TypedDict):
+    """The part of a request's record that a later run drafts from."""
+
+    task: str
+    doc_id: NonNegativeInt
+    prompt_hash: str
+    text: str
+    repeat: NotRequired[NonNegativeInt]
+    output: NotRequired[_Output]
+
+
+class StoredOutputs(TypedDict):
+    """Outputs of a task in a baseline file, by document id; one per request."""
+
+    tokenizer: str
+    ids: dict[str, list[str]]
+
+
+class _StoredTask(TypedDict):
+    documents: dict[str, dict[str, str]]
+    outputs: NotRequired[StoredOutputs | None]
+
+
+class Baseline(TypedDict):
+    """The part of a baseline file that a later run drafts from."""
+
+    target: dict[str, str | None]
+    tasks: dict[str, _StoredTask]
 
 
 class ResumableLine(RequestLine):
@@ -155,7 +217,7 @@ class RoundLine(_TraceLine):
     round: NonNegativeInt
     start: NonNegativeInt
     draft: _Ids
-    by: Annotated[str, Field(pattern=r"^[nd]*$")]
+    by: Annotated[str, Field(pattern=f"^[{''.join(SOURCES)}]*$")]
     native: Annotated[str, Field(pattern=r"^[01]*$")]
     choice: Annotated[_Ids, Field(min_length=1)]
     entropy: NotRequired[list[float] | None]

@@ -100,7 +100,7 @@ class Engine:
 
     def _reserve(self, longest: int) -> None:
         """Memory for the longest sequence, at once: growing later would drop every graph."""
-        self._target.reserve_rows(longest, width=self._spd_k + 1)
+        self._target.reserve_rows(longest, width=max(self._spd_k, self._drafter.longest) + 1)
         self._drafter.reserve(longest, self._spd_k)
 
     def _admit(self, slot: int, sequence: Sequence, running: int) -> None:
@@ -136,8 +136,6 @@ class Engine:
         # The last token of the budget needs no draft, and no draft may reach past the budget.
         length = self._draft_length.choose(len(running))
         limits = [min(length, sequence.remaining - 1) for sequence in running]
-        for sequence, limit in zip(running, limits):
-            sequence.begin_round(limit)
         with self._timed("draft", running):
             draft = self._drafter.propose(running, limits)
         with self._timed("verify", running):
@@ -154,12 +152,12 @@ class Engine:
             self._draft_length.observe(
                 # what matched tells of the draft, though an earlier deferral took the round back
                 (v.leading_matches if v.resolution.rolls_back_earlier else v.accepted, len(v.draft))
-                for v in verdicts
+                for slot, v in enumerate(verdicts)
+                if not draft.is_free(slot)
             )
         with self._timed("recording", running):
             for slot, (sequence, verdict) in enumerate(zip(running, verdicts)):
-                by = draft.drafted_by(slot, len(verdict.draft))
-                self._observer(sequence.round_record(verdict, counts[slot], by, starts[slot]))
+                self._observer(sequence.round_record(verdict, counts[slot], starts[slot]))
 
     def _verify(self, running: list[Sequence], draft: Draft) -> tuple[list[Verdict], Tensor]:
         """One target pass over each sequence's last token and its draft; one wait of the host.
@@ -181,21 +179,21 @@ class Engine:
         widths = [part.shape[1] for part in parts]
         lists = [part.tolist() for part in on_host.split(widths, dim=1)]
         verdicts = []
-        for sequence, (k,), tokens, matches, deferrable, targets in zip(running, *lists):
+        for slot, ((k,), tokens, matches, deferrable, targets) in enumerate(zip(*lists)):
             judged = JudgedDraft(
                 tokens[:k],
                 [bool(match) for match in matches[:k]],
                 [bool(passes) for passes in deferrable[:k]],
                 targets[: k + 1],
             )
-            verdicts.append(self._resolve(sequence, judged))
+            verdicts.append(self._resolve(running[slot], judged, draft.drafted_by(slot, k)))
         return verdicts, logits_BKV
 
-    def _resolve(self, sequence: Sequence, judged: JudgedDraft) -> Verdict:
+    def _resolve(self, sequence: Sequence, judged: JudgedDraft, by: str) -> Verdict:
         if -1 in judged.target_tokens:
             at = len(sequence.generated) + judged.target_tokens.index(-1)
             raise NotFiniteError("target", sequence.request, at)
-        return sequence.judge(self._rule, judged)
+        return sequence.judge(self._rule, judged, by)
 
     def _score(self, running: list[Sequence], draft: Draft) -> Tensor:
         """Logits [B, K + 1, V] after the last committed token and after each drafted one."""
@@ -227,17 +225,17 @@ class Engine:
             logits_BKV[slot, : k + 1] = scores_NV
             target_BK1[slot, : k + 1] = scores_NV.argmax(dim=-1)
             matches_BK[slot, :k] = draft_BK[slot, :k] == target_BK1[slot, :k]
-            if sequence.noise is None:
+            if (noise := sequence.noise(k)) is None:
                 continue
             p_NV = torch.softmax(scores_NV, dim=-1)
             if self._rule.decides_alone:
-                own_N = draw(p_NV, sequence.noise.target[: k + 1])
+                own_N = draw(p_NV, noise.target)
                 # a match always stands, so that nothing is drawn in its place
                 own_N[:k] = torch.where(matches_BK[slot, :k], draft_BK[slot, :k], own_N[:k])
                 target_BK1[slot, : k + 1] = own_N
                 continue
             matches_BK[slot, :k], target_BK1[slot, : k + 1] = rejection_sample(
-                p_NV, draft.probabilities(slot), draft_BK[slot, :k], sequence.noise
+                p_NV, draft.probabilities(slot), draft_BK[slot, :k], noise
             )
         return logits_BKV, matches_BK, target_BK1
 

@@ -126,24 +126,42 @@ def _histories(before: Sequence[int], drafted: Sequence[int]) -> Tensor:
     return seen_NL
 
 
+_BLOCK = 64  # places whose numbers are drawn at once
+
+
 @dataclass(frozen=True)
 class Noise:
-    """One sequence's random numbers for one round, uniform on [0, 1), as many as a draft may have.
+    """One sequence's random numbers for one round, uniform on [0, 1), as many as a draft has.
 
     draft: the draft model's draws. accept: the rejection sampler's. target: the target's own
-    draws, one more. As many are drawn in every round of the same limit, so they depend on nothing
-    but the sequence's own past.
+    draws, one more.
     """
 
     draft: Tensor
     accept: Tensor
     target: Tensor
 
-    @classmethod
-    def drawn(cls, limit: int, generator: torch.Generator) -> Noise:
-        # float64: float32 has too few values to reach the tail of a large vocabulary
-        numbers = torch.rand(3 * limit + 1, dtype=torch.float64, generator=generator)
-        return cls(numbers[:limit], numbers[limit : 2 * limit], numbers[2 * limit :])
+
+class NoiseStream:
+    """A request's random numbers: three for every place, whatever is asked for and when.
+
+    Where a place in the output always has the same numbers, a draft that was not drawn changes no
+    token: it stands if it is what the target draws there. Float64: float32 has too few values to
+    reach the tail of a large vocabulary.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._numbers = torch.empty(0, 3, dtype=torch.float64)
+
+    def at(self, start: int, count: int) -> Noise:
+        """For `count` draft tokens from place `start`, and the target's token after them."""
+        end = start + count + 1
+        while len(self._numbers) < end:
+            block = torch.rand(_BLOCK, 3, dtype=torch.float64, generator=self._generator)
+            self._numbers = torch.cat([self._numbers, block])
+        draft, accept, target = self._numbers[start:end].T
+        return Noise(draft[:count], accept[:count], target)
 
 
 def draw(weights_NV: Tensor, uniform_N: Tensor) -> Tensor:

@@ -7,15 +7,13 @@ deferred token by the recovered token, the target's own, and drops what followed
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-import torch
-
-from fly.runs.records import Counts, RequestRecord, RoundRecord, zero_seconds
+from fly.runs.records import Counts, CountsBySource, RequestRecord, RoundRecord, zero_seconds
 from fly.speculation.rules.base import JudgedDraft, Resolution, Rule
-from fly.speculation.sampling import GREEDY, Noise, Sampling
+from fly.speculation.sampling import GREEDY, Noise, NoiseStream, Sampling
 from fly.speculation.stop_strings import StopMatcher
 
 
@@ -24,7 +22,8 @@ class Request:
     """What to decode. `budget`: most new tokens (>= 1). `tag`: the caller's own, handed back.
 
     seed: where a sampled request's random numbers start; nothing else influences them.
-    repeat: how many equal requests of the same document came before it.
+    repeat: how many equal requests of the same document came before it. earlier: token ids that
+    earlier runs gave for the same document and prompt; they may be drafted from.
     """
 
     prompt: tuple[int, ...]
@@ -34,6 +33,7 @@ class Request:
     sampling: Sampling = GREEDY
     seed: int = 0
     repeat: int = 0
+    earlier: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -56,14 +56,16 @@ class Source(Enum):
 class Verdict:
     """What the target and the rule say of one sequence's draft.
 
-    matches: as long as the draft. target_tokens: the target's own, one more than the draft.
-    entropy: of the target before every one of them, for traces; None when nothing asks.
+    matches, by: as long as the draft; by: who drafted each token, a letter of
+    fly.runs.records.SOURCES. target_tokens: the target's own, one more than the draft. entropy: of
+    the target before every one of them, for traces; None when nothing asks.
     """
 
     draft: list[int]
     matches: list[bool]
     target_tokens: list[int]
     resolution: Resolution
+    by: str
     entropy: list[float] | None = None
 
     @property
@@ -99,14 +101,14 @@ class Sequence:
         self.counts = Counts()
         self.seconds = zero_seconds()
         self.open: OpenDeferral | None = None
-        self.noise: Noise | None = None
+        self.by_source = CountsBySource()
         self.sources: list[Source] = []  # one per generated token
+        self._by = ""  # who drafted each generated token; a space for the target's own
         self._counted = 0  # generated tokens that are final
         self._eos_ids = eos_ids
         self._stops = stops
-        self._generator: torch.Generator | None = None
-        if not request.sampling.is_greedy:
-            self._generator = torch.Generator().manual_seed(request.seed)
+        self._stream = None if request.sampling.is_greedy else NoiseStream(request.seed)
+        self._skipped = 0  # places whose random numbers are not those of an output's token
 
     @property
     def is_open(self) -> bool:
@@ -134,18 +136,20 @@ class Sequence:
             return None
         return matched - len(provisional)
 
-    def begin_round(self, limit: int) -> None:
-        """Draw the random numbers for a round of at most `limit` draft tokens.
+    def noise(self, count: int) -> Noise | None:
+        """The random numbers of a round of `count` draft tokens; None for greedy requests.
 
         A round that failed (out of memory) is done again with the numbers it had.
         """
-        if self._generator is not None and self.noise is None:
-            self.noise = Noise.drawn(limit, self._generator)
+        if self._stream is None:
+            return None
+        return self._stream.at(len(self.generated) + self._skipped, count)
 
-    def judge(self, rule: Rule, judged: JudgedDraft) -> Verdict:
+    def judge(self, rule: Rule, judged: JudgedDraft, by: str | None = None) -> Verdict:
         """What the rule decides of a draft, given this sequence's ends and its open deferral.
 
-        judged: its eos_ids, stop_at and open_matches are filled in here.
+        judged: its eos_ids, stop_at and open_matches are filled in here. by: who drafted each
+        token; the draft model by default.
         """
         resolution = rule.resolve(
             replace(
@@ -155,7 +159,8 @@ class Sequence:
                 open_matches=None if self.open is None else self.open.matches,
             )
         )
-        return Verdict(judged.draft, judged.matches, judged.target_tokens, resolution)
+        by = "d" * len(judged.draft) if by is None else by
+        return Verdict(judged.draft, judged.matches, judged.target_tokens, resolution, by)
 
     def commit(self, verdict: Verdict) -> Counts:
         """Append or roll back what the round decided; clip at EOS, stop and budget; its counts.
@@ -171,15 +176,17 @@ class Sequence:
         if not self._end() and self.open is not None and self.remaining <= 0:
             counts.discarded += self._roll_back(before)  # the window cannot be filled any more
             self._end()
-        self._count(counts)
+        self._count(counts, verdict.by)
         self.counts.add(counts)
-        self.noise = None
+        if self.sources[-1] is Source.ROLLBACK:
+            # numbers of the tokens after it have decided that it is rolled back: they are spent
+            self._skipped += before + len(verdict.draft) + 1 - len(self.generated)
         return counts
 
-    def round_record(self, verdict: Verdict, counts: Counts, by: str, start: int) -> RoundRecord:
+    def round_record(self, verdict: Verdict, counts: Counts, start: int) -> RoundRecord:
         """The round that `commit` has just ended, for observers.
 
-        by: who drafted each token. start: how many tokens were generated before the round.
+        start: how many tokens were generated before the round.
         """
         length = len(self.generated)
         rolled_back = length - 1 if self.sources[-1] is Source.ROLLBACK else None
@@ -192,7 +199,7 @@ class Sequence:
             draft=verdict.draft,
             matches=verdict.matches,
             target_tokens=verdict.target_tokens,
-            drafted_by=by,
+            drafted_by=verdict.by,
             start=start,
             length=length,
             deferred=[index for index in deferred if index < end],
@@ -207,6 +214,7 @@ class Sequence:
         resolution, start = verdict.resolution, len(self.generated)
         block = [*verdict.draft[: resolution.accepted], verdict.target_tokens[resolution.accepted]]
         self.tokens += block
+        self._by += verdict.by[: resolution.accepted] + " "
         self.sources += [
             Source.DEFERRED if position in resolution.deferred else Source.MATCH
             for position in range(resolution.accepted)
@@ -236,6 +244,7 @@ class Sequence:
         at, dropped = self.open.at, max(0, before - self.open.at)
         self._truncate(at)
         self.tokens.append(self.open.recovered_token)
+        self._by += " "
         self.sources.append(Source.ROLLBACK)
         self.open = None
         return dropped
@@ -243,6 +252,7 @@ class Sequence:
     def _truncate(self, count: int) -> None:
         del self.tokens[len(self.request.prompt) + count :]
         del self.sources[count:]
+        self._by = self._by[:count]
 
     def _end(self) -> bool:
         """Clip at the first EOS, stop or budget and set the finish reason, if there is one.
@@ -280,9 +290,10 @@ class Sequence:
     def _eos_after(self, start: int) -> bool:
         return any(token in self._eos_ids for token in self.generated[start:])
 
-    def _count(self, counts: Counts) -> None:
-        """Count the tokens that became final, by their sources."""
+    def _count(self, counts: Counts, drafted: str) -> None:
+        """Count the tokens that became final, by their sources. drafted: by whom in this round."""
         final = self.open.at if self.open is not None else len(self.sources)
+        self.by_source.count(drafted, self._by[self._counted : final].replace(" ", ""))
         fresh = self.sources[self._counted : final]
         self._counted = final
         counts.native_accepted = fresh.count(Source.MATCH)
@@ -302,4 +313,5 @@ class Sequence:
             prompt_tokens_reused=self.prompt_tokens_reused,
             counts=self.counts,
             seconds=self.seconds,
+            sources=self.by_source,
         )

@@ -138,8 +138,11 @@ class TunedLM(FlyLM):
         if self.draft_model is None:
             raise FlyError(f"config_path={config_path}: names no draft model: nothing to tune")
         self._model_args = model_args
-        # every K is tried: the run's own choice would only hide what a K costs
-        self.given = self.fly_config = self.fly_config.model_copy(update={"draft_policy": "fixed"})
+        # every K is tried: the run's own choice would only hide what a K costs; and settings are
+        # for runs that have no earlier outputs to draft from
+        fixed = {"draft_policy": "fixed", "draft_runs": None}
+        self.given = self.fly_config = self.fly_config.model_copy(update=fixed)
+        self.earlier = None
         self._in_use: str = self.fly_config.draft_quantization
 
     def identity(self) -> dict[str, Any]:

@@ -165,14 +165,36 @@ def test_trace_on_hover(open_report, pair):
     assert not rolled.first.is_visible()
 
 
+STYLES = """nodes => nodes.map((node) => {
+  const style = getComputedStyle(node);
+  return `${style.textDecorationLine} ${style.textDecorationStyle}`;
+})"""
+
+
 def test_sources_differ_without_colour(open_report, pair):
     """Every source has an underline of its own: a reader may not see colours."""
     page = open_report(*pair)
-    styles = page.locator("#traces .legend .token").evaluate_all(
-        "nodes => nodes.map(node => { const s = getComputedStyle(node);"
-        " return s.textDecorationLine + ' ' + s.textDecorationStyle; })"
-    )
+    styles = page.locator("#traces .legend .token").evaluate_all(STYLES)
     assert len(styles) == len(set(styles)) == 6
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_drafts_from_texts(open_report, tmp_path, scheme):
+    """Every source that occurs has a name, an underline and a readable colour, and its counts."""
+    counts = {"earlier_run": {"drafted": 1310, "accepted": 1204}}
+    folder = traced_runs.write(
+        tmp_path / "a", traced=[0], rounds=traced_runs.FROM_TEXTS, sources=counts
+    )
+    page = open_report(folder, color_scheme=scheme)
+    names = page.locator("#traces .legend li").all_inner_texts()
+    assert {"earlier run 1", "sibling 1", "other document 1", "draft 2"} <= set(names)
+    styles = page.locator("#traces .legend .token").evaluate_all(STYLES)
+    assert len(styles) == len(set(styles)) == 9
+    page.locator("#traces .tokens .token.sibling").hover()
+    assert "another sample of this prompt" in page.locator("#traces .tip").inner_text()
+    assert [entry for entry in page.evaluate(CONTRAST) if entry[0] < 4.5] == []
+    row = page.locator("#runs tr", has_text="drafted from earlier run")
+    assert "1\u202f204 of 1\u202f310 accepted (91.9\u00a0%)" in row.inner_text()
 
 
 def test_by_keyboard(open_report, pair):

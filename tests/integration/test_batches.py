@@ -48,7 +48,7 @@ def run(pair, wanted, slots, *, k=6, length=None, reuse=True, rule=tiny.EXACT, t
     target_model, draft = pair
     runner = ModelRunner(draft, slots, 512, reuse_prefixes=reuse)
     target = target or ModelRunner(target_model, slots, 512, reuse_prefixes=reuse)
-    drafter = CascadeDrafter(runner, frozenset({tiny.EOS}), 1, 4, 6)
+    drafter = CascadeDrafter(runner, frozenset({tiny.EOS}), (1, 4, 6))
     own = {"decode": decode, "reuse_prefixes": reuse, "draft_length": length}
     engine = tiny.engine(target, drafter, k, rule, **own)
     records = {record.request.tag: record for record in engine.run(wanted)}
@@ -180,7 +180,7 @@ def test_out_of_memory_anywhere_loses_no_finished_sequence(pair, where, monkeypa
     expected = tokens(run(pair, wanted, 1))
     monkeypatch.setattr(owner, where, fail_at_times)
     target_model, draft = pair
-    drafter = CascadeDrafter(ModelRunner(draft, 4, 512), frozenset({tiny.EOS}), 1, 4, 6)
+    drafter = CascadeDrafter(ModelRunner(draft, 4, 512), frozenset({tiny.EOS}), (1, 4, 6))
     engine = tiny.engine(target_model, drafter, 6, slots=4, decode=decode)
     records = list(engine.run(wanted))
     assert sorted(record.request.tag for record in records) == list(range(len(wanted)))

@@ -112,9 +112,35 @@ def test_use_cache_does_not_mix_configurations(saved_pair, config_file, task_dir
     assert len(list(tmp_path.glob("cache_*.db"))) == 2
 
 
+def test_runs_draft_from_earlier_ones(saved_pair, config_file, task_dir, tmp_path, capsys):
+    """Two folders after one key, which lm-eval's own parser refuses, on the line and in a file."""
+    for name in ("a", "b"):
+        out = ("--output_path", tmp_path / name, "--limit", len(name))
+        assert evaluate(saved_pair, config_file, task_dir, *out, more_args=",use_sd=false") == 0
+    earlier = f"{tmp_path / 'a'},{tmp_path / 'b'}"
+    more = f",draft_runs={earlier},enable_fly=false"
+    out = ("--output_path", tmp_path / "c", "--limit", 2)
+    assert evaluate(saved_pair, config_file, task_dir, *out, more_args=more) == 0
+    entry = json.loads(next((tmp_path / "c").rglob("results_*.json")).read_text())["config"]["fly"]
+    assert entry["config"]["draft_runs"] == earlier.split(",")
+    assert (entry["draft_runs"]["matched"], entry["draft_runs"]["missing"]) == (1, 1)
+    manifest = json.loads(next((tmp_path / "c").rglob("fly_run_*.json")).read_text())
+    assert len(manifest["earlier_outputs"]) == 16
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"model: hf\nmodel_args: config_path={config_file},drafter=ngram{more}\n"
+        f"tasks: [tiny_task]\ninclude_path: {task_dir}\nlimit: 1\ndevice: cpu\n"
+        f"output_path: {tmp_path / 'd'}\n"
+    )
+    assert run("run", "--config", path) == 0
+    entry = json.loads(next((tmp_path / "d").rglob("results_*.json")).read_text())["config"]["fly"]
+    assert len(entry["draft_runs"]["runs"]) == 2
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
+        (",draft_runs=/no,/where", "draft_runs=/no: no such run: give a run's folder"),
         (",spdk=3", "unknown model_args key 'spdk'"),
         (",win_len=4", "win_len=4 needs spd_k >= 5, got 4"),
         (",target_model_path=/nowhere", "target_model_path=/nowhere: no such folder"),

@@ -20,6 +20,7 @@ from lm_eval.utils import hash_string
 from fly.cli import compare as compare_command
 from fly.cli import run_modes
 from fly.errors import FlyError
+from fly.runs import output_ids
 from fly.runs.manifest import Manifest
 from tests import killing, runs_to_plot, tiny, written_runs
 from tests.integration.test_cli import config_file, run, task_dir  # noqa: F401  fixtures
@@ -217,6 +218,12 @@ def test_bad_modes_are_refused_before_anything_runs(
         (("--mode", "fly=spd_k=1"), "the name fly is taken"),
         (("--mode", "wide=win_len=9"), "win_len=9 needs spd_k >= 10"),
         (("--baseline-run", "x"), "--baseline-run x: choose one of target-only, exact, fly"),
+        (("--mode", "old=draft_runs=no,where"), "draft_runs=no: no such run: give a run's folder"),
+        (("--with-outputs",), "--with-outputs: says what a stored baseline holds"),
+        (
+            ("--save-baseline", tmp_path / "b", "--with-outputs", "--modes", "hf", "exact"),
+            "--with-outputs: hf keeps no token ids",
+        ),
     ]:
         assert run(*common, *more) == 2
         assert message in capsys.readouterr().err.splitlines()[-1]
@@ -343,6 +350,82 @@ def test_the_files_behind_a_command_are_known_by_content(tmp_path, monkeypatch):
     (tasks / ".git").mkdir()
     (tasks / ".git" / "index").write_text("nor do hidden files")
     assert compare_command._files(args, output) == seen[-1]
+
+
+def test_an_exact_mode_drafts_from_a_baseline_with_outputs(
+    forked, saved_pair, config_file, graded_tasks, tmp_path, capfd
+):
+    """And its speed is not shown as the mode's own; nothing else of the command changes."""
+    stored = tmp_path / "baseline.json"
+    common = flags(saved_pair, config_file, graded_tasks, tmp_path / "out")
+    command = (*common, "--modes", "target-only", "--limit", "3", "--save-baseline", stored)
+    assert run(*command, "--with-outputs") == 0
+    for again in (False, True):
+        capfd.readouterr()
+        assert run(*common, "--limit", "3", "--baseline", stored, "--modes", "exact") == 0
+        printed = capfd.readouterr().out
+        assert f"exact: drafts from the outputs in {stored}" in printed
+        assert ("exact: finished before" in printed) is again
+        assert "exact + earlier" in printed
+        assert "every document scored the same" in printed
+    (results,) = (tmp_path / "out/exact").rglob("results_*.json")
+    entry = json.loads(results.read_text())["config"]["fly"]
+    found = {**entry["draft_runs"], "runs": None}
+    counts = {"matched": 3, "changed": 0, "missing": 0, "untokenized": 0}
+    assert found == {"runs": None, **counts, "same_target": True}
+    assert entry["stats"]["sources"]["earlier_run"]["accepted"] > 0
+    assert (entry["mode"], entry["drafter"]) == ("exact", "cascade")
+
+
+def baseline_of(path, text="a"):
+    """A baseline file with the outputs of one document, which are nothing but this."""
+    ids = [output_ids.encode([ord(text)])]
+    task = {"documents": {"0": {"prompt": "0" * 16}}, "outputs": {"tokenizer": "x", "ids": {}}}
+    task["outputs"]["ids"]["0"] = ids
+    path.write_text(json.dumps({"format": 1, "target": {}, "tasks": {"t": task}}))
+    return path
+
+
+def test_which_modes_draft_from_earlier_outputs(saved_pair, config_file, tmp_path, capsys):
+    """Exact ones that may, unless the command says otherwise; FLy only where it is asked to."""
+    file = baseline_of(tmp_path / "b.json")
+    given = {"pretrained": str(saved_pair / "draft"), "config_path": str(config_file)}
+
+    def drafted(names=("target-only", "exact", "fly", "hf"), **more):
+        custom = ["plain=drafter=model,enable_fly=false", "own=draft_sources=own,enable_fly=false"]
+        planned = run_modes.plan(names, custom, {**given, **more}, file)
+        return {
+            name: (mode.rule, mode.model_args["draft_runs"])
+            for name, mode in planned.items()
+            if mode.model_args.get("draft_runs")
+        }
+
+    assert drafted() == {"exact": ("exact", [str(file)])}
+    assert capsys.readouterr().out == f"exact: drafts from the outputs in {file}\n"
+    assert drafted(draft_runs=None) == {}
+    other = str(baseline_of(tmp_path / "c.json"))
+    with pytest.raises(FlyError, match="draft_runs with drafter='model'"):
+        drafted(draft_runs=other)
+    planned = run_modes.plan(["exact", "fly"], [], {**given, "draft_runs": other}, file)
+    assert [(mode.rule, mode.model_args["draft_runs"]) for mode in planned.values()] == [
+        ("exact", other),
+        ("fly", other),
+    ]
+    assert capsys.readouterr().out == ""
+
+
+def test_a_mode_is_known_by_the_outputs_that_it_drafts_from(saved_pair, config_file, tmp_path):
+    """The same file name with other outputs was taken for finished before."""
+    given = {"pretrained": str(saved_pair / "draft"), "config_path": str(config_file)}
+    given["draft_runs"] = str(tmp_path / "b.json")
+    identities = []
+    for text in "aab":
+        baseline_of(tmp_path / "b.json", text)
+        identities.append(run_modes.plan(["exact"], [], given)["exact"].identity)
+    assert identities[0] == identities[1] != identities[2]
+    alone = run_modes.plan(["target-only"], [], given)["target-only"].identity
+    baseline_of(tmp_path / "b.json", "c")
+    assert run_modes.plan(["target-only"], [], given)["target-only"].identity == alone
 
 
 def test_hf_mode_is_lm_evals_backend_on_the_target(saved_pair, config_file):

@@ -12,7 +12,8 @@ from fly.errors import FlyError
 from fly.execution import kernels
 from fly.harness.hf import FlyLM
 from fly.models import sources
-from fly.runs import context
+from fly.runs import context, output_ids
+from fly.runs.environment import models_of
 from fly.runs.finished_requests import FinishedRequests
 from fly.runs.manifest import Manifest
 from fly.runs.records import PHASES
@@ -133,7 +134,7 @@ def test_model_info_is_plain_json_with_the_documented_names(saved_pair):
     entry = json.loads(json.dumps(lm.get_model_info()["fly"]))
     names = "requests rounds drafted native_accepted deferred_accepted deferred_rolled_back"
     names += " corrections bonus emitted discarded tau decode_tok_s end_to_end_tok_s prompt_tokens"
-    names += " prompt_tokens_reused peak_memory_bytes seconds"
+    names += " prompt_tokens_reused peak_memory_bytes seconds sources"
     assert set(names.split()) == set(entry["stats"])
     assert set(entry["stats"]["seconds"]) == set(PHASES)
     assert entry["stats"]["requests"] == len(PROMPTS)
@@ -542,6 +543,71 @@ def test_the_draft_is_loaded_as_the_target_is(saved_pair, monkeypatch):
     assert (draft["token"], draft["cache_dir"], draft["revision"]) == ("hf_x", "/tmp", "v2")
 
 
+def outputs_of(saved_pair, folder, prompts=PROMPTS):
+    """A run of the target alone, with records in the folder; its texts."""
+    context.start(folder)
+    lm = fly_lm(saved_pair, use_sd=False)
+    return lm.generate_until(instances({"max_gen_toks": 20}, prompts))
+
+
+def test_earlier_outputs_reach_their_requests_and_are_counted(saved_pair, tmp_path):
+    """As the ids that were emitted, which texts with broken characters do not give back."""
+    texts = outputs_of(saved_pair, tmp_path / "first")
+    (file,) = (tmp_path / "first").glob("fly_requests_*")
+    records = {record["doc_id"]: record for record in map(json.loads, file.open())}
+    context.start(tmp_path / "second")
+    lm = fly_lm(saved_pair, drafter="ngram", draft_runs=str(tmp_path / "first"))
+    prompts = [*PROMPTS[:-1], "another prompt", "another document"]
+    requests = lm.build_requests(instances({"max_gen_toks": 20}, prompts))
+    ids = [output_ids.decode(records[doc_id]["output"]["ids"]) for doc_id in range(4)]
+    assert [request.earlier for request in requests] == [*((each,) for each in ids), (), ()]
+    assert [lm.tok_decode(list(each)) for each in ids] == texts[:4]
+    assert [len(each) for each in ids] == [records[doc_id]["emitted"] for doc_id in range(4)]
+    assert lm.generate_until(instances({"max_gen_toks": 20}, PROMPTS[:-1])) == texts[:-1]
+    lm.barrier()  # as the counts of `build_requests` above have not been shared
+    entry = lm.results_entry()["draft_runs"]
+    assert entry == {
+        "runs": [str(tmp_path / "first")],
+        "matched": 8, "changed": 1, "missing": 1, "untokenized": 0, "same_target": None,
+    }  # fmt: skip
+    assert json.loads(json.dumps(entry)) == entry
+
+
+def test_only_runs_that_draft_from_them_read_earlier_outputs(saved_pair, tmp_path):
+    """And only these depend on them: a resumed run of another kind needs no fact about them."""
+    outputs_of(saved_pair, tmp_path / "first")
+    context.start(None)
+    given = {"draft_runs": str(tmp_path / "first"), "drafter": "ngram"}
+    alone = fly_lm(saved_pair, **given, use_sd=False)
+    assert "earlier_outputs" not in alone.deciding_facts()
+    assert alone.results_entry()["draft_runs"] is None
+    (request,) = alone.build_requests(instances({"max_gen_toks": 20}, PROMPTS[:1]))
+    assert request.earlier == ()
+    facts = [fly_lm(saved_pair, **given).deciding_facts()["earlier_outputs"]]
+    outputs_of(saved_pair, tmp_path / "second", PROMPTS[1:3])
+    context.start(None)  # or the second would be this run's own records
+    given["draft_runs"] = [str(tmp_path / "first"), str(tmp_path / "second")]
+    facts.append(fly_lm(saved_pair, **given).deciding_facts()["earlier_outputs"])
+    assert facts[0] != facts[1]
+
+
+def test_a_changed_target_is_known_by_the_earlier_run_s_manifest(saved_pair, tmp_path):
+    """What lies at the earlier target's path now says nothing of what lay there then."""
+    outputs_of(saved_pair, folder := tmp_path / "first")
+    (records,) = folder.glob("fly_requests_*")
+    started = records.stem.removeprefix("fly_requests_")
+    manifest = Manifest.create(tmp_path / "other", {"output_path": "x"})
+    manifest.release()
+    given = {"drafter": "ngram", "draft_runs": str(folder)}
+    context.start(None)
+    models = models_of(fly_lm(saved_pair, **given).fly_config, {})
+    for files, same in ((models["target"]["files"], True), ({"a": "b"}, False)):
+        target = {**models["target"], "files": files}
+        noted = {**manifest.data, "started": started, "models": {"target": target}}
+        (folder / f"fly_run_{started}.json").write_text(json.dumps(noted))
+        assert fly_lm(saved_pair, **given).results_entry()["draft_runs"]["same_target"] is same
+
+
 class Rank(FlyLM):
     """One of two processes whose partner is played: what it gathers, and the partner's clock."""
 
@@ -588,6 +654,22 @@ def test_ranks_gather_and_do_not_count_what_pads_them(saved_pair, tmp_path, rank
     (trace,) = tmp_path.glob(f"fly_trace_*{suffix}.jsonl")
     numbers = {json.loads(line)["request"] for line in trace.read_text().splitlines()}
     assert numbers == {rank, 2 + rank, 4 + rank}  # no two processes number a request alike
+
+
+def test_ranks_sum_what_earlier_runs_had(saved_pair, tmp_path, monkeypatch):
+    """Each request once, though lm-eval has processes meet several times."""
+    outputs_of(saved_pair, tmp_path / "first", PROMPTS[:2])
+    context.start(None)
+    lm = Rank(
+        target_model_path=str(saved_pair / "target"), device="cpu", dtype="float32",
+        draft_runs=str(tmp_path / "first"),
+    )  # fmt: skip
+    monkeypatch.setattr(HFLM, "barrier", lambda self: None)
+    lm.generate_until(instances({"max_gen_toks": 6}, PROMPTS[:3]))
+    lm.barrier()
+    lm.barrier()
+    entry = lm.results_entry()["draft_runs"]
+    assert (entry["matched"], entry["missing"]) == (4, 2)
 
 
 def test_all_ranks_name_their_files_by_one_clock(saved_pair, monkeypatch):

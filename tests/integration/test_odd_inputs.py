@@ -600,6 +600,9 @@ RUN = [
     ("fly_requests_", ["emitted"], "12", "emitted='12'"),
     ("fly_requests_", ["rounds"], -1, "rounds=-1"),
     ("fly_requests_", ["seconds"], 1.5, "seconds=1.5"),
+    ("fly_requests_", ["sources"], {"a friend": {"drafted": 1, "accepted": 1}}, "sources.a friend"),
+    ("fly_requests_", ["sources"], {"own_text": {"drafted": 1}}, "sources.own_text.accepted"),
+    ("fly_requests_", ["sources"], {"sibling": {"drafted": -1, "accepted": 0}}, "drafted=-1"),
     ("fly_requests_", ["seconds", "verify"], REMOVED, "seconds.verify is missing"),
     ("fly_requests_", ["seconds", "draft"], -1, "seconds.draft=-1"),
 ]
@@ -639,6 +642,7 @@ TRACE = [
     ("fly_trace_", ["choice"], [], "choice=[]"),
     ("fly_trace_", ["choice"], [1], "cannot be replayed"),
     ("fly_trace_", ["by"], "d", "cannot be replayed"),
+    ("fly_trace_", ["by"], "dq", "by='dq'"),
     ("fly_trace_", ["start"], 7, "cannot be replayed"),
     ("fly_trace_", ["round"], None, "round=None"),
     ("fly_trace_", ["rolled_back"], "x", "rolled_back='x'"),

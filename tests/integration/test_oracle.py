@@ -437,9 +437,9 @@ def budget_closes_the_window(sequence, honest=Sequence._end):
     return honest(sequence)
 
 
-def provisional_tokens_counted(sequence, counts, honest=Sequence._count):
+def provisional_tokens_counted(sequence, counts, drafted, honest=Sequence._count):
     sequence.open, held = None, sequence.open
-    honest(sequence, counts)
+    honest(sequence, counts, drafted)
     sequence.open = held
 
 

@@ -78,6 +78,22 @@ def test_two_runs(written, tmp_path):
     assert list(data["traces"]["documents"]) == ["1"]
 
 
+def test_what_was_drafted_from_texts(written, tmp_path):
+    """Catches sources that the page has no letter for, and a run of before they were counted."""
+    counts = {"earlier_run": {"drafted": 12, "accepted": 10}}
+    base = traced_runs.write(tmp_path / "a", "target-only")
+    rounds = traced_runs.FROM_TEXTS
+    run = traced_runs.write(tmp_path / "b", sources=counts, traced=[0], rounds=rounds)
+    data, _ = written(base, run)
+    assert [own["sources"] for own in data["summary"]["runs"]] == [
+        {},
+        {"earlier run": {"drafted": 12, "accepted": 10}},
+    ]
+    trace = data["traces"]["documents"]["0"]["1"][0]
+    assert trace["source"] == "eswodrdxxrnb"
+    assert trace["by"] == "esdodtdddtnt"
+
+
 def test_several_runs_of_one_mode_are_told_apart(written, tmp_path):
     folders = [traced_runs.write(tmp_path / name) for name in "abc"]
     changed = next(folders[1].glob("results_*"))

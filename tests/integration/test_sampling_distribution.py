@@ -20,7 +20,6 @@ from fly.execution.model_runner import ModelRunner
 from fly.speculation.drafters.base import NoDrafter
 from fly.speculation.drafters.cascade import CascadeDrafter
 from fly.speculation.drafters.draft_model import ModelDrafter
-from fly.speculation.drafters.ngram import NgramDrafter
 from fly.speculation.rules.gates import RankGate
 from fly.speculation.sampling import Noise, Sampling, draw, rejection_sample
 from fly.speculation.sequence import Request, Sequence
@@ -127,9 +126,14 @@ def table_drafter(name, slots, draft=FAR):
     if name == "none":
         return NoDrafter()
     if name == "ngram":
-        return NgramDrafter(slots, 1, 4, 6, NO_EOS)
+        return tiny.text_drafter(slots, eos=NO_EOS)
+    if name == "siblings":
+        return tiny.text_drafter(slots, ("siblings",), eos=NO_EOS, learns=True)
     if name == "cascade":
-        return CascadeDrafter(TableRunner(draft, slots), NO_EOS, 1, 4, 6)
+        return CascadeDrafter(TableRunner(draft, slots), NO_EOS, (1, 4, 6))
+    if name == "cascade-siblings":
+        lookup = tiny.lookup(slots, ("siblings",), eos=NO_EOS, has_model=True)
+        return CascadeDrafter(TableRunner(draft, slots), NO_EOS, (1, 4, 6), lookup)
     return ModelDrafter(TableRunner(draft, slots), NO_EOS)
 
 
@@ -179,14 +183,18 @@ EXACT_CASES = [
     ("model", FAR, 2),
     ("ngram", None, 3),
     ("cascade", CLOSE, 5),
+    ("siblings", None, 3),
+    ("cascade-siblings", CLOSE, 5),
 ]
 
 
 @pytest.mark.parametrize(
-    ("name", "draft", "k"), EXACT_CASES, ids=["none", "model", "model-far", "ngram", "cascade"]
+    ("name", "draft", "k"),
+    EXACT_CASES,
+    ids=["none", "model", "model-far", "ngram", "cascade", "siblings", "cascade-siblings"],
 )
 def test_every_drafter_leaves_the_distribution_as_it_is(name, draft, k):
-    """210,000 tokens over the five cases. The mutants below say what this catches."""
+    """290,000 tokens over the seven cases. The mutants below say what this catches."""
     seed = len(name)  # a cascade with the seeds of its draft model would only repeat its tokens
     requests = table_requests(int(SCALE * 336), 125, seed=seed)
     records = list(table_engine(name, draft, k=k).run(requests))
@@ -195,6 +203,8 @@ def test_every_drafter_leaves_the_distribution_as_it_is(name, draft, k):
     assert test.freedom > 500
     assert test.p_value > HONEST
     assert settled(records) or name == "none"
+    sources = {letter for record in records for letter in record.sources}
+    assert ("s" in sources) == ("siblings" in name)
 
 
 # Mutants of exact verification
@@ -244,6 +254,8 @@ IN_ENGINE, IN_DRAFTER = (
 MUTANTS = [
     (IN_ENGINE, either_of_two, "model"),
     (IN_ENGINE, either_of_two, "ngram"),
+    (IN_ENGINE, either_of_two, "siblings"),
+    (IN_ENGINE, either_of_two, "cascade-siblings"),
     (IN_ENGINE, without_residual, "model"),
     (IN_ENGINE, without_residual, "cascade"),
     (IN_ENGINE, one_uniform, "model"),
@@ -259,7 +271,7 @@ def mutant_p_value(name):
     return transitions(list(table_engine(name, ANOTHER, k=3).run(requests))).p_value
 
 
-@pytest.mark.parametrize("name", ["model", "ngram", "cascade"])
+@pytest.mark.parametrize("name", ["model", "ngram", "cascade", "siblings", "cascade-siblings"])
 def test_the_honest_pass_the_test_that_mutants_fail(name):
     p_value = mutant_p_value(name)
     assert p_value > HONEST
@@ -477,12 +489,12 @@ def rolled_back(monkeypatch):
     """First tokens of sequences whose first token was deferred, and rolled back by a mismatch."""
     tokens, honest = [], Sequence.round_record
 
-    def note(sequence, verdict, counts, by, start):
+    def note(sequence, verdict, counts, start):
         resolution = verdict.resolution
         at_once = resolution.rolled_back and start == 0 and resolution.accepted == 0
         if at_once or (resolution.rolls_back_earlier and len(sequence.generated) == 1):
             tokens.append(sequence.generated[0])
-        return honest(sequence, verdict, counts, by, start)
+        return honest(sequence, verdict, counts, start)
 
     monkeypatch.setattr(Sequence, "round_record", note)
     return tokens

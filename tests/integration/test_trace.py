@@ -8,6 +8,7 @@ import pytest
 from fly.errors import FlyError
 from fly.harness.engine_factory import EngineFactory
 from fly.runs import context, replay
+from fly.runs.records import CountsBySource
 from tests.integration.test_lm import PROMPTS, fly_lm, instances
 
 RELAXED = {"enable_fly": True, "entropy_thre": 0.0, "win_len": 3, "spd_k": 4, "dtype": "float32"}
@@ -30,7 +31,7 @@ def assert_replays(generation, record):
     tokens, counts = generation.tokens, record.counts
     assert [token.id for token in tokens] == record.tokens
     sources = Counter(token.source for token in generation.shown)
-    assert sources["ngram"] + sources["draft"] == counts.native_accepted
+    assert sum(sources[name] for name in replay.MATCHES.values()) == counts.native_accepted
     assert sources["deferred"] == counts.deferred_accepted
     assert sources["recovered"] == counts.corrections
     assert sources["bonus"] == counts.bonus
@@ -73,6 +74,27 @@ def test_a_run_can_be_replayed_from_its_trace(saved_pair, folder, drafter, acros
     if drafter != "ngram":
         assert any(line["deferred"] for line in everything)
     assert across == any(line["open"] is not None for line in everything)
+
+
+@pytest.mark.parametrize("rule", ["exact", "fly"])
+def test_sources_in_a_trace_are_those_of_the_records(saved_pair, folder, rule):
+    """Catches letters that are lost or mixed up on the way from the drafter to the trace."""
+    own = {**RELAXED, "verification": rule, "draft_sources": ["siblings", "own"]}
+    lm = fly_lm(saved_pair, **own, trace=True, drafter="cascade")
+    seen = []
+    lm.keep = lambda instance, text, record, log: seen.append(record)
+    lm.generate_until(instances({"max_gen_toks": 40}, PROMPTS[:1] * 3))
+    drafted, accepted = Counter(), Counter()
+    for line in lines(folder):
+        drafted.update(line["by"])
+    for generation in replay.generations(lines(folder)):
+        accepted.update(token.by for token in generation.tokens if token.position is not None)
+    records = CountsBySource()
+    for record in seen:
+        records.merge(record.sources)
+    assert drafted == {letter: counts.drafted for letter, counts in records.items()}
+    assert accepted == {letter: counts.accepted for letter, counts in records.items()}
+    assert 0 < accepted["s"] < sum(accepted.values())
 
 
 @pytest.mark.parametrize("rule", ["fly", "exact", "typical", "top_k"])

@@ -8,10 +8,13 @@ import pyte
 import pytest
 from rich.console import Console
 
-from fly.analysis.terminal.display import Display
+from fly.analysis.terminal.display import Display, LiveGeneration
 from fly.analysis.terminal.rows import Layout
 from fly.analysis.terminal.summary import print_counts, print_deferrals
+from fly.runs import replay
+from fly.runs.records import zero_seconds
 from fly.runs.vocabulary import reader
+from tests import traced_runs
 from tests.integration.test_cli import run, task_dir  # noqa: F401  fixture
 from tests.integration.test_lm import fly_lm, instances
 
@@ -142,6 +145,20 @@ def test_counts_and_deferrals_are_the_engines(lm):
     assert "\u2502 -" not in printed  # entropies were taken, although no trace was asked for
 
 
+def test_sources_are_named_if_they_drafted(lm):
+    """Of the texts that a draft may come from, only those that did stand below the text."""
+    console = Console(file=io.StringIO(), width=100)
+    generation = LiveGeneration()
+    generation.seconds = zero_seconds()
+    generation.shown = replay.replay(traced_runs.lines(rounds=traced_runs.FROM_TEXTS)).shown
+    print_counts(console, generation)
+    sources = "draft 2, n-gram 1, earlier run 1, sibling 1, other document 1, deferred and stood"
+    assert sources in " ".join(console.file.getvalue().split())
+    _, display = decode(lm)
+    print_counts(console, display.generations[0])
+    assert console.file.getvalue().count("sibling") == 1
+
+
 def test_watching_changes_nothing(lm):
     plain = lm.generate_until(instances({"max_gen_toks": 40}, ["x"]))
     seen = []
@@ -162,6 +179,8 @@ def test_a_prompt_on_the_command_line(pair_file, capsys):
     assert "W=3, theta=0.0, across rounds, no chat template" in printed.replace("\n", " ")
     assert "\x1b" not in printed
     assert "w deferred and stood" in printed
+    assert "earlier run" not in printed  # nor are there siblings: there is but this one request
+    assert "sibling" not in printed
     assert re.search(r"tokens / rounds = tau +30 / \d+", printed)
     assert re.search(r"ended by +length", printed)
     assert "score" not in printed
@@ -176,6 +195,28 @@ def test_a_document_of_a_task_is_lm_evals_and_is_scored(pair_file, task_dir, cap
     printed = capsys.readouterr().out
     assert "score of tiny_task, document 2: exact_match (none) 0.0" in printed
     assert re.search(r"tokens / rounds = tau +12 / \d+", printed)  # the task's max_gen_toks
+
+
+def test_a_document_drafted_from_an_earlier_run(pair_file, task_dir, tmp_path, capsys):  # noqa: F811
+    """Catches a legend without the source that most tokens have."""
+    shared = ("--include_path", task_dir, "--device", "cpu")
+    model_args = f"config_path={pair_file},dtype=float32,draft_policy=fixed,verification=exact"
+    code = run(
+        "run", "--model", "hf", "--model_args", model_args, "--tasks", "tiny_task", *shared,
+        "--output_path", tmp_path / "out", "--log_samples",
+    )  # fmt: skip
+    assert code == 0
+    assert "drafts from earlier runs" not in capsys.readouterr().out
+    code = run(
+        "trace", "--task", "tiny_task", "--no-apply_chat_template", *shared,
+        "--model_args", f"{model_args},drafter=ngram,draft_runs={tmp_path / 'out'}",
+    )  # fmt: skip
+    assert code == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "K=4, drafts from earlier runs, no chat template" in printed
+    assert "e earlier run" in printed
+    assert "sibling" not in printed
+    assert re.search(r"draft tokens accepted .* earlier run [1-9]", printed)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from fly.errors import FlyError
 from fly.tuning import real_runs, tune
 from fly.tuning.search import Grid
 from tests.integration.test_cli import config_file, run, task_dir  # noqa: F401  fixtures
+from tests.written_runs import write_lines
 
 SCORED = """task: tiny_scored
 custom_dataset: !function tiny_utils.load
@@ -204,6 +205,16 @@ def test_a_real_run_that_fails_loses_nothing_of_those_before(arguments, capsys, 
     assert record["runs_planned"] > len(record["runs"]) == 1
     assert record["runs"][0]["stats"]["requests"] == 3
     assert record["runs"][0]["held"] is True
+
+
+def test_earlier_runs_are_left_out(saved_pair, config_file, tmp_path):  # noqa: F811
+    """With their outputs as drafts every K would be measured wrongly, and FLy's candidates would
+    have decoded exactly."""
+    records = [{"task": "t", "doc_id": 0, "prompt_hash": "0" * 64, "text": "a"}]
+    write_lines(tmp_path / "fly_requests_2026-01-01T00-00-00.jsonl", records)
+    given = {"pretrained": str(saved_pair / "draft"), "dtype": "float32", "device": "cpu"}
+    lm = real_runs.TunedLM(str(config_file), {**given, "draft_runs": str(tmp_path)})
+    assert (lm.given.draft_runs, lm.given.rule, lm.earlier) == (None, "fly", None)
 
 
 def test_retrained_weights_at_the_same_path_are_measured_anew(

@@ -7,10 +7,12 @@ import pytest
 from lm_eval.utils import hash_string
 
 from fly.analysis import compare, compare_files, compare_table, scores
+from fly.analysis.html import summary
 from fly.cli import main as cli
 from fly.errors import FlyError
-from fly.runs import reader
-from tests.written_runs import write
+from fly.runs import output_ids, reader
+from fly.runs.earlier_outputs import EarlierOutputs
+from tests.written_runs import digest, write, write_lines
 
 SOLVED = [1] * 210 + [0] * 90
 
@@ -303,6 +305,133 @@ def test_speed_sums_repeats_and_is_silent_without_records(tmp_path):
     (against_hf,) = compare.compare(plain, [other]).others
     assert against_hf.speeds[0].decode is None
     assert compare.compare(base, [plain]).others[0].speeds == []
+
+
+def drafted(folder, same_target, matched=3):
+    """The run, as one that drafted from an earlier run's outputs."""
+    path = next(folder.glob("results_*.json"))
+    results = json.loads(path.read_text())
+    counts = {"matched": matched, "changed": 0, "missing": 0, "untokenized": 0}
+    sources = {"earlier_run": {"drafted": 9, "accepted": 8}} if matched else {}
+    seconds = {"prefill": 1.0, "draft": 1.0, "verify": 1.0, "other": 1.0}
+    results["config"]["fly"] |= {
+        "draft_runs": {"runs": ["old"], **counts, "same_target": same_target},
+        "stats": {
+            "requests": 1, "emitted": 9, "rounds": 3, "tau": 3.0, "seconds": seconds,
+            "sources": {**sources, "own_text": {"drafted": 2, "accepted": 1}},
+        },
+    }  # fmt: skip
+    path.write_text(json.dumps(results))
+    return folder
+
+
+@pytest.mark.parametrize("lossy", [SOLVED, corrupted(SOLVED)])
+@pytest.mark.parametrize("same_target", [False, None])
+def test_a_lossy_run_that_drafted_from_another_model_s_outputs_is_no_evidence(
+    tmp_path, capsys, lossy, same_target
+):
+    """Neither held nor fell, nor a number of documents that would decide: its texts are not the
+    changed model's own. The mutant that judges the scores says held, or fell, here."""
+    base = write(tmp_path / "a", "target-only", SOLVED, tasks={"s": SOLVED, "u": SOLVED})
+    other = write(tmp_path / "b", "fly", lossy, tasks={"s": lossy, "u": lossy})
+    files = {kind: tmp_path / kind for kind in ("json", "markdown", "junit")}
+    given = [part for kind, path in files.items() for part in (f"--{kind}", path)]
+    command = ("compare", base, drafted(other, same_target), "--min-recovery", "0.9", *given)
+    assert fly(*command) == 3
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 100
+    assert "no evidence about a" in printed
+    assert "documents would" not in printed
+    assert "rules out" not in printed
+    (found,) = json.loads(files["json"].read_text())["others"]
+    rows = [*found["rows"], found["overall"]]
+    assert {row["scores"]["verdict"] for row in rows} == {"not enough evidence"}
+    assert {row["scores"]["decides"] for row in rows} == {None}
+    assert all(row["scores"]["withheld"] for row in rows)
+    assert "lean towards" in found["notes"][0]
+    reason = "drafted from an earlier run under a lossy rule"
+    assert files["markdown"].read_text().count(reason) == len(rows)
+    failures = ElementTree.parse(files["junit"]).getroot().iter("failure")
+    assert [reason in each.get("message") for each in failures] == [True] * len(rows)
+
+
+def test_drafts_of_the_same_model_and_exact_runs_are_judged(tmp_path):
+    """A note says that a lossy run's texts lean; an exact run's do not."""
+    base = load(write(tmp_path / "a", "target-only", SOLVED))
+    same = load(drafted(write(tmp_path / "b", "fly", SOLVED), True), "same")
+    exact = load(drafted(write(tmp_path / "c", "exact", SOLVED), False), "lossless")
+    unmatched = load(drafted(write(tmp_path / "d", "fly", SOLVED), None, matched=0), "unmatched")
+    result = compare.compare(base, [same, exact, unmatched])
+    assert [other.verdict for other in result.others] == ["held"] * 3
+    leaning = [note for note in result.notes if "lean" in note]
+    assert leaning == [
+        "same drafted from an earlier run (of the same model) under a lossy rule: its texts lean "
+        "towards that run's"
+    ]
+    # a leaning run is no measure for others either
+    bad = load(drafted(write(tmp_path / "e", "fly", SOLVED), False), "bad")
+    (against_it,) = compare.compare(bad, [base]).others
+    assert against_it.rows[0].scores.reason.startswith("bad was drafted from an earlier run")
+
+
+def test_a_speed_with_earlier_outputs_is_never_the_mode_s_own(tmp_path, capsys):
+    """In tables, in words and in the report's names."""
+    folders = [
+        write(tmp_path / "target", "target-only", SOLVED),
+        write(tmp_path / "alone", "exact", SOLVED),
+        drafted(write(tmp_path / "drafted", "exact", SOLVED, seconds=0.2), True),
+    ]
+    assert fly("compare", *folders) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "exact-2 + earlier runs 5.00" in printed
+    assert "exact 1.00" in printed
+    assert "exact-2: its seconds are with drafts from earlier outputs (drafted from: earlier run, "
+    assert "own text), not the speed of exact by itself" in printed
+    names = summary.distinct_names([reader.load(folder) for folder in folders])
+    assert names == ["target-only", "exact", "exact + earlier runs"]
+
+
+def outputs_in(folder, ids):
+    """Writes records with these ids; by document, one per repeat."""
+    lines = [
+        {
+            "task": "sums", "doc_id": doc_id, "emitted": 1, "rounds": 1, "text": "x",
+            "repeat": repeat, "prompt_hash": digest(f"question {doc_id}"),
+            "seconds": dict.fromkeys(("prefill", "draft", "verify", "other"), 1.0),
+            "output": {"ids": output_ids.encode(each), "tokenizer": "abc"},
+        }
+        for doc_id, of_document in ids.items()
+        for repeat, each in reversed([*enumerate(of_document)])
+    ]  # fmt: skip
+    write_lines(next(folder.glob("fly_requests_*")), lines)
+
+
+def test_a_baseline_with_outputs_is_drafted_from(tmp_path, capsys):
+    folder = write(tmp_path / "run", "target-only", [1, 0])
+    outputs_in(folder, {0: [[1, 2], [3]], 1: [[4]]})
+    file, plain = tmp_path / "with.json", tmp_path / "without.json"
+    assert fly("compare", folder, "--save-baseline", plain) == 0
+    assert "outputs" not in plain.read_text()
+    assert "drafts" not in plain.read_text()
+    with pytest.raises(FlyError, match="the baseline holds no outputs: store it with"):
+        EarlierOutputs.read([str(plain)])
+    assert fly("compare", folder, "--save-baseline", file, "--with-outputs") == 0
+    (run,) = EarlierOutputs.read([str(file)]).runs
+    by_prompt = run.outputs["sums", 0]
+    assert by_prompt.keys() == {digest("question 0")[:16]}
+    outputs = [(each.ids, each.tokenizer) for each in by_prompt[digest("question 0")[:16]]]
+    assert outputs == [((1, 2), "abc"), ((3,), "abc")]
+    capsys.readouterr()
+    assert fly("compare", folder, "--with-outputs") == 2
+    assert "--with-outputs: says what a stored baseline holds: add" in capsys.readouterr().err
+    outputs_in(folder, {0: [[1]]})
+    assert fly("compare", folder, "--save-baseline", file, "--with-outputs") == 2
+    assert "has no token ids of sums, document 1: fly's own records" in capsys.readouterr().err
+    stored = json.loads(file.read_text())
+    stored["tasks"]["sums"]["outputs"]["ids"]["1"] = ["?"]
+    file.write_text(json.dumps(stored))
+    with pytest.raises(FlyError, match=r"with.json: sums, document 1: output.ids is damaged"):
+        EarlierOutputs.read([str(file)])
 
 
 def test_a_stored_baseline_is_the_run(folders, tmp_path, capsys):

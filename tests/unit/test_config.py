@@ -36,6 +36,12 @@ GOOD = {"target_model_path": "t", "draft_model_path": "d"}
         ({**GOOD, "min_ngram_size": 5}, "min_ngram_size=5 is above max_ngram_size=4"),
         ({**GOOD, "dual_tok": True}, "dual_tok=true.*one vocabulary"),
         ({**GOOD, "drafter": "model", "use_ngram": True}, "drafter='model' contradicts"),
+        (
+            {**GOOD, "drafter": "model", "draft_runs": ["a"]},
+            "draft_runs with drafter='model'.*set drafter to 'cascade' or 'ngram', or leave draft_",
+        ),
+        ({**GOOD, "draft_runs": ["a", ""]}, r"draft_runs\.1=''.*at least 1 character"),
+        ({**GOOD, "draft_runs": True}, "draft_runs=True.*valid list"),
     ],
 )
 def test_bad_files_get_one_clear_line(tmp_path, values, message):
@@ -84,6 +90,43 @@ def test_command_line_values_of_every_kind(key, given, value):
     result = config.coerce(key, given)
     assert result == value
     assert type(result) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("given", "runs"),
+    [
+        ("a", ["a"]),
+        ("runs/a,b", ["runs/a", "b"]),
+        ("[a, b]", ["a", "b"]),
+        (["a,b"], ["a,b"]),
+        (2026, ["2026"]),
+        ("", None),
+        ("none", None),
+    ],
+)
+def test_earlier_runs_are_a_list_however_they_are_given(given, runs):
+    found = config.resolve(None, {**GOOD, "drafter": "ngram", "draft_runs": given}, log=False)
+    assert found.draft_runs == runs
+
+
+@pytest.mark.parametrize(
+    ("text", "bracketed", "runs"),
+    [
+        ("draft_runs=a,b", "draft_runs=[a,b]", "a,b"),
+        ("x=1,draft_runs=a,b,y=2", "x=1,draft_runs=[a,b],y=2", "a,b"),
+        ("x=1,draft_runs=[a,b],y=2", "x=1,draft_runs=[a,b],y=2", "[a,b]"),
+        ("draft_runs=a,x=1,y=2", "draft_runs=a,x=1,y=2", "a"),
+    ],
+)
+def test_commas_of_earlier_runs_end_no_value(text, bracketed, runs):
+    """lm-eval takes what follows a comma for the next key, and refuses it without `=`."""
+    assert config.bracket_lists(text) == bracketed
+    rest, lists = config.take_lists(text)
+    assert lists == {"draft_runs": runs}
+    assert [part for part in text.split(",") if part[:2] in ("x=", "y=")] == [
+        part for part in rest.split(",") if part
+    ]
+    assert config.bracket_lists("x=1,y=a,b") == "x=1,y=a,b"
 
 
 def test_missing_file_lists_the_shipped_ones():
@@ -168,6 +211,20 @@ def test_modes_and_drafters():
     assert build(enable_fly=False, spd_k=1).mode == "exact"
     assert build(abla_no_window=True, spd_k=2).window == 0
     assert build().hash() != build(spd_k=9).hash()
+
+
+def test_with_earlier_runs_fly_has_to_be_asked_for():
+    """The mutant that keeps FLy's rule lets a text lean towards an old one unasked."""
+
+    def build(**keys):
+        return config.build({**GOOD, "drafter": "ngram", "draft_runs": ["a"], **keys}, "test")
+
+    assert build().mode == "exact"
+    assert build(verification="fly").mode == "fly"
+    assert build().earlier_runs == ["a"]
+    assert build(use_sd=False).earlier_runs == build(draft_sources=["own"]).earlier_runs == []
+    assert build(use_sd=False, drafter="model").mode == "target-only"  # ignored, not refused
+    assert build(draft_runs=["b"]).hash() != build().hash()
 
 
 def test_what_is_written_down_of_a_run_is_in_no_hash():

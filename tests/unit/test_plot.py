@@ -92,6 +92,25 @@ def test_labels_hold_what_differs_and_what_is_in_force(tmp_path):
     assert settings.labels(reader.load_all(tmp_path / "same")[:1]) == ["FLy"]
 
 
+def test_a_run_with_drafts_from_earlier_outputs_is_always_told_apart(tmp_path):
+    """Alone, beside target-only and beside the same mode: its speed is not the mode's own."""
+    target = write_run(tmp_path, {"a": SOLVED}, use_sd=False)
+    alone = write_run(tmp_path, {"a": SOLVED}, enable_fly=False, use_ngram=True)
+    drafted = write_run(tmp_path, {"a": SOLVED}, draft_runs=["runs/old/"])
+    results = json.loads(drafted.read_text())
+    counts = {"matched": 0, "changed": 3, "missing": 0, "untokenized": 0}
+    results["config"]["fly"]["draft_runs"] = {"runs": ["x"], **counts, "same_target": None}
+    for matched, label in ((0, "exact"), (2, "exact, earlier runs old")):
+        results["config"]["fly"]["draft_runs"]["matched"] = matched
+        drafted.write_text(json.dumps(results))
+        runs = [reader.load(path) for path in (drafted, target, alone)]
+        assert settings.labels(runs[:1]) == [label]
+        assert settings.labels(runs[:2])[0].startswith(label)
+    labels = [point.label for point in collect(runs).points if not point.is_baseline]
+    assert len(set(labels)) == 2
+    assert any("earlier runs old" in label for label in labels)
+
+
 @pytest.mark.parametrize(
     ("different", "reason"),
     [

@@ -5,6 +5,7 @@ import pytest
 from fly.analysis.acceptance import measure
 from fly.errors import FlyError
 from fly.runs import replay
+from fly.runs.records import SOURCES
 from tests import traced_runs
 
 
@@ -32,6 +33,18 @@ def test_sources_and_texts():
     assert [token.text for token in generation.tokens][6:8] == ["", "é"]
     assert generation.finish == "eos"
     assert [token.index for token in generation.tokens] == list(range(10))
+
+
+def test_a_match_has_the_source_that_drafted_it():
+    """Catches letters that fall through to the draft model's, and a mismatch that is taken for a
+    match of its source."""
+    assert replay.MATCHES.keys() == SOURCES.keys()
+    for letter, source in replay.MATCHES.items():
+        rounds = [line(0, [1, 2], "10", [1, 9, 3], 3, deferred=[1], by=letter * 2, finish="eos")]
+        shown = replayed(rounds).shown
+        assert [token.source for token in shown] == [source, "deferred", "bonus"]
+        assert [token.by for token in shown] == [letter, letter, ""]
+    assert len({*replay.MATCHES.values()}) == len(SOURCES)
 
 
 def test_target_token_entropy_and_what_was_replaced():

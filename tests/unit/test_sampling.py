@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
-from fly.speculation.sampling import GREEDY, Noise, Sampling, draw, rejection_sample
+from fly.speculation.sampling import GREEDY, Noise, NoiseStream, Sampling, draw, rejection_sample
 from tests import tiny
 
 ALMOST_ONE = 1 - 2**-53  # the largest number that torch.rand gives in float64
@@ -228,10 +228,10 @@ def test_rejection_sampling_equals_the_scalar_oracle(with_q):
     generator = torch.Generator().manual_seed(2)
     matched = 0
     for trial in range(400):
-        k, limit = trial % 5, trial % 5 + trial % 2  # noise for more than was drafted, too
+        k = trial % 5
         p_NV = distributions(generator, k + 1, 6, trial % 3 == 0)
         q_KV = distributions(generator, k, 6, trial % 4 == 0)
-        noise = Noise.drawn(limit, generator)
+        noise = NoiseStream(trial).at(trial % 7, k)
         draft_K = draw(q_KV, noise.draft[:k])
         matches_K, target_N = rejection_sample(p_NV, q_KV if with_q else None, draft_K, noise)
         q = q_KV.tolist() if with_q else None
@@ -334,7 +334,7 @@ def test_a_token_the_target_excludes_never_stands():
 
 
 def test_without_a_draft_the_target_token_is_a_plain_draw():
-    noise = Noise.drawn(0, torch.Generator().manual_seed(0))
+    noise = NoiseStream(0).at(0, 0)
     p_NV = P[None]
     for q_KV in (None, torch.empty(0, 5)):
         matches_K, target_N = rejection_sample(p_NV, q_KV, torch.empty(0, dtype=torch.long), noise)
@@ -345,21 +345,20 @@ def test_without_a_draft_the_target_token_is_a_plain_draw():
 # Noise and settings
 
 
-@pytest.mark.parametrize("limit", [0, 1, 5])
-def test_noise_takes_the_same_count_for_the_same_limit(limit):
-    """Were it to depend on what was drafted, a sequence's tokens would depend on its neighbours."""
-    one, other = (torch.Generator().manual_seed(9) for _ in range(2))
-    noise = Noise.drawn(limit, one)
-    torch.rand(3 * limit + 1, dtype=torch.float64, generator=other)
-    assert torch.equal(one.get_state(), other.get_state())
-    assert [len(part) for part in (noise.draft, noise.accept, noise.target)] == [
-        limit,
-        limit,
-        limit + 1,
-    ]
-    together = torch.cat([noise.draft, noise.accept, noise.target])
-    assert len(set(together.tolist())) == 3 * limit + 1  # no number serves twice
+def test_a_place_has_the_same_numbers_whatever_is_asked_for():
+    """Else what is drafted, and how much, would change a sequence's tokens."""
+    whole, pieces = NoiseStream(9).at(0, 200), NoiseStream(9)
+    for start, count in ((150, 3), (0, 0), (63, 5), (3, 1), (60, 70)):
+        noise = pieces.at(start, count)
+        for part in ("draft", "accept", "target"):
+            own = getattr(whole, part)[start : start + len(getattr(noise, part))]
+            assert torch.equal(getattr(noise, part), own), (start, part)
+        lengths = [len(part) for part in (noise.draft, noise.accept, noise.target)]
+        assert lengths == [count, count, count + 1]
+    together = torch.cat([whole.draft, whole.accept, whole.target])
+    assert len(set(together.tolist())) == 601  # no number serves twice
     assert together.dtype == torch.float64
+    assert not torch.equal(NoiseStream(8).at(0, 5).target, NoiseStream(9).at(0, 5).target)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ def made(budget=10, stops=()):
 def verdict(draft, accepted, next_token, deferred=(), **resolution):
     matches = [position < accepted and position not in deferred for position in range(len(draft))]
     targets = [next_token] * (len(draft) + 1)
-    return Verdict(draft, matches, targets, Resolution(accepted, tuple(deferred), **resolution))
+    found = Resolution(accepted, tuple(deferred), **resolution)
+    return Verdict(draft, matches, targets, found, ("nd" * len(draft))[: len(draft)])
 
 
 def test_counts_add_up_and_a_recovered_token_is_no_bonus():
@@ -85,7 +86,7 @@ def test_a_rounds_record_has_values_of_its_own():
     """What later rounds do to the sequence must not change what an observer was given."""
     sequence = made()
     first = verdict([1, 2], 2, 9, deferred=[1], open_at=1, open_matches=1)
-    start = sequence.round_record(first, sequence.commit(first), "nd", 0)
+    start = sequence.round_record(first, sequence.commit(first), 0)
     assert (start.number, start.drafted_by, start.start, start.length) == (1, "nd", 0, 3)
     assert (start.draft, start.matches, start.target_tokens) == ([1, 2], [True, False], [9, 9, 9])
     assert (start.deferred, start.open_at, start.rolled_back, start.finish) == ([1], 1, None, None)
@@ -93,7 +94,7 @@ def test_a_rounds_record_has_values_of_its_own():
     assert start.request is sequence.request
     then = verdict([4], 0, 9, rolls_back_earlier=True)
     sequence.seconds["verify"] += 1.0
-    end = sequence.round_record(then, sequence.commit(then), "d", 3)
+    end = sequence.round_record(then, sequence.commit(then), 3)
     assert sequence.generated == [1, 9]
     assert (end.number, end.start, end.length, end.rolled_back) == (2, 3, 2, 1)
     assert (end.deferred, end.open_at, end.counts.discarded) == ([], None, 2)
@@ -106,7 +107,7 @@ def test_a_rounds_record_has_values_of_its_own():
 def test_a_record_leaves_out_deferrals_past_the_end():
     sequence = made(budget=1)
     past = verdict([1, 2], 2, 9, deferred=[1])
-    record = sequence.round_record(past, sequence.commit(past), "dd", 0)
+    record = sequence.round_record(past, sequence.commit(past), 0)
     assert (record.length, record.deferred, record.finish) == (1, [], "length")
 
 

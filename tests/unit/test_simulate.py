@@ -50,7 +50,7 @@ def answers_of(target, requests, eos, decode=str):
 def by_engine(target, draft, requests, eos, k, rule, ngrams=None, decode=str):
     """(counts of every request, widths of the draft's passes, of the target's)."""
     target, draft = Widths(target), Widths(draft)
-    drafter = CascadeDrafter(draft, eos, *ngrams) if ngrams else ModelDrafter(draft, eos)
+    drafter = CascadeDrafter(draft, eos, ngrams) if ngrams else ModelDrafter(draft, eos)
     engine = Engine(
         target, drafter, rule, spd_k=k, eos_ids=eos, decode=decode, reuse_prefixes=False
     )

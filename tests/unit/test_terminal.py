@@ -1,6 +1,7 @@
 """The terminal's rows: every source told apart, UTF-8 whole, nothing printed too early."""
 
 import io
+import re
 from dataclasses import replace
 
 import pytest
@@ -111,6 +112,14 @@ def test_every_source_looks_different_with_and_without_colours():
     assert styles == [style.style for style in STYLES.values()]
 
 
+def test_no_two_sources_differ_by_red_against_green_alone():
+    """Many readers cannot tell these two apart."""
+    seen = {
+        re.sub(r"(bright_)?(red|green)", "one colour", style.style) for style in STYLES.values()
+    }
+    assert len(seen) == len(STYLES)
+
+
 def test_provisional_tokens_look_different():
     (row,) = lay_out([("ab", "draft")])
     waiting = [replace(cell, provisional=True) for cell in row]
@@ -128,3 +137,14 @@ def test_the_legend_names_what_is_shown(width):
         assert ("rolled back" in printed) == (colours or drops)
         for name in ("n-gram", "draft", "recovered token", "bonus", "deferred and stood"):
             assert name in printed
+
+
+def test_the_legend_leaves_out_what_cannot_occur():
+    """Most runs have no earlier outputs and no siblings: names that mean nothing there confuse."""
+    for colours in (True, False):
+        console = Console(file=io.StringIO(), width=100)
+        console.print(legend(colours=colours, lasting_drops=True, absent={"earlier", "other"}))
+        printed = console.file.getvalue()
+        assert "earlier run" not in printed
+        assert "other document" not in printed
+        assert "sibling" in printed

@@ -71,11 +71,17 @@ function ownCards({ stats }, first) {
   ];
 }
 
-/** The table of runs: what each was. */
+/** The table of runs: what each was, and where its draft tokens came from. */
 function settings({ runs }) {
-  const names = [...new Set(runs.flatMap((run) => Object.keys(run.settings)))];
-  return table(["", ...runs.map((run) => run.name)],
-    names.map((name) => [name, ...runs.map((run) => run.settings[name] ?? NONE)]), "Settings of the runs");
+  const namesIn = (key) => [...new Set(runs.flatMap((run) => Object.keys(run[key])))];
+  const rows = namesIn("settings").map((name) => [name, ...runs.map((run) => run.settings[name] ?? NONE)]);
+  const drafted = namesIn("sources").map((name) => [`drafted from ${name}`, ...runs.map((run) => ofSource(run.sources[name]))]);
+  return table(["", ...runs.map((run) => run.name)], [...rows, ...drafted], "Settings of the runs");
+}
+
+function ofSource(counts) {
+  if (!counts) return NONE;
+  return `${whole(counts.accepted)} of ${whole(counts.drafted)} accepted (${percent(counts.accepted / counts.drafted)})`;
 }
 
 function scoreFigures({ runs, scores }) {

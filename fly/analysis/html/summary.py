@@ -24,8 +24,8 @@ def distinct_names(runs: Sequence[Run]) -> list[str]:
     """The runs' names; equal ones get the settings that differ, or else a number."""
     same: dict[str, list[int]] = defaultdict(list)
     for number, run in enumerate(runs):
-        same[run.name].append(number)
-    names = [run.name for run in runs]
+        same[settings.name_with_drafts(run)].append(number)
+    names = [settings.name_with_drafts(run) for run in runs]
     for numbers in same.values():
         labels = settings.labels([runs[number] for number in numbers])
         for number, label in zip(numbers, labels):
@@ -47,10 +47,17 @@ def of_run(run: Run, scores: Measured, replayed: list[Generation]) -> dict[str, 
         "mode": run.mode,
         "settings": _settings(run, scores),
         "stats": stats_of_run if stats_of_run.get("requests") else None,
+        "sources": _sources(stats_of_run),
         "traced": len(replayed),
         "acceptance": _acceptance(acceptance) if acceptance else None,
         "entropy": _entropies(acceptance, entry.get("config", {})) if acceptance else None,
     }
+
+
+def _sources(stats_of_run: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """Draft tokens by the name of their source; empty for a run that did not count them."""
+    sources: dict[str, dict[str, int]] = stats_of_run.get("sources") or {}
+    return {key.replace("_", " "): counts for key, counts in sources.items()}
 
 
 def _settings(run: Run, scores: Measured) -> dict[str, str]:

@@ -3,12 +3,19 @@
 const SOURCES = {
   n: ["ngram", "n-gram", "Proposed by the n-gram lookup, and the target token."],
   d: ["draft", "draft", "Proposed by the draft model, and the target token."],
+  e: ["earlier", "earlier run", "Proposed from an earlier run\u2019s output, and the target token."],
+  s: ["sibling", "sibling", "Proposed from another sample of this prompt, and the target token."],
+  o: ["other", "other document", "Proposed from another document\u2019s output, and the target token."],
   w: ["deferred", "deferred, stood", "Proposed, not the target token, and let stand."],
   r: ["recovered", "recovered", "The target token in place of a draft token that was rejected or rolled back."],
   b: ["bonus", "bonus", "The target token after a draft that was accepted whole."],
   x: ["rolled", "rolled back", "Accepted at first, then dropped."],
 };
-const PROPOSERS = { n: "the n-gram lookup", d: "the draft model", t: "the target" };
+const PROPOSERS = {
+  n: "the n-gram lookup", d: "the draft model", e: "an earlier run\u2019s output",
+  s: "another sample of this prompt", o: "another document\u2019s output", t: "the target",
+};
+const IN_SOME_RUNS = "eso";  // in the legend only if they occur
 let traceViews = 0;
 let shownFacts = null;  // {tip, token}: at most one is open
 
@@ -64,12 +71,13 @@ function tokenText(text) {
 
 function traceOptions(generation, text) {
   const count = (letter) => [...generation.source].filter((each) => each === letter).length;
+  const listed = Object.entries(SOURCES).filter(([letter]) => count(letter) || !IN_SOME_RUNS.includes(letter));
   const toggle = (name, className, isOn) => {
     text.classList.toggle(className, isOn);
     return checkbox(name, isOn, (isChecked) => text.classList.toggle(className, isChecked));
   };
   return el("div", { class: "trace-head" },
-    el("ul", { class: "legend" }, Object.entries(SOURCES).map(([letter, [className, name, meaning]]) =>
+    el("ul", { class: "legend" }, listed.map(([letter, [className, name, meaning]]) =>
       el("li", { title: meaning }, el("span", { class: `token ${className}` }, name), ` ${count(letter)}`))),
     el("div", { class: "controls" },
       toggle("rolled-back tokens", "with-rolled", true), toggle("mark rounds", "with-rounds", false)));

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from rich.columns import Columns
@@ -20,6 +21,9 @@ class SourceStyle:
 STYLES = {  # by fly.runs.replay's sources; no two differ by red against green alone
     "draft": SourceStyle("draft", "d", "bright_blue"),
     "ngram": SourceStyle("n-gram", "n", "cyan"),
+    "earlier": SourceStyle("earlier run", "e", "green"),
+    "sibling": SourceStyle("sibling", "s", "black on cyan"),
+    "other": SourceStyle("other document", "o", "white on blue"),
     "deferred": SourceStyle("deferred and stood", "w", "black on yellow"),
     "recovered": SourceStyle("recovered token", "r", "bold bright_red"),
     "bonus": SourceStyle("bonus", "b", "magenta"),
@@ -29,10 +33,16 @@ PROVISIONAL = "dim underline"  # added while a window is open
 CONTINUES, PROVISIONAL_LETTER = ".", "?"  # in the letters' row: the same token; not final yet
 
 
-def legend(*, colours: bool, lasting_drops: bool) -> Columns:
-    """lasting_drops: rolled-back tokens stay; without colours they are not shown otherwise."""
+def legend(*, colours: bool, lasting_drops: bool, absent: Collection[str] = ()) -> Columns:
+    """What the marks of tokens mean.
+
+    lasting_drops: rolled-back tokens stay; without colours they are not shown otherwise. absent:
+    sources that cannot occur, which are left out.
+    """
     names = []
     for source, style in STYLES.items():
+        if source in absent:
+            continue
         if colours:
             names.append(Text(style.name, style=style.style))
         elif source != "rolled_back" or lasting_drops:

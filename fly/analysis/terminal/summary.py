@@ -9,9 +9,11 @@ from rich.console import Console
 from rich.table import Table
 
 from fly.analysis.terminal.display import LiveGeneration
+from fly.analysis.terminal.styles import STYLES
 from fly.runs.records import rates
-from fly.runs.replay import Token
+from fly.runs.replay import MATCHES, Token
 
+_ALWAYS_NAMED = ("draft", "ngram")  # other sources of draft tokens only if they have any
 _UNITS = {"top3": "nats", "full": "nats", "normalized": "0 to 1"}
 
 
@@ -20,11 +22,16 @@ def print_counts(console: Console, generation: LiveGeneration) -> None:
     sources = Counter(token.source for token in generation.shown)
     counts, speed = generation.counts, rates(generation.counts, generation.seconds)
     accepted = counts.native_accepted + counts.deferred_accepted
+    matches = [
+        f"{STYLES[source].name} {sources[source]}"
+        for source in MATCHES.values()
+        if source in _ALWAYS_NAMED or sources[source]
+    ]
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in {
         "tokens / rounds = tau": f"{counts.emitted} / {counts.rounds} = {_two(speed['tau'])}",
-        "draft tokens accepted": f"{accepted} of {counts.drafted}: draft {sources['draft']}, "
-        f"n-gram {sources['ngram']}, deferred and stood {counts.deferred_accepted}",
+        "draft tokens accepted": f"{accepted} of {counts.drafted}: {', '.join(matches)}, "
+        f"deferred and stood {counts.deferred_accepted}",
         "target tokens": f"recovered {counts.corrections} ({counts.deferred_rolled_back} after a "
         f"rollback), bonus {counts.bonus}",
         "tokens rolled back": f"{sources['rolled_back']} ({counts.discarded} of them provisional "

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fly.execution.model_runner import ModelRunner
-from fly.settings import DrafterSettings
+from fly.execution.pass_costs import PairCosts
+from fly.settings import DrafterSettings, TextSourceName
 from fly.speculation.sequence import Sequence, Verdict
 
 
@@ -19,8 +20,9 @@ class Draft:
     Chains follow the committed tokens of their sequences. They are given as lists or, where they
     were drafted on an accelerator, as tensors that the host need not wait for. q: per sequence,
     what its tokens were drawn from, [K, V]; None where they were not drawn. by: per sequence, who
-    proposed each token, a letter each: d draft model, n n-gram (confirmed by the draft model in a
-    cascade).
+    proposed each token, a letter of fly.runs.records.SOURCES each (in a cascade, n-grams that the
+    draft model confirmed are the n-gram's). free: per sequence, whether its chain was taken from a
+    text, at no cost, so that it says nothing of what drafting earns.
     """
 
     def __init__(
@@ -28,11 +30,16 @@ class Draft:
         tokens: list[list[int]],
         by: list[str] | None = None,
         q: list[Tensor | None] | None = None,
+        free: list[bool] | None = None,
     ) -> None:
         self.tokens: list[list[int]] | None = tokens
         self._padded: tuple[Tensor, Tensor] | None = None
         self._by = by
         self._q = q
+        self._free = free
+
+    def is_free(self, slot: int) -> bool:
+        return self._free is not None and self._free[slot]
 
     def drafted_by(self, slot: int, length: int) -> str:
         """`length` letters; a draft that was left on its device is the draft model's own."""
@@ -78,14 +85,20 @@ class Draft:
 class DrafterContext:
     """What a drafter is made from.
 
-    slots: how many sequences run at most. draft_runner: makes the draft model's runner with so many
-    slots; only for drafters that need one (fly/registry.py).
+    slots: how many sequences run at most. draft_runner: the draft model's runner with so many
+    slots; only for drafters that need one (fly/registry.py). costs: of both models' passes.
+    changes_texts: what is drafted, and how much, may change a text (lossy rules; tokens drawn from
+    a draft model), so that it must not depend on what other requests were like. text_sources: see
+    fly/speculation/drafters/texts.py.
     """
 
     slots: int
     settings: DrafterSettings
     eos_ids: frozenset[int]
     draft_runner: Callable[[], ModelRunner]
+    costs: PairCosts
+    changes_texts: bool
+    text_sources: tuple[TextSourceName, ...]
 
 
 class Drafter:
@@ -96,12 +109,13 @@ class Drafter:
     devices: where it leaves work that the host has not waited for. wants_features: numbers of the
     target's hidden states that it reads (fly.execution.model_runner); `admit` and `commit` get them
     side by side, [.., F]. Prefixes are then computed, not copied. runner: the draft model's, None
-    without one.
+    without one. longest: drafts that cost no pass may have so many tokens, whatever the limits.
     """
 
     devices: tuple[torch.device, ...] = ()
     wants_features: tuple[int, ...] = ()
     runner: ModelRunner | None = None
+    longest: int = 0
 
     @classmethod
     def create(cls, context: DrafterContext) -> Drafter:
@@ -120,7 +134,7 @@ class Drafter:
 
     def propose(self, running: list[Sequence], limits: list[int]) -> Draft:
         """At most `limits[b]` tokens for sequence b, ending at EOS. All tokens of the sequences are
-        committed."""
+        committed. Tokens that cost no pass may be more: up to `longest`, within the budget."""
         raise NotImplementedError
 
     def commit(

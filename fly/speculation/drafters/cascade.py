@@ -1,4 +1,4 @@
-"""Multi-level acceleration: n-gram lookup proposes, the draft model verifies."""
+"""Multi-level acceleration: texts propose, to the target or to the draft model, which verifies."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from collections.abc import Sequence as Seq
 from torch import Tensor
 
 from fly.execution.model_runner import ModelRunner
-from fly.speculation.drafters.base import Drafter, DrafterContext
+from fly.speculation.drafters.base import Draft, Drafter, DrafterContext
 from fly.speculation.drafters.draft_model import ModelDrafter
+from fly.speculation.drafters.lookup import Lookup
 from fly.speculation.drafters.ngram import NgramIndex, ngram_sizes
-from fly.speculation.sequence import Sequence
+from fly.speculation.sequence import Sequence, Verdict
 
 
 class GuessPolicy:
@@ -53,44 +54,77 @@ class GuessPolicy:
 
 
 class CascadeDrafter(ModelDrafter):
-    """N-gram lookup proposes, the draft model verifies, until K draft tokens stand.
+    """What a text promises is drafted from it, if that is worth more than the draft model's tokens.
 
-    Without a match the draft model just takes a step: filler tokens are never verified.
+    Else the draft model drafts, with guesses from the sequence's own text that it verifies, until K
+    draft tokens stand. Without a match it just takes a step: filler tokens are never verified.
+
+    lookup: the texts; without it every draft is the draft model's. guesses: sizes of the n-grams
+    that it verifies (see ngram.ngram_sizes); None for no guesses.
     """
 
     drafts_alone = False
 
     @classmethod
     def create(cls, context: DrafterContext) -> Drafter:
-        return cls(context.draft_runner(), context.eos_ids, *ngram_sizes(context.settings))
+        return cls(
+            context.draft_runner(),
+            context.eos_ids,
+            ngram_sizes(context.settings) if "own" in context.text_sources else None,
+            Lookup.create(context, has_model=True),
+        )
 
     def __init__(
         self,
         runner: ModelRunner,
         eos_ids: frozenset[int],
-        min_size: int,
-        max_size: int,
-        count: int,
+        guesses: tuple[int, int, int] | None,
+        lookup: Lookup | None = None,
     ) -> None:
         super().__init__(runner, eos_ids)
-        self._sizes = (min_size, max_size)
-        self._count = count
-        self._indexes = [NgramIndex(*self._sizes) for _ in runner.lengths]
+        self._lookup = lookup
+        self.longest = lookup.longest if lookup else 0
+        self.drafts_alone = guesses is None
+        self._min_size, self._max_size, self._count = guesses or (1, 1, 0)
+        self._indexes = [self._new_index() for _ in runner.lengths]
         self._guess_policy = GuessPolicy(runner.relative_cost)
         self._matched_sizes = [0] * runner.slots
+
+    def _new_index(self) -> NgramIndex:
+        return NgramIndex(self._min_size, self._max_size)
 
     def admit(
         self, slot: int, sequence: Sequence, features: Tensor | None = None, *, soon: bool = True
     ) -> None:
-        super().admit(slot, sequence, features, soon=soon)
-        self._indexes[slot] = NgramIndex(*self._sizes)
+        # while an earlier output is followed, the draft model has nothing to do
+        super().admit(slot, sequence, features, soon=soon and not sequence.request.earlier)
+        self._indexes[slot] = self._new_index()
+        if self._lookup is not None:
+            self._lookup.admit(slot, sequence)
+
+    def propose(self, running: list[Sequence], limits: list[int]) -> Draft:
+        if self._lookup is None:
+            return super().propose(running, limits)
+        found = self._lookup.propose(running, limits)
+        left = [0 if proposal else limit for proposal, limit in zip(found, limits)]
+        draft = super().propose(running, left)
+        if not any(found):
+            return draft
+        slots = range(len(running))
+        texts = [draft.chain(slot) for slot in slots]
+        by = [draft.drafted_by(slot, len(texts[slot])) for slot in slots]
+        for slot, proposal in enumerate(found):
+            if proposal:
+                texts[slot], by[slot] = proposal.tokens, proposal.letter * len(proposal.tokens)
+        q = [draft.probabilities(slot) for slot in slots]
+        return Draft(texts, by, q, free=[proposal is not None for proposal in found])
 
     def _guess(self, running: list[Sequence], unseen: list[list[int]]) -> list[list[int]]:
         guesses: list[list[int]] = []
         for slot, (sequence, chain) in enumerate(zip(running, self._chains)):
             room = chain.limit - len(chain.tokens) - 1
             size, guess = 0, list[int]()
-            if chain.is_open and room > 0:
+            if chain.is_open and room > 0 and self._count:
                 self._indexes[slot].sync(sequence.tokens[: sequence.final_length])
                 pending = sequence.tokens[sequence.final_length :] + chain.tokens
                 size, guess = self._indexes[slot].match(pending, min(room, self._count))
@@ -104,9 +138,18 @@ class CascadeDrafter(ModelDrafter):
     def _learn(self, slot: int, guessed: int, agreed: int) -> None:
         self._guess_policy.observe(self._matched_sizes[slot], guessed, agreed)
 
+    def commit(
+        self, running: list[Sequence], verdicts: list[Verdict], features: Tensor | None = None
+    ) -> None:
+        super().commit(running, verdicts, features)
+        if self._lookup is not None:
+            self._lookup.commit(running, verdicts)
+
     def move(self, source: int, destination: int) -> None:
         super().move(source, destination)
         self._indexes[destination] = self._indexes[source]
+        if self._lookup is not None:
+            self._lookup.move(source, destination)
 
     def resize(self, slots: int) -> None:
         super().resize(slots)

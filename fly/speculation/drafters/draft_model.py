@@ -157,12 +157,13 @@ class ModelDrafter(Drafter):
         """
         before = [*sequence.tokens, *chain.tokens]
         scores_NV = sequence.request.sampling.process(logits_NV, before, guess)
-        if sequence.noise is None:
+        noise = sequence.noise(len(chain.tokens) + len(scores_NV))
+        if noise is None:
             own_N = scores_NV.argmax(dim=-1)
         else:
             q_NV = torch.softmax(scores_NV, dim=-1)
             chain.q.extend(q_NV)
-            own_N = draw(q_NV, sequence.noise.draft[len(chain.tokens) :][: len(q_NV)])
+            own_N = draw(q_NV, noise.draft[len(chain.tokens) :])
         result: list[int] = marked(own_N, logits_NV).tolist()
         return result
 

@@ -1,14 +1,10 @@
-"""Prompt lookup: a sequence's own text proposes what followed last time (arXiv 2304.04487)."""
+"""Prompt lookup: a text proposes what followed last time (arXiv 2304.04487)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from torch import Tensor
-
 from fly.settings import DrafterSettings
-from fly.speculation.drafters.base import Draft, Drafter, DrafterContext
-from fly.speculation.sequence import Sequence
 
 
 class NgramIndex:
@@ -49,43 +45,6 @@ class NgramIndex:
             if (start := self._last.get(tuple(suffix[-size:]))) is not None:
                 return size, self._tokens[start : start + count]
         return 0, []
-
-
-class NgramDrafter(Drafter):
-    """N-gram lookup alone: drafts cost nothing and need no second model."""
-
-    @classmethod
-    def create(cls, context: DrafterContext) -> Drafter:
-        return cls(context.slots, *ngram_sizes(context.settings), context.eos_ids)
-
-    def __init__(
-        self, slots: int, min_size: int, max_size: int, count: int, eos_ids: frozenset[int]
-    ) -> None:
-        self._sizes = (min_size, max_size)
-        self._count = count
-        self._eos_ids = eos_ids
-        self._indexes = [NgramIndex(*self._sizes) for _ in range(slots)]
-
-    def admit(
-        self, slot: int, sequence: Sequence, features: Tensor | None = None, *, soon: bool = True
-    ) -> None:
-        self._indexes[slot] = NgramIndex(*self._sizes)
-
-    def propose(self, running: list[Sequence], limits: list[int]) -> Draft:
-        tokens = [self._propose(slot, *pair) for slot, pair in enumerate(zip(running, limits))]
-        return Draft(tokens, by=["n" * len(chain) for chain in tokens])
-
-    def _propose(self, slot: int, sequence: Sequence, limit: int) -> list[int]:
-        index = self._indexes[slot]
-        index.sync(sequence.tokens[: sequence.final_length])
-        provisional = sequence.tokens[sequence.final_length :]
-        return until_eos(index.match(provisional, min(limit, self._count))[1], self._eos_ids)
-
-    def move(self, source: int, destination: int) -> None:
-        self._indexes[destination] = self._indexes[source]
-
-    def resize(self, slots: int) -> None:
-        del self._indexes[slots:]
 
 
 def ngram_sizes(settings: DrafterSettings) -> tuple[int, int, int]:

@@ -1,0 +1,309 @@
+"""Outputs of earlier runs, which a later run drafts from (`draft_runs`).
+
+They are found by task and prompt, whose hash says which document it is: lm-eval numbers documents
+anew when a run picks some of them (`--samples`). What another tokenizer wrote is encoded anew from its
+text, and used only if nothing is lost by that. docs/drafting_from_texts.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from fly import reading
+from fly.errors import FlyError
+from fly.models.fingerprint import as_one, of_value
+from fly.runs import output_ids, reader, shapes
+from fly.runs.manifest import Manifest
+from fly.runs.output_ids import Tokenizer
+
+_PROMPT_DIGITS = 16  # of lm-eval's hashes of prompts; baseline files hold no more
+_RECORDS = "fly_requests_"
+
+Ids = tuple[int, ...]
+Own = tuple[Path, str]  # the folder of a run and when it started
+
+
+@dataclass(frozen=True)
+class Output:
+    """What an earlier run wrote for one request: its text, or token ids of the tokenizer with this
+    hash, or both."""
+
+    repeat: int
+    text: str | None
+    ids: Ids | None = None
+    tokenizer: str | None = None
+
+
+@dataclass
+class Counts:
+    """Requests by what earlier runs have for them.
+
+    asked: all. matched: an output to draft from. changed: the document, but with another prompt.
+    missing: not the document. untokenized: an output that has no ids under this run's tokenizer.
+    """
+
+    asked: int = 0
+    matched: int = 0
+    changed: int = 0
+    missing: int = 0
+    untokenized: int = 0
+
+    def add(self, other: Counts) -> None:
+        for item in fields(Counts):
+            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+
+
+@dataclass
+class EarlierRun:
+    """One earlier run. source: the file that it was read from, or the folder of its records.
+
+    target: which model's outputs these are, as `target_of` has it; None if that is not known.
+    outputs: by (task, document), then by the first digits of the prompt's hash.
+    """
+
+    source: Path
+    target: str | None = None
+    outputs: dict[tuple[str, int], dict[str, list[Output]]] = field(
+        default_factory=dict, repr=False
+    )
+
+    def add(self, task: str, doc_id: int, prompt_hash: str, output: Output) -> None:
+        of_document = self.outputs.setdefault((task, doc_id), {})
+        of_document.setdefault(prompt_hash[:_PROMPT_DIGITS], []).append(output)
+
+    def digest(self) -> str:
+        """The same for equal outputs, wherever they lie and in whatever order they ended."""
+        found = hashlib.sha256()
+        for document, by_prompt in sorted(self.outputs.items()):
+            for prompt, outputs in sorted(by_prompt.items()):
+                written = [(o.repeat, o.text, o.ids, o.tokenizer) for o in outputs]
+                found.update(repr((document, prompt, sorted(written, key=repr))).encode())
+        return found.hexdigest()[:_PROMPT_DIGITS]
+
+
+class EarlierOutputs:
+    """The outputs of several earlier runs, in the order in which they were named."""
+
+    def __init__(self, runs: Sequence[EarlierRun]) -> None:
+        self.runs = list(runs)
+
+    @classmethod
+    def read(cls, paths: Iterable[str], own: Own | None = None) -> EarlierOutputs:
+        """Each path is a run's folder (its newest run is read, finished or not), a results file or
+        a baseline file with outputs. own: the run that asks, which is no earlier run.
+
+        Raises FlyError for a path that names no run, and for damaged files.
+        """
+        return cls([_read(path, own) for path in paths])
+
+    def digest(self) -> str:
+        """Changes with the outputs, not with where they lie."""
+        return of_value([run.digest() for run in self.runs])
+
+    def same_target(self, target: str | None) -> bool | None:
+        """Whether all these outputs are of this model (`target_of`); None if it is not known."""
+        if target is None:
+            return None
+        known = [run.target for run in self.runs]
+        if any(each not in (None, target) for each in known):
+            return False
+        return None if None in known else True
+
+
+class Matcher:
+    """Finds the outputs for a request, as ids of `tokenizer`, and counts what it finds."""
+
+    def __init__(self, earlier: EarlierOutputs, tokenizer: Tokenizer) -> None:
+        self.counts = Counts()
+        self._earlier = earlier
+        self._tokenizer = tokenizer
+        self._hash = output_ids.tokenizer_hash(tokenizer)
+        self._size = 1 + max(tokenizer.get_vocab().values(), default=-1)
+        self._found: dict[tuple[str, int, str], tuple[str, tuple[Ids, ...]]] = {}
+        self._of_prompt: dict[tuple[str, str], list[Output]] = {}
+        for run in earlier.runs:
+            for (task, _), by_prompt in run.outputs.items():
+                for prompt, outputs in by_prompt.items():
+                    self._of_prompt.setdefault((task, prompt), []).extend(outputs)
+
+    def outputs(self, task: str, doc_id: int, prompt_hash: str) -> tuple[Ids, ...]:
+        """All repeats' outputs, without duplicates. Counts one request."""
+        key = task, doc_id, prompt_hash[:_PROMPT_DIGITS]
+        if key not in self._found:
+            self._found[key] = self._look_up(*key)
+        count, ids = self._found[key]
+        self.counts.asked += 1
+        setattr(self.counts, count, getattr(self.counts, count) + 1)
+        return ids
+
+    def _look_up(self, task: str, doc_id: int, prompt: str) -> tuple[str, tuple[Ids, ...]]:
+        """(which of the counts the request belongs to, its outputs)"""
+        outputs = self._of_prompt.get((task, prompt), [])
+        found = tuple(dict.fromkeys(ids for output in outputs if (ids := self._ids(output))))
+        if found:
+            return "matched", found
+        if outputs:
+            return "untokenized", ()
+        known = any((task, doc_id) in run.outputs for run in self._earlier.runs)
+        return ("changed" if known else "missing"), ()
+
+    def _ids(self, output: Output) -> Ids | None:
+        """The output's ids under this tokenizer; None if they are not to be had, or not all in its
+        vocabulary."""
+        ids = output.ids if output.tokenizer == self._hash else None
+        if ids is None and output.text is not None:
+            ids = self._encoded(output.text)
+        return ids if ids is not None and all(index < self._size for index in ids) else None
+
+    def _encoded(self, text: str) -> Ids | None:
+        """None unless decoding gives the text back."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        again = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        return tuple(ids) if again == text else None
+
+
+def target_of(models: Mapping[str, Any]) -> str | None:
+    """One fingerprint of a run's target with its adapters, from `environment.models_of`; None if
+    it is not known."""
+    target = models.get("target") or {}
+    found = None
+    if files := target.get("files"):
+        found = as_one(files)
+    elif commit := target.get("commit"):
+        found = f"{target['path']}@{commit}"
+    adapters = {name: models[name].get("files") for name in ("peft", "delta") if name in models}
+    return f"{found}+{of_value(adapters)}" if found and adapters else found
+
+
+# ------------------------------------------------------------------------------------ reading
+
+
+def _read(path: str, own: Own | None) -> EarlierRun:
+    given, where = Path(path).expanduser(), f"draft_runs={path}"
+    if given.is_dir():
+        found = _newest(given, own)
+        if found is None:
+            raise FlyError(
+                f"{where}: holds no results_*.json and no {_RECORDS}*.jsonl: name a run's folder"
+            )
+    elif given.is_file():
+        value = reading.read_object(given, where)
+        if "format" in value and "tasks" in value:
+            return _of_baseline(given, value, where)
+        found = _Found(given.parent, reader.started_of(given) or "", given)
+    else:
+        raise FlyError(
+            f"{where}: no such run: give a run's folder, its results_*.json or a baseline file"
+        )
+    records = sorted(found.folder.glob(f"{_RECORDS}{found.started}*.jsonl"))
+    if records and found.started:
+        return _of_records(found, records)
+    assert found.results is not None  # a run without results was found by its records
+    return _of_samples(found.results)
+
+
+@dataclass(frozen=True, order=True)
+class _Found:
+    """A run in a folder. started: for other backends, when it ended. results: once it has ended."""
+
+    folder: Path = field(compare=False)
+    started: str
+    results: Path | None = field(compare=False)
+
+
+def _newest(folder: Path, own: Own | None) -> _Found | None:
+    """The run in the folder, or in one below it, that started last."""
+    below = [path for path in folder.iterdir() if path.is_dir()]
+    found = [each for place in [folder, *below] for each in _runs_in(place)]
+    if own is not None:
+        found = [each for each in found if not _is_own(each, own)]
+    return max(found, default=None)
+
+
+def _runs_in(folder: Path) -> Iterator[_Found]:
+    results: dict[str, Path | None] = {}
+    for path in folder.glob(f"{_RECORDS}*.jsonl"):
+        results[path.stem.removeprefix(_RECORDS).partition("_rank")[0]] = None
+    for path in reader.results_in(folder):
+        try:
+            started = reader.started_of(path)
+        except FlyError:  # a kill left half of it; the records are whole
+            continue
+        results[started or path.stem.rpartition("results_")[2]] = path
+    for started, path_of in results.items():
+        yield _Found(folder, started, path_of)
+
+
+def _is_own(found: _Found, own: Own) -> bool:
+    folder, started = own
+    return found.started == started and found.folder.resolve() == folder.resolve()
+
+
+def _of_records(found: _Found, files: Sequence[Path]) -> EarlierRun:
+    run = EarlierRun(found.results or found.folder, _target_in_manifest(found))
+    for file in files:
+        for number, line in enumerate(reader.read_lines(file, shapes.OutputLine), 1):
+            ids = tokenizer = None
+            if output := line.get("output"):
+                ids = _decoded(output["ids"], f"{file}, line {number}")
+                tokenizer = output["tokenizer"]
+            new = Output(line.get("repeat", 0), line["text"], ids, tokenizer)
+            run.add(line["task"], line["doc_id"], line["prompt_hash"], new)
+    for by_prompt in run.outputs.values():
+        for outputs in by_prompt.values():
+            outputs.sort(key=lambda output: output.repeat)
+    return run
+
+
+def _target_in_manifest(found: _Found) -> str | None:
+    path = found.folder / f"fly_run_{found.started}.json"
+    return target_of(Manifest.read(path).data.get("models") or {}) if path.is_file() else None
+
+
+def _of_samples(results: Path) -> EarlierRun:
+    """Of a run without records, such as lm-eval's hf: the texts in its samples."""
+    run = EarlierRun(results)
+    seen = set()
+    for task in reader.load(results).tasks.values():
+        if task.name not in seen:  # a task's filters have the same responses
+            seen.add(task.name)
+            for sample in task.samples.values():
+                for repeat, text in enumerate(sample.responses):
+                    run.add(task.name, sample.doc_id, sample.hashes[1], Output(repeat, text))
+    return run
+
+
+def _of_baseline(path: Path, value: dict[str, Any], where: str) -> EarlierRun:
+    shapes.check(value, shapes.Baseline, f"{where}, a baseline file")
+    target = value["target"]
+    known = target.get("files")
+    if known is None and target.get("revision"):
+        known = f"{target.get('name')}@{target['revision']}"
+    run = EarlierRun(path, known)
+    for name, task in value["tasks"].items():
+        outputs = task.get("outputs") or {"tokenizer": "", "ids": {}}
+        for doc_id, of_document in outputs["ids"].items():
+            place = f"{where}: {name}, document {doc_id}"
+            document = task["documents"].get(doc_id)
+            if document is None or "prompt" not in document or not doc_id.isdecimal():
+                raise FlyError(f"{place}: its outputs are of no document: store the baseline anew")
+            for repeat, text in enumerate(of_document):
+                new = Output(repeat, None, _decoded(text, place), outputs["tokenizer"])
+                run.add(name, int(doc_id), document["prompt"], new)
+    if not run.outputs:
+        raise FlyError(
+            f"{where}: the baseline holds no outputs: store it with --save-baseline FILE "
+            "--with-outputs"
+        )
+    return run
+
+
+def _decoded(text: str, where: str) -> Ids:
+    try:
+        return output_ids.decode(text)
+    except ValueError as error:
+        raise FlyError(f"{where}: output.ids is damaged: {error}") from None

@@ -1,0 +1,42 @@
+"""Drafts from texts alone: they cost nothing and need no second model."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fly.speculation.drafters.base import Draft, Drafter, DrafterContext
+from fly.speculation.drafters.lookup import Lookup
+from fly.speculation.sequence import Sequence, Verdict
+
+
+class TextDrafter(Drafter):
+    """Where no text has anything to propose, the target takes a plain step."""
+
+    @classmethod
+    def create(cls, context: DrafterContext) -> Drafter:
+        return cls(Lookup.create(context, has_model=False))
+
+    def __init__(self, lookup: Lookup) -> None:
+        self._lookup = lookup
+        self.longest = lookup.longest
+
+    def admit(
+        self, slot: int, sequence: Sequence, features: Tensor | None = None, *, soon: bool = True
+    ) -> None:
+        self._lookup.admit(slot, sequence)
+
+    def propose(self, running: list[Sequence], limits: list[int]) -> Draft:
+        found = self._lookup.propose(running, limits)
+        return Draft(
+            [proposal.tokens if proposal else [] for proposal in found],
+            by=[proposal.letter * len(proposal.tokens) if proposal else "" for proposal in found],
+            free=[True] * len(found),
+        )
+
+    def commit(
+        self, running: list[Sequence], verdicts: list[Verdict], features: Tensor | None = None
+    ) -> None:
+        self._lookup.commit(running, verdicts)
+
+    def move(self, source: int, destination: int) -> None:
+        self._lookup.move(source, destination)

@@ -1,0 +1,195 @@
+"""Texts that tokens can be drafted from at no cost, one class per source.
+
+In the order in which they are asked: earlier runs' outputs of the same document, other samples of
+the same prompt, the sequence's own text, other documents' outputs of this run.
+docs/drafting_from_texts.md explains each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from fly.settings import DrafterSettings, TextSourceName
+from fly.speculation.drafters.follower import Follower
+from fly.speculation.drafters.ngram import NgramIndex
+from fly.speculation.drafters.suffix_index import SuffixIndex
+from fly.speculation.sequence import Sequence
+
+START = -1  # size of a proposal for a text's first tokens
+_TAIL = 8  # of a prompt: tokens that lead into the output, so that its beginning is found
+_MOST_TOKENS = 1 << 20  # of other documents that are kept, some 100 MB
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Tokens from a text. letter: of the source (fly.runs.records.SOURCES). size: how many of the
+    sequence's last tokens spoke for it, or START. shares: as in suffix_index.Continuation."""
+
+    letter: str
+    size: int
+    tokens: list[int]
+    shares: list[float]
+
+    def cut(self, count: int) -> Proposal:
+        return Proposal(self.letter, self.size, self.tokens[:count], self.shares[:count])
+
+
+class TextSource:
+    """One source, for all slots. A sequence's final tokens are learned in `commit`; the provisional
+    ones, which may be rolled back, are only looked at."""
+
+    letter: ClassVar[str]
+
+    def __init__(self, slots: int, settings: DrafterSettings) -> None:
+        """`settings`: sizes of n-grams."""
+
+    def admit(self, slot: int, sequence: Sequence) -> None:
+        """A sequence starts in a slot, or starts again after memory ran out."""
+
+    def match(self, slot: int, sequence: Sequence, count: int) -> Proposal | None:
+        """Up to `count` tokens that may come next."""
+        raise NotImplementedError
+
+    def commit(self, slot: int, sequence: Sequence) -> None:
+        """A round of the sequence has ended, and perhaps the sequence."""
+
+    def move(self, source: int, destination: int) -> None:
+        """The sequence of slot `source` continues in slot `destination`."""
+
+
+class EarlierRuns(TextSource):
+    """What earlier runs gave for the same document and prompt, followed."""
+
+    letter = "e"
+
+    def __init__(self, slots: int, settings: DrafterSettings) -> None:
+        self._followers: list[list[Follower]] = [[] for _ in range(slots)]
+
+    def admit(self, slot: int, sequence: Sequence) -> None:
+        self._followers[slot] = [Follower(tokens) for tokens in sequence.request.earlier]
+
+    def match(self, slot: int, sequence: Sequence, count: int) -> Proposal | None:
+        generated = sequence.generated
+        best: tuple[int, list[int]] | None = None
+        for follower in self._followers[slot]:
+            place = follower.find(generated)
+            tokens = follower.following(place, count)
+            if tokens and (best is None or place.agreed > best[0]):
+                best = place.agreed, tokens
+        if best is None:
+            return None
+        agreed, tokens = best
+        return Proposal("e", agreed if generated else START, tokens, [1.0] * len(tokens))
+
+    def move(self, source: int, destination: int) -> None:
+        self._followers[destination] = self._followers[source]
+
+
+@dataclass
+class _Samples:
+    """The samples of one prompt, finished or not. texts: by request, its number in the index and
+    how many of its tokens are there."""
+
+    index: SuffixIndex = field(default_factory=lambda: SuffixIndex(2))
+    texts: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+
+class Siblings(TextSource):
+    """Other samples of the same prompt in this run, those that still run included."""
+
+    letter = "s"
+
+    def __init__(self, slots: int, settings: DrafterSettings) -> None:
+        self._of_prompt: dict[tuple[int, ...], _Samples] = {}
+        self._of_slot: list[_Samples | None] = [None] * slots
+
+    def admit(self, slot: int, sequence: Sequence) -> None:
+        request = sequence.request
+        if request.prompt not in self._of_prompt:  # samples of one prompt come one after another
+            running = {id(samples) for samples in self._of_slot}
+            kept = {p: s for p, s in self._of_prompt.items() if id(s) in running}
+            self._of_prompt = {**kept, request.prompt: _Samples()}
+        samples = self._of_slot[slot] = self._of_prompt[request.prompt]
+        if id(request) not in samples.texts:
+            text = samples.index.begin()
+            samples.index.extend(text, request.prompt[-_TAIL:])
+            samples.texts[id(request)] = text, 0
+            self._learn(samples, sequence)
+
+    def match(self, slot: int, sequence: Sequence, count: int) -> Proposal | None:
+        samples = self._of_slot[slot]
+        assert samples is not None
+        own, _ = samples.texts[id(sequence.request)]
+        found = samples.index.match(sequence.tokens, count, without=own)
+        return Proposal("s", found.size, found.tokens, found.shares) if found.tokens else None
+
+    def commit(self, slot: int, sequence: Sequence) -> None:
+        samples = self._of_slot[slot]
+        assert samples is not None
+        self._learn(samples, sequence)
+
+    def _learn(self, samples: _Samples, sequence: Sequence) -> None:
+        text, known = samples.texts[id(sequence.request)]
+        new = _final(sequence)[known:]
+        samples.index.extend(text, new)
+        samples.texts[id(sequence.request)] = text, known + len(new)
+
+    def move(self, source: int, destination: int) -> None:
+        self._of_slot[destination] = self._of_slot[source]
+
+
+class OwnText(TextSource):
+    """What followed the longest suffix last time in the sequence's own prompt and output."""
+
+    letter = "n"
+
+    def __init__(self, slots: int, settings: DrafterSettings) -> None:
+        self._sizes = settings.min_ngram_size, settings.max_ngram_size
+        self._most = settings.num_ngram_pred_tokens
+        self._indexes = [NgramIndex(*self._sizes) for _ in range(slots)]
+
+    def admit(self, slot: int, sequence: Sequence) -> None:
+        self._indexes[slot] = NgramIndex(*self._sizes)
+
+    def match(self, slot: int, sequence: Sequence, count: int) -> Proposal | None:
+        index = self._indexes[slot]
+        index.sync(sequence.tokens[: sequence.final_length])
+        provisional = sequence.tokens[sequence.final_length :]
+        size, tokens = index.match(provisional, min(count, self._most))
+        return Proposal("n", size, tokens, [1.0] * len(tokens)) if tokens else None
+
+    def move(self, source: int, destination: int) -> None:
+        self._indexes[destination] = self._indexes[source]
+
+
+class Others(TextSource):
+    """All finished outputs of this run; when there are very many, the first of them."""
+
+    letter = "o"
+
+    def __init__(self, slots: int, settings: DrafterSettings) -> None:
+        self._index = SuffixIndex(3)
+
+    def match(self, slot: int, sequence: Sequence, count: int) -> Proposal | None:
+        found = self._index.match(sequence.tokens, count)
+        return Proposal("o", found.size, found.tokens, found.shares) if found.tokens else None
+
+    def commit(self, slot: int, sequence: Sequence) -> None:
+        if not sequence.is_open and len(self._index) < _MOST_TOKENS:
+            text = self._index.begin()
+            self._index.extend(text, sequence.request.prompt[-_TAIL:])
+            self._index.extend(text, sequence.generated)
+
+
+SOURCES: dict[TextSourceName, type[TextSource]] = {
+    "runs": EarlierRuns,
+    "siblings": Siblings,
+    "own": OwnText,
+    "others": Others,
+}
+
+
+def _final(sequence: Sequence) -> list[int]:
+    """The sequence's generated tokens that no rollback can take back."""
+    return sequence.tokens[len(sequence.request.prompt) : sequence.final_length]

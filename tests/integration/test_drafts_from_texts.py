@@ -1,0 +1,224 @@
+"""Drafts from texts change no text: every source, greedy and sampled, with mutants."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fly.speculation.drafters.cascade import CascadeDrafter
+from fly.speculation.drafters.follower import Follower
+from fly.speculation.drafters.texts import Siblings
+from fly.speculation.rules.base import Rule
+from fly.speculation.sampling import Sampling
+from fly.speculation.sequence import Request
+from tests import tiny
+
+BUDGET = 40
+ALL = ("runs", "siblings", "own", "others")
+LETTER = {"runs": "e", "siblings": "s", "own": "n", "others": "o"}
+WARM = Sampling(temperature=0.4)
+
+
+@pytest.fixture(scope="module")
+def earlier(target):
+    """What a slightly different model wrote for the same prompts."""
+    before = tiny.noisy_copy(target, 0.004, seed=11)
+    return [tuple(tiny.generate(before, prompt, BUDGET)) for prompt in tiny.prompts()]
+
+
+@pytest.fixture(scope="module")
+def expected(target):
+    return [tiny.generate(target, prompt, BUDGET) for prompt in tiny.prompts()]
+
+
+def requests(earlier=None, repeats=1, sampling=None):
+    prompts = enumerate(tiny.prompts())
+    return [
+        Request(
+            tuple(prompt),
+            BUDGET,
+            tag=(number, repeat),
+            seed=100 * number + repeat,
+            sampling=sampling or Sampling(),
+            earlier=(earlier[number],) if earlier else (),
+        )
+        for number, prompt in prompts
+        for repeat in range(repeats)
+    ]
+
+
+def drafter_of(name, names, slots, draft, learns=True):
+    if name == "none":
+        return tiny.drafter("none", slots, None)
+    if name == "ngram":
+        return tiny.text_drafter(slots, names, learns=learns)
+    lookup = tiny.lookup(slots, names, learns=learns, has_model=True)
+    return CascadeDrafter(tiny.runner(draft, slots), frozenset({tiny.EOS}), (1, 4, 6), lookup)
+
+
+def decode(target, draft, wanted, name="ngram", names=ALL, slots=1, rule=tiny.EXACT, learns=True):
+    """Records by (prompt, repeat)."""
+    drafter = drafter_of(name, names, slots, draft, learns)
+    engine = tiny.engine(target, drafter, 8, rule, slots)
+    return {record.request.tag: record for record in engine.run(wanted)}
+
+
+def texts(records):
+    return {tag: record.tokens for tag, record in records.items()}
+
+
+def in_order(records):
+    return [records[tag].tokens for tag in sorted(records)]
+
+
+def accepted(records, letter):
+    found = [record.sources.get(letter) for record in records.values()]
+    return sum(counts.accepted for counts in found if counts)
+
+
+@pytest.mark.parametrize(("slots", "learns"), [(1, True), (3, True), (3, False)])
+@pytest.mark.parametrize("name", ["ngram", "cascade"])
+@pytest.mark.parametrize("source", ALL)
+def test_greedy_texts_are_generates(target, draft, earlier, expected, source, name, slots, learns):
+    wanted = requests(earlier, repeats=1 + (source in ("siblings", "others")))
+    records = decode(target, draft, wanted, name, (source,), slots, learns=learns)
+    for (number, _), tokens in texts(records).items():
+        assert tokens == expected[number]
+    directly = name == "ngram" or learns or source != "own"
+    if directly:
+        assert accepted(records, LETTER[source]) > 0
+    for record in records.values():
+        assert sum(c.accepted for c in record.sources.values()) == record.counts.native_accepted
+        assert sum(c.drafted for c in record.sources.values()) == record.counts.drafted
+
+
+def test_an_earlier_output_saves_most_passes(target, draft, expected):
+    same = [tuple(tokens) for tokens in expected]
+    records = decode(target, draft, requests(same), names=("runs",))
+    assert in_order(records) == expected
+    assert tiny.total(records.values(), "rounds") < tiny.total(records.values(), "emitted") / 4
+    assert accepted(records, "e") > 0.7 * tiny.total(records.values(), "emitted")
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+@pytest.mark.parametrize("source", ALL)
+def test_sampled_texts_are_the_targets_own(target, draft, earlier, source, slots):
+    """Each place in an output has its own random number, so drafts change not even the draws."""
+    wanted = requests(earlier, repeats=3, sampling=WARM)
+    alone = decode(target, draft, wanted, "none")
+    records = decode(target, draft, wanted, names=(source,), slots=slots)
+    assert texts(records) == texts(alone)
+    assert len({tuple(tokens) for tokens in texts(alone).values()}) > 10
+    assert accepted(records, LETTER[source]) > 0
+
+
+# ------------------------------------------------------------------------------------------ mutants
+
+
+def unverified(rule, judged, honest=Rule.resolve):
+    """Takes a proposal as it is."""
+    resolution = honest(rule, judged)
+    return replace(resolution, accepted=len(judged.draft))
+
+
+@pytest.mark.parametrize("source", ALL)
+def test_a_proposal_taken_without_verification_is_caught(
+    target, draft, earlier, monkeypatch, source
+):
+    wanted = requests(earlier, repeats=2, sampling=WARM)  # greedy siblings are all the same
+    alone = decode(target, draft, wanted, "none")
+    monkeypatch.setattr(Rule, "resolve", unverified)
+    assert texts(decode(target, draft, wanted, names=(source,))) != texts(alone)
+
+
+def test_random_numbers_drawn_by_round_would_be_caught(target, draft, earlier, monkeypatch):
+    from fly.speculation.sequence import Sequence
+
+    def by_round(self, count):
+        self.spent = getattr(self, "spent", 0) + 3
+        return self._stream.at(self.spent, count)
+
+    wanted = requests(earlier, sampling=WARM)
+    alone = decode(target, draft, wanted, "none")
+    monkeypatch.setattr(Sequence, "noise", by_round)
+    assert texts(decode(target, draft, wanted, names=("runs",))) != texts(alone)
+
+
+def test_a_place_kept_after_a_rollback_costs_acceptance(target, draft, earlier, monkeypatch):
+    """Under deferral across rounds sequences get shorter: the place has to go back with them."""
+    rule = tiny.relaxed(4, 0.1, across=True)
+    one = decode(target, draft, requests(earlier), "cascade", ("runs",), rule=rule, learns=False)
+    assert tiny.total(one.values(), "deferred_rolled_back") > 0
+
+    def only_forward(self, generated):
+        self._place = max(self._place, len(generated))
+        return type(honest(self, []))(self._place, 8)
+
+    honest = Follower.find
+    monkeypatch.setattr(Follower, "find", only_forward)
+    kept = decode(target, draft, requests(earlier), "cascade", ("runs",), rule=rule, learns=False)
+
+    def share(records):
+        counts = [record.sources["e"] for record in records.values() if "e" in record.sources]
+        return sum(c.accepted for c in counts) / sum(c.drafted for c in counts)
+
+    assert share(kept) < share(one)
+
+
+def test_ids_of_another_tokenizer_cost_acceptance_not_texts(target, draft, expected):
+    """Were they drafted from all the same: nothing is accepted, and every text is the target's."""
+    shifted = [tuple((token + 7) % 60 + 3 for token in tokens) for tokens in expected]
+    records = decode(target, draft, requests(shifted), names=("runs",))
+    assert in_order(records) == expected
+    right = decode(target, draft, requests([tuple(tokens) for tokens in expected]), names=("runs",))
+    assert accepted(records, "e") < 0.2 * accepted(right, "e")
+
+
+# ----------------------------------------------------------------------------------------- batches
+
+
+def test_texts_under_fly_do_not_depend_on_neighbours(target, draft, earlier):
+    """Without learning, a sequence's drafts follow from its own past alone."""
+    rule = tiny.relaxed(1, 0.1)
+    wanted = requests(earlier)
+    drafts = [
+        decode(target, draft, part, "cascade", ("runs", "own"), 3, rule, learns=False)
+        for part in (wanted, wanted[2:], wanted[:2])
+    ]
+    for part in drafts[1:]:
+        for tag, record in part.items():
+            assert record.tokens == drafts[0][tag].tokens
+    assert tiny.total(drafts[0].values(), "deferred_accepted") > 0
+
+
+def test_memory_that_runs_out_costs_no_text(target, draft, earlier, expected, monkeypatch):
+    """Interrupted sequences are admitted again, in fewer slots, with their texts."""
+    wanted = requests(earlier, repeats=2)
+    drafter = drafter_of("ngram", ALL, 4, draft)
+    engine = tiny.engine(target, drafter, 8, slots=4)
+    honest, passes = engine._target.extend, []
+
+    def extend(tokens):
+        passes.append(len(tokens))
+        if len(passes) == 6:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return honest(tokens)
+
+    monkeypatch.setattr(engine._target, "extend", extend)
+    records = {record.request.tag: record for record in engine.run(wanted)}
+    for (number, _), record in records.items():
+        assert record.tokens == expected[number]
+    assert max(passes[6:]) <= 2
+
+
+def test_samples_of_a_prompt_are_dropped_when_none_of_them_runs(target, draft, monkeypatch):
+    kept = []
+    honest = Siblings.admit
+
+    def admit(self, slot, sequence):
+        honest(self, slot, sequence)
+        kept.append(len(self._of_prompt))
+
+    monkeypatch.setattr(Siblings, "admit", admit)
+    decode(target, draft, requests(repeats=3), names=("siblings",), slots=2)
+    assert max(kept) <= 3
