@@ -1,8 +1,8 @@
 """Outputs of earlier runs, which a later run drafts from (`draft_runs`).
 
-They are found by task and prompt, whose hash says which document it is: lm-eval numbers documents
-anew when a run picks some of them (`--samples`). What another tokenizer wrote is encoded anew from its
-text, and used only if nothing is lost by that. docs/drafting_from_texts.md.
+They are found by task and prompt: its hash says which document it is, while lm-eval numbers
+documents anew when a run picks some of them (`--samples`). What another tokenizer wrote is encoded
+anew from its text, and used only if nothing is lost by that. docs/drafting_from_texts.md.
 """
 
 from __future__ import annotations

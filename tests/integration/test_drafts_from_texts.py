@@ -211,6 +211,27 @@ def test_memory_that_runs_out_costs_no_text(target, draft, earlier, expected, mo
     assert max(passes[6:]) <= 2
 
 
+@pytest.mark.parametrize("name", ["ngram", "cascade"])
+def test_static_passes_take_drafts_wider_than_spd_k(target, draft, expected, name):
+    """Memory is kept for them at once: growing later would drop captured graphs."""
+    runner = tiny.runner(target, 2, capture=False)
+    drafter = drafter_of(name, ("runs",), 2, draft)
+    engine = tiny.engine(runner, drafter, 4, slots=2)
+    wanted = requests([tuple(tokens) for tokens in expected])
+    widest = 0
+    honest = runner.extend
+
+    def extend(tokens):
+        nonlocal widest
+        widest = max(widest, *map(len, tokens))
+        return honest(tokens)
+
+    runner.extend = extend
+    records = {record.request.tag: record for record in engine.run(wanted)}
+    assert in_order(records) == expected
+    assert widest > 6
+
+
 def test_samples_of_a_prompt_are_dropped_when_none_of_them_runs(target, draft, monkeypatch):
     kept = []
     honest = Siblings.admit

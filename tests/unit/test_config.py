@@ -227,6 +227,15 @@ def test_with_earlier_runs_fly_has_to_be_asked_for():
     assert build(draft_runs=["b"]).hash() != build().hash()
 
 
+def test_only_who_sets_spd_k_for_the_run_caps_drafts_from_texts(tmp_path):
+    """A file's spd_k is the draft model's."""
+    file = write(tmp_path, {**GOOD, "spd_k": 8})
+    assert config.resolve(file, {}, log=False).lookup_k is None
+    assert config.resolve(file, {"spd_k": 4}, log=False).lookup_k == 4
+    assert config.resolve(file, {"spd_k": 4, "lookup_k": 32}, log=False).lookup_k == 32
+    assert config.resolve(file, {"spd_k": 0}, log=False).lookup_k is None
+
+
 def test_what_is_written_down_of_a_run_is_in_no_hash():
     """Switching it re-ran finished modes."""
     plain = config.build({"target_model_path": "t"}, "test")
