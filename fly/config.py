@@ -289,7 +289,8 @@ def _without_effect(config: FlyConfig, own: Mapping[str, Any]) -> Iterator[str]:
             if key in own:
                 yield f"model_args {key}={own[key]}: verification={config.rule} does not read it"
     longest = min(config.spd_k, config.num_ngram_pred_tokens)
-    if config.drafter_name == "ngram" and _wants_room(config) and config.win_len >= longest:
+    from_own_text = config.drafter_name == "ngram" and not config.earlier_runs
+    if from_own_text and _wants_room(config) and config.win_len >= longest:
         yield (
             f"drafter=ngram: drafts of at most {longest} tokens leave no room for "
             f"win_len={config.win_len}, so nothing can be deferred: raise num_ngram_pred_tokens, "

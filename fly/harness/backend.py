@@ -21,7 +21,13 @@ from lm_eval.utils import hash_string
 from fly.config import FlyConfig
 from fly.execution.device import device_facts, peak_memory_bytes, timing_facts
 from fly.harness import progress, sandbox
-from fly.harness.requests import build_request, check_decoding, identity, response_text
+from fly.harness.requests import (
+    build_request,
+    check_decoding,
+    identity,
+    response_text,
+    seed_after,
+)
 from fly.runs import context, earlier_outputs, output_ids, resume
 from fly.runs.earlier_outputs import EarlierOutputs, Matcher
 from fly.runs.environment import models_of, versions
@@ -192,7 +198,7 @@ class Backend(TemplateLM):
             instance = request.tag
             prompt = hash_string(instance.args[0])
             outputs = matcher.outputs(instance.task_name, instance.doc_id, prompt)
-            found.append(replace(request, earlier=outputs))
+            found.append(self._drafting_from(request, outputs))
         counts = matcher.counts
         logger.info(
             "draft_runs: earlier outputs for %d of %d requests (%d with another prompt, %d of "
@@ -205,6 +211,17 @@ class Backend(TemplateLM):
         )
         self._unshared_matched.add(counts)
         return found
+
+    def _drafting_from(self, request: Request, outputs: tuple[tuple[int, ...], ...]) -> Request:
+        """The request with these earlier outputs.
+
+        A sampled one with a draft model gets other random numbers: they may be those that the
+        earlier outputs were drawn with, and who drafts must not depend on the numbers to come.
+        """
+        seed = request.seed
+        if outputs and self.fly_config.needs_draft_model and not request.sampling.is_greedy:
+            seed = seed_after(seed, outputs)
+        return replace(request, earlier=outputs, seed=seed)
 
     def _finished_texts(self, wanted: list[Request]) -> dict[int, str]:
         """By index: the texts that the run's records hold already; lm-eval's cache gets them."""

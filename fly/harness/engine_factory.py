@@ -72,7 +72,7 @@ class EngineFactory:
         draft = self.draft_runner(config, slots) if config.needs_draft_model else None
         changes_texts = _drafts_change_texts(config, wanted)
         costs = self._costs(config, target, draft, changes_texts)
-        drafter = self._drafter(config, slots, draft, costs, changes_texts)
+        drafter = self._drafter(config, slots, wanted, draft, costs)
         if target.static is not None and not all(r.sampling.is_plain for r in missing):
             logger.info(
                 "requests that sample or have a repetition penalty draft step by step, outside of "
@@ -119,9 +119,9 @@ class EngineFactory:
         self,
         config: FlyConfig,
         slots: int,
+        wanted: list[Request],
         draft: ModelRunner | None,
         costs: PairCosts,
-        changes_texts: bool,
     ) -> Drafter:
         if config.drafter_name is None:
             return NoDrafter()
@@ -134,14 +134,13 @@ class EngineFactory:
         drafter: Drafter = kind.create(
             DrafterContext(
                 slots,
+                self._planned(wanted),
                 config.part(DrafterSettings),
                 self.eos_ids,
                 draft_runner,
                 costs,
-                changes_texts,
-                _REPEATABLE
-                if changes_texts and config.draft_sources is None
-                else config.text_sources,
+                _drafts_change_texts(config, wanted),
+                _text_sources(config, wanted),
             )
         )
         return drafter
@@ -154,9 +153,7 @@ class EngineFactory:
             return self.batch_size
         width = 1
         if config.drafter_name is not None:
-            width += max(
-                config.spd_k, _WIDE if registry.DRAFTERS[config.drafter_name].from_texts else 0
-            )
+            width += max(config.spd_k, _widest_from_texts(config, requests))
         works = [SequenceWork(ModelRunner(self.target, 1, self.max_length), width)]
         if self.draft is not None:
             runner = ModelRunner(self.draft, 1, self.max_length)
@@ -206,11 +203,11 @@ class EngineFactory:
             return FixedLength(config.spd_k)
         facts = {"spd_k": config.spd_k, **costs.as_dict()}
         if not changes_texts:
-            self.draft_length = {"policy": "adaptive", **facts}
+            # without a draft model texts alone are drafted from, as far as each of them is worth it
+            policy = "adaptive" if config.needs_draft_model else "texts"
+            self.draft_length = {"policy": policy, **facts}
             return AdaptiveLength(config.spd_k, costs)
-        # for auto not what memory has room for now: that differs from start to start
-        most = self.batch_size if isinstance(self.batch_size, int) else self.max_batch_size
-        sequences = max(1, min(most, len(wanted)))
+        sequences = self._planned(wanted)
         drafts = pays(config.spd_k, sequences, _LOSSY_ACCEPTANCE, costs)
         length = config.spd_k if drafts else 0
         self.draft_length = {"policy": "rule", **facts, "spd_k": length}
@@ -224,6 +221,12 @@ class EngineFactory:
                 self.packed.target,
             )
         return FixedLength(length)
+
+    def _planned(self, wanted: list[Request]) -> int:
+        """How many sequences run at most, in the whole run. For auto not what memory has room for
+        now: that differs from start to start."""
+        most = self.batch_size if isinstance(self.batch_size, int) else self.max_batch_size
+        return max(1, min(most, len(wanted)))
 
     def _deciding_costs(self, config: FlyConfig) -> dict[str, Any]:
         """What pass costs depend on, beside the machine."""
@@ -240,6 +243,28 @@ def _drafts_change_texts(config: FlyConfig, wanted: list[Request]) -> bool:
     from a draft model, whose random numbers decide with the target's."""
     sampled = any(not request.sampling.is_greedy for request in wanted)
     return config.rule != "exact" or (sampled and config.needs_draft_model)
+
+
+def _text_sources(config: FlyConfig, wanted: list[Request]) -> tuple[TextSourceName, ...]:
+    """The texts that there will be to draft from."""
+    names = config.text_sources
+    if config.draft_sources is None and _drafts_change_texts(config, wanted):
+        names = _REPEATABLE
+    absent = set()
+    if not any(request.earlier for request in wanted):
+        absent.add("runs")
+    if not any(request.repeat for request in wanted):
+        absent.add("siblings")
+    return tuple(name for name in names if name not in absent)
+
+
+def _widest_from_texts(config: FlyConfig, wanted: list[Request]) -> int:
+    """Draft tokens from texts that memory is kept for; own text proposes but a few."""
+    name = config.drafter_name
+    wide = set(_text_sources(config, wanted)) - {"own"}
+    if name is None or not registry.DRAFTERS[name].from_texts or not wide:
+        return 0
+    return min(_WIDE, config.lookup_k or _WIDE)
 
 
 def context_of(model: PreTrainedModel, most: int) -> int:

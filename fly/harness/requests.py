@@ -212,6 +212,15 @@ def _seed(instance: Instance, lm: Asked, nth: int) -> int:
     """Where the request's random numbers start: the run's seed and what the request is."""
     seed = torch.initial_seed() if lm.fly_config.seed is None else lm.fly_config.seed
     name = f"{seed}|{instance.task_name}|{instance.doc_id}|{instance.idx}|{nth}|{instance.args[0]}"
+    return _number(name)
+
+
+def seed_after(seed: int, outputs: tuple[tuple[int, ...], ...]) -> int:
+    """A seed that these outputs tell nothing of, though `seed` may have made them."""
+    return _number(f"{seed}|{outputs}")
+
+
+def _number(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
 
 

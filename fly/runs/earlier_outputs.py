@@ -93,7 +93,7 @@ class EarlierOutputs:
 
     @classmethod
     def read(cls, paths: Iterable[str], own: Own | None = None) -> EarlierOutputs:
-        """Each path is a run's folder (its newest run is read, finished or not), a results file or
+        """Each path is a run's folder (its newest finished run, else its newest), a results file or
         a baseline file with outputs. own: the run that asks, which is no earlier run.
 
         Raises FlyError for a path that names no run, and for damaged files.
@@ -216,12 +216,13 @@ class _Found:
 
 
 def _newest(folder: Path, own: Own | None) -> _Found | None:
-    """The run in the folder, or in one below it, that started last."""
+    """Of the runs in the folder and in those below it the one that started last; one that has not
+    ended only if none has."""
     below = [path for path in folder.iterdir() if path.is_dir()]
     found = [each for place in [folder, *below] for each in _runs_in(place)]
     if own is not None:
         found = [each for each in found if not _is_own(each, own)]
-    return max(found, default=None)
+    return max(found, key=lambda each: (each.results is not None, each), default=None)
 
 
 def _runs_in(folder: Path) -> Iterator[_Found]:

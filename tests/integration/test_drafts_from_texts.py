@@ -211,6 +211,21 @@ def test_memory_that_runs_out_costs_no_text(target, draft, earlier, expected, mo
     assert max(passes[6:]) <= 2
 
 
+def test_a_draft_model_past_its_context_leaves_texts_to_be_drafted_from(target, draft, expected):
+    """It promises nothing that it cannot draft."""
+    lookup = tiny.lookup(1, ("runs",), learns=True, has_model=True)
+    short = tiny.runner(draft, 1, max_length=8)
+    drafter = CascadeDrafter(short, frozenset({tiny.EOS}), (1, 4, 6), lookup)
+    limits = []
+    honest = lookup.propose
+    lookup.propose = lambda running, given: limits.extend(given) or honest(running, given)
+    engine = tiny.engine(target, drafter, 8)
+    wanted = requests([tuple(tokens) for tokens in expected])
+    records = {record.request.tag: record for record in engine.run(wanted)}
+    assert in_order(records) == expected
+    assert limits.count(0) > 5
+
+
 @pytest.mark.parametrize("name", ["ngram", "cascade"])
 def test_static_passes_take_drafts_wider_than_spd_k(target, draft, expected, name):
     """Memory is kept for them at once: growing later would drop captured graphs."""

@@ -573,6 +573,27 @@ def test_earlier_outputs_reach_their_requests_and_are_counted(saved_pair, tmp_pa
     assert json.loads(json.dumps(entry)) == entry
 
 
+def test_the_numbers_that_made_an_earlier_output_do_not_decide_who_drafts(saved_pair, tmp_path):
+    """Sampled with a draft model, the choice between it and a text follows the earlier output: were
+    that made by the numbers that decide now, the distribution would no longer be the target's."""
+    kwargs = {"max_gen_toks": 20, "do_sample": True, "temperature": 0.8}
+    context.start(tmp_path / "first")
+    fly_lm(saved_pair, seed=7, use_sd=False).generate_until(instances(kwargs, PROMPTS[:2]))
+    context.start(tmp_path / "second")
+
+    def seeds(kwargs, **keys):
+        lm = fly_lm(saved_pair, seed=7, **keys)
+        return [request.seed for request in lm.build_requests(instances(kwargs, PROMPTS[:3]))]
+
+    alone = seeds(kwargs, use_sd=False)
+    earlier = {"draft_runs": str(tmp_path / "first")}
+    assert seeds(kwargs, drafter="ngram", **earlier) == alone  # the target's very samples
+    with_model = seeds(kwargs, drafter="cascade", **earlier)
+    assert [ours == theirs for ours, theirs in zip(with_model, alone)] == [False, False, True]
+    greedy = {"max_gen_toks": 20}
+    assert seeds(greedy, drafter="cascade", **earlier) == seeds(greedy, use_sd=False)
+
+
 def test_only_runs_that_draft_from_them_read_earlier_outputs(saved_pair, tmp_path):
     """And only these depend on them: a resumed run of another kind needs no fact about them."""
     outputs_of(saved_pair, tmp_path / "first")

@@ -1,4 +1,4 @@
-"""Outputs of earlier runs: kept as ids, found by task, document and prompt, never under another
+"""Outputs of earlier runs: kept as ids, found by task and prompt, never under another
 tokenizer's ids."""
 
 import json
@@ -143,6 +143,16 @@ def test_the_newest_run_of_a_folder_is_read_finished_or_not(tmp_path, tokenizer)
     assert find(tokenizer, tmp_path / "out")[0] == (tuple(tokenizer.encode("new")),)
     own = newer, "2026-01-02T00-00-00"  # a resumed run does not draft from itself
     assert find(tokenizer, tmp_path / "out", own=own)[0] == (tuple(tokenizer.encode("old")),)
+
+
+def test_a_finished_run_goes_before_a_newer_one_that_was_cut_short(tmp_path, tokenizer):
+    """Tonight's run must not draft from the three records that last night's got to."""
+    out, first = tmp_path / "out", "2026-01-01T00-00-00"
+    write(out, record(text="old"), started=first)
+    results = {"config": {"fly": {"started": first}}}
+    (out / "results_2026-01-01T00-10-00.json").write_text(json.dumps(results))
+    write(out, record(text="new"), started="2026-01-02T00-00-00")
+    assert find(tokenizer, out)[0] == (tuple(tokenizer.encode("old")),)
 
 
 def test_all_processes_records_are_read(tmp_path, tokenizer):

@@ -49,11 +49,23 @@ def test_what_a_source_earned_lately_decides():
     chosen = choice()
     before = length(chosen, proposal(size=8))
     for _ in range(30):
-        chosen.observe(proposal(size=8, count=8), verdict(8, 0))
+        chosen.observe([(proposal(size=8, count=8), verdict(8, 0))])
     assert length(chosen, proposal(size=8)) < before
     for _ in range(200):
-        chosen.observe(proposal(size=8, count=8), verdict(8, 8))
+        chosen.observe([(proposal(size=8, count=8), verdict(8, 8))])
     assert length(chosen, proposal(size=8)) > before
+
+
+def test_what_earned_nothing_is_tried_again_later():
+    """A first task whose texts all differ must not decide of a second one."""
+    chosen = choice()
+    before = length(chosen, proposal(size=8))
+    for _ in range(50):
+        chosen.observe([(proposal(size=8, count=8), verdict(8, 0))])
+    assert length(chosen, proposal(size=8)) < before / 4
+    for _ in range(800):
+        chosen.observe([(None, verdict(0, 0))])
+    assert length(chosen, proposal(size=8)) > before / 2
 
 
 def test_the_source_with_more_expected_tokens_is_taken():
@@ -73,8 +85,8 @@ def test_the_draft_model_drafts_where_that_promises_more():
     chosen = choice(has_model=True)
     assert length(chosen, proposal("e", 32), limit=8) > 8
     for _ in range(100):
-        chosen.observe(proposal("e", 32, 8), verdict(8, 0))
-        chosen.observe(None, verdict(8, 8, "d"))
+        chosen.observe([(proposal("e", 32, 8), verdict(8, 0))])
+        chosen.observe([(None, verdict(8, 8, "d"))])
     assert length(chosen, proposal("e", 32), limit=8) == 0
 
 
@@ -91,7 +103,7 @@ def test_without_learning_counts_and_neighbours_decide_nothing():
     chosen = choice(learns=False, sequences=2)
     before = length(chosen, proposal(size=8))
     for _ in range(50):
-        chosen.observe(proposal(size=8, count=8), verdict(8, 0))
+        chosen.observe([(proposal(size=8, count=8), verdict(8, 0))])
     assert length(chosen, proposal(size=8)) == before
     alone, _ = chosen.choose([[proposal(size=8)], []], [0, 0])
     both = chosen.choose([[proposal(size=8)], [proposal(size=64)]], [0, 0])
@@ -102,7 +114,6 @@ def test_without_learning_own_text_is_drafted_as_long_as_the_limit_says():
     assert length(choice(learns=False), proposal("n", 1, 6), limit=8) == 6
     assert length(choice(learns=False), proposal("n", 1, 6), limit=3) == 3
     assert length(choice(learns=False), proposal("n", 1, 6), limit=0) == 0
-    assert length(choice(learns=False, has_model=True), proposal("n", 4, 6), limit=8) == 0
 
 
 def test_chances_start_by_succession_and_follow_the_counts():

@@ -85,14 +85,16 @@ class Draft:
 class DrafterContext:
     """What a drafter is made from.
 
-    slots: how many sequences run at most. draft_runner: the draft model's runner with so many
-    slots; only for drafters that need one (fly/registry.py). costs: of both models' passes.
+    slots: how many sequences run at most. sequences: the same for the whole run, of which a part
+    may be there already. draft_runner: the draft model's runner with so many slots; only for
+    drafters that need one (fly/registry.py). costs: of both models' passes.
     changes_texts: what is drafted, and how much, may change a text (lossy rules; tokens drawn from
     a draft model), so that it must not depend on what other requests were like. text_sources: see
     fly/speculation/drafters/texts.py.
     """
 
     slots: int
+    sequences: int
     settings: DrafterSettings
     eos_ids: frozenset[int]
     draft_runner: Callable[[], ModelRunner]

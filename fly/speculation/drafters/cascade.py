@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fly.execution.model_runner import ModelRunner
 from fly.speculation.drafters.base import Draft, Drafter, DrafterContext
-from fly.speculation.drafters.draft_model import ModelDrafter
+from fly.speculation.drafters.draft_model import CATCH_UP, ModelDrafter
 from fly.speculation.drafters.lookup import Lookup
 from fly.speculation.drafters.ngram import NgramIndex, ngram_sizes
 from fly.speculation.sequence import Sequence, Verdict
@@ -102,9 +102,15 @@ class CascadeDrafter(ModelDrafter):
         if self._lookup is not None:
             self._lookup.admit(slot, sequence)
 
+    def reserve(self, longest: int, spd_k: int) -> None:
+        # a sequence that texts were drafted for is fed what the draft model lacks, with a guess
+        width = max(spd_k + 1, CATCH_UP + self._count if self._lookup else 0)
+        self.runner.reserve_rows(longest, width=width, steps=spd_k)
+
     def propose(self, running: list[Sequence], limits: list[int]) -> Draft:
         if self._lookup is None:
             return super().propose(running, limits)
+        limits = [self._within_context(s, limit) for s, limit in zip(running, limits)]
         found = self._lookup.propose(running, limits)
         left = [0 if proposal else limit for proposal, limit in zip(found, limits)]
         draft = super().propose(running, left)

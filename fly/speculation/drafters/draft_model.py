@@ -20,7 +20,7 @@ from fly.speculation.drafters.ngram import until_eos
 from fly.speculation.sampling import draw
 from fly.speculation.sequence import Sequence, Verdict
 
-_CATCH_UP = 32  # a sequence this far behind is fed without building logits
+CATCH_UP = 32  # a sequence this far behind is fed without building logits
 
 
 @dataclass
@@ -75,8 +75,7 @@ class ModelDrafter(Drafter):
 
     def propose(self, running: list[Sequence], limits: list[int]) -> Draft:
         self._chains = [
-            Chain(min(limit, max(0, self.runner.max_length - len(sequence.tokens))))
-            for sequence, limit in zip(running, limits)
+            Chain(self._within_context(sequence, limit)) for sequence, limit in zip(running, limits)
         ]
         if (draft := self._on_device(running)) is not None:
             return draft
@@ -89,6 +88,9 @@ class ModelDrafter(Drafter):
             by=[chain.by for chain in self._chains],
             q=[_stacked(chain.q) for chain in self._chains],
         )
+
+    def _within_context(self, sequence: Sequence, limit: int) -> int:
+        return min(limit, max(0, self.runner.max_length - len(sequence.tokens)))
 
     def _on_device(self, running: list[Sequence]) -> Draft | None:
         """The whole draft loop as one graph, its tokens left on the device; None without CUDA
@@ -114,7 +116,7 @@ class ModelDrafter(Drafter):
             return []
         if self.runner.lengths[slot] == 0:  # admitted for later
             self.runner.prefill(slot, sequence.tokens[:-1])
-        elif len(sequence.tokens) - self.runner.lengths[slot] > _CATCH_UP:
+        elif len(sequence.tokens) - self.runner.lengths[slot] > CATCH_UP:
             self.runner.catch_up(slot, sequence.tokens[:-1])
         return (sequence.tokens + chain.tokens)[self.runner.lengths[slot] :]
 

@@ -14,7 +14,9 @@ class TextDrafter(Drafter):
 
     @classmethod
     def create(cls, context: DrafterContext) -> Drafter:
-        return cls(Lookup.create(context, has_model=False))
+        lookup = Lookup.create(context, has_model=False)
+        assert lookup is not None
+        return cls(lookup)
 
     def __init__(self, lookup: Lookup) -> None:
         self._lookup = lookup

@@ -28,7 +28,7 @@ _MOST_IN_PASS = 512  # tokens: their logits take memory
 _PRIOR = 4.0  # tokens that a chance without counts is worth
 _AT_START = 8  # what a text's beginning is taken for: as if so many tokens spoke for it
 _OF_MODEL = 0.8  # chance of a draft model's tokens before there are counts
-_FORGET = 0.98  # per proposal: what a source earned lately counts more
+_FORGET = 0.99  # per round: what was earned lately counts, and what earned nothing is tried again
 _LEAST = 0.1  # chance to stand below which a token is not drafted, however cheap
 _GAIN = 1.05  # a text has to promise this much over what would be done without it
 _ROUND = 0.03  # of a target pass over one token: what a round costs beside its passes
@@ -52,8 +52,14 @@ class Chances:
         """Of a draft whose tokens had these shares, the first `accepted` were accepted."""
         key = _bucket(letter, size)
         promised = sum(shares[: accepted + 1])  # what follows a rejection was not judged
-        self._accepted[key] = _FORGET * self._accepted.get(key, 0.0) + accepted
-        self._promised[key] = _FORGET * self._promised.get(key, 0.0) + promised
+        self._accepted[key] = self._accepted.get(key, 0.0) + accepted
+        self._promised[key] = self._promised.get(key, 0.0) + promised
+
+    def forget(self) -> None:
+        """A round has ended."""
+        for counts in (self._accepted, self._promised):
+            for key in counts:
+                counts[key] *= _FORGET
 
 
 def _bucket(letter: str, size: int) -> tuple[str, int]:
@@ -72,7 +78,7 @@ class Choice:
     """Between texts, the draft model and a plain step, for all sequences of a round.
 
     learns: counts decide, and all sequences of a round together; else only the sequence's own past.
-    sequences: how many run at most.
+    sequences: how many run at most, in the whole run, whatever of it is left.
     """
 
     def __init__(self, costs: PairCosts, sequences: int, *, learns: bool, has_model: bool) -> None:
@@ -91,20 +97,23 @@ class Choice:
         ]
         return self._cut(chosen, limits) if self._learns else chosen
 
-    def observe(self, proposal: Proposal | None, verdict: Verdict) -> None:
-        if not self._learns or not verdict.draft:
+    def observe(self, drafted: Iterable[tuple[Proposal | None, Verdict]]) -> None:
+        """What became of a round's drafts; a draft without a proposal is the draft model's."""
+        if not self._learns:
             return
-        accepted = verdict.leading_matches
-        if proposal is None:
-            self._chances.observe("d", 0, [1.0] * len(verdict.draft), accepted)
-        else:
-            self._chances.observe(proposal.letter, proposal.size, proposal.shares, accepted)
+        self._chances.forget()
+        for proposal, verdict in drafted:
+            letter, size, shares = "d", 0, [1.0] * len(verdict.draft)
+            if proposal is not None:
+                letter, size, shares = proposal.letter, proposal.size, proposal.shares
+            if verdict.draft:
+                self._chances.observe(letter, size, shares, verdict.leading_matches)
 
     def _best(self, proposals: Seq[Proposal], limit: int, sequences: int) -> Proposal | None:
         best, most = None, _GAIN * self._without(limit, sequences)
         for proposal in proposals:
             if proposal.letter == "n" and not self._learns:  # as long as it was always
-                if best is None and limit and not self._has_model:
+                if best is None and limit:
                     return proposal.cut(limit)
                 continue
             expected = self._expected(proposal)
@@ -187,10 +196,16 @@ class Lookup:
         self._used: list[Proposal | None] = []
 
     @classmethod
-    def create(cls, context: DrafterContext, *, has_model: bool) -> Lookup:
+    def create(cls, context: DrafterContext, *, has_model: bool) -> Lookup | None:
+        """None if nothing would ever be drafted from a text."""
         learns = not context.changes_texts and context.settings.draft_policy == "auto"
-        choice = Choice(context.costs, context.slots, learns=learns, has_model=has_model)
-        return cls(context.slots, context.settings, context.text_sources, choice, context.eos_ids)
+        names = context.text_sources
+        if has_model and not learns:  # the draft model verifies what its own text proposes
+            names = tuple(name for name in names if name != "own")
+        if has_model and not names:
+            return None
+        choice = Choice(context.costs, context.sequences, learns=learns, has_model=has_model)
+        return cls(context.slots, context.settings, names, choice, context.eos_ids)
 
     def admit(self, slot: int, sequence: Sequence) -> None:
         for source in self._sources:
@@ -210,8 +225,8 @@ class Lookup:
         return [p.cut(len(until_eos(p.tokens, self._eos_ids))) for p in found if p is not None]
 
     def commit(self, running: list[Sequence], verdicts: list[Verdict]) -> None:
-        for slot, (sequence, verdict) in enumerate(zip(running, verdicts)):
-            self._choice.observe(self._used[slot], verdict)
+        self._choice.observe(zip(self._used, verdicts))
+        for slot, sequence in enumerate(running):
             for source in self._sources:
                 source.commit(slot, sequence)
 

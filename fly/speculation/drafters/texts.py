@@ -17,6 +17,7 @@ from fly.speculation.drafters.suffix_index import SuffixIndex
 from fly.speculation.sequence import Sequence
 
 START = -1  # size of a proposal for a text's first tokens
+_MOST_FOLLOWED = 8  # earlier outputs of one document
 _TAIL = 8  # of a prompt: tokens that lead into the output, so that its beginning is found
 _MOST_TOKENS = 1 << 20  # of other documents that are kept, some 100 MB
 
@@ -67,7 +68,9 @@ class EarlierRuns(TextSource):
         self._followers: list[list[Follower]] = [[] for _ in range(slots)]
 
     def admit(self, slot: int, sequence: Sequence) -> None:
-        self._followers[slot] = [Follower(tokens) for tokens in sequence.request.earlier]
+        self._followers[slot] = [
+            Follower(tokens) for tokens in sequence.request.earlier[:_MOST_FOLLOWED]
+        ]
 
     def match(self, slot: int, sequence: Sequence, count: int) -> Proposal | None:
         generated = sequence.generated
@@ -80,7 +83,7 @@ class EarlierRuns(TextSource):
         if best is None:
             return None
         agreed, tokens = best
-        return Proposal("e", agreed if generated else START, tokens, [1.0] * len(tokens))
+        return Proposal(self.letter, agreed if generated else START, tokens, [1.0] * len(tokens))
 
     def move(self, source: int, destination: int) -> None:
         self._followers[destination] = self._followers[source]
@@ -122,7 +125,9 @@ class Siblings(TextSource):
         assert samples is not None
         own, _ = samples.texts[id(sequence.request)]
         found = samples.index.match(sequence.tokens, count, without=own)
-        return Proposal("s", found.size, found.tokens, found.shares) if found.tokens else None
+        return (
+            Proposal(self.letter, found.size, found.tokens, found.shares) if found.tokens else None
+        )
 
     def commit(self, slot: int, sequence: Sequence) -> None:
         samples = self._of_slot[slot]
@@ -157,7 +162,7 @@ class OwnText(TextSource):
         index.sync(sequence.tokens[: sequence.final_length])
         provisional = sequence.tokens[sequence.final_length :]
         size, tokens = index.match(provisional, min(count, self._most))
-        return Proposal("n", size, tokens, [1.0] * len(tokens)) if tokens else None
+        return Proposal(self.letter, size, tokens, [1.0] * len(tokens)) if tokens else None
 
     def move(self, source: int, destination: int) -> None:
         self._indexes[destination] = self._indexes[source]
@@ -173,7 +178,9 @@ class Others(TextSource):
 
     def match(self, slot: int, sequence: Sequence, count: int) -> Proposal | None:
         found = self._index.match(sequence.tokens, count)
-        return Proposal("o", found.size, found.tokens, found.shares) if found.tokens else None
+        return (
+            Proposal(self.letter, found.size, found.tokens, found.shares) if found.tokens else None
+        )
 
     def commit(self, slot: int, sequence: Sequence) -> None:
         if not sequence.is_open and len(self._index) < _MOST_TOKENS:
