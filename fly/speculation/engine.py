@@ -151,14 +151,7 @@ class Engine:
             self._drafter.commit(running, verdicts, self._target.take_hidden())
             paid = [v for slot, v in enumerate(verdicts) if not draft.is_free(slot)]
             if paid:
-                self._draft_length.observe(
-                    # matches tell of the draft, though an earlier deferral took the round back
-                    (
-                        v.leading_matches if v.resolution.rolls_back_earlier else v.accepted,
-                        len(v.draft),
-                    )
-                    for v in paid
-                )
+                self._draft_length.observe((v.earned, len(v.draft)) for v in paid)
         with self._timed("recording", running):
             for slot, (sequence, verdict) in enumerate(zip(running, verdicts)):
                 self._observer(sequence.round_record(verdict, counts[slot], starts[slot]))

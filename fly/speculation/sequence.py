@@ -76,6 +76,12 @@ class Verdict:
     def leading_matches(self) -> int:
         return [*self.matches, False].index(False)
 
+    @property
+    def earned(self) -> int:
+        """Draft tokens that speak for the draft: those that matched, where an earlier deferral took
+        the round back, else those that stand."""
+        return self.leading_matches if self.resolution.rolls_back_earlier else self.accepted
+
 
 @dataclass(frozen=True)
 class OpenDeferral:

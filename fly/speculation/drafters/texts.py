@@ -13,7 +13,7 @@ from typing import ClassVar
 from fly.settings import DrafterSettings, TextSourceName
 from fly.speculation.drafters.follower import Follower
 from fly.speculation.drafters.ngram import NgramIndex
-from fly.speculation.drafters.suffix_index import SuffixIndex
+from fly.speculation.drafters.suffix_index import Continuation, SuffixIndex
 from fly.speculation.sequence import Sequence
 
 START = -1  # size of a proposal for a text's first tokens
@@ -125,9 +125,7 @@ class Siblings(TextSource):
         assert samples is not None
         own, _ = samples.texts[id(sequence.request)]
         found = samples.index.match(sequence.tokens, count, without=own)
-        return (
-            Proposal(self.letter, found.size, found.tokens, found.shares) if found.tokens else None
-        )
+        return _proposal(self.letter, found)
 
     def commit(self, slot: int, sequence: Sequence) -> None:
         samples = self._of_slot[slot]
@@ -177,10 +175,7 @@ class Others(TextSource):
         self._index = SuffixIndex(3)
 
     def match(self, slot: int, sequence: Sequence, count: int) -> Proposal | None:
-        found = self._index.match(sequence.tokens, count)
-        return (
-            Proposal(self.letter, found.size, found.tokens, found.shares) if found.tokens else None
-        )
+        return _proposal(self.letter, self._index.match(sequence.tokens, count))
 
     def commit(self, slot: int, sequence: Sequence) -> None:
         if not sequence.is_open and len(self._index) < _MOST_TOKENS:
@@ -195,6 +190,10 @@ SOURCES: dict[TextSourceName, type[TextSource]] = {
     "own": OwnText,
     "others": Others,
 }
+
+
+def _proposal(letter: str, found: Continuation) -> Proposal | None:
+    return Proposal(letter, found.size, found.tokens, found.shares) if found.tokens else None
 
 
 def _final(sequence: Sequence) -> list[int]:
