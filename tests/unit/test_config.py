@@ -229,7 +229,7 @@ def test_with_earlier_runs_fly_has_to_be_asked_for():
 
 def test_only_who_sets_spd_k_for_the_run_caps_drafts_from_texts(tmp_path):
     """A file's spd_k is the draft model's."""
-    file = write(tmp_path, {**GOOD, "spd_k": 8})
+    file = write(tmp_path, {**GOOD, "spd_k": 8, "enable_fly": False})
     assert config.resolve(file, {}, log=False).lookup_k is None
     assert config.resolve(file, {"spd_k": 4}, log=False).lookup_k == 4
     assert config.resolve(file, {"spd_k": 4, "lookup_k": 32}, log=False).lookup_k == 32
