@@ -214,7 +214,7 @@ def row(name: str, run: Run, reference: Run | None) -> dict[str, Any]:
         "emitted": stats["emitted"],
         "tau": stats["tau"],
         "sources": stats["sources"],
-        "draft_runs": run.entry.get("draft_runs"),
+        "draft_runs": {k: v for k, v in (run.entry["draft_runs"] or {}).items() if k != "runs"},
         "decode_seconds": seconds_of(run, DECODING),
         "end_to_end_seconds": seconds_of(run, TIMED),
         "scores": {
