@@ -67,9 +67,12 @@ def _bucket(letter: str, size: int) -> tuple[str, int]:
 
 
 def _prior(letter: str, size: int) -> float:
-    """A place that was right `size` times in a row is right once more (rule of succession)."""
+    """A place that was right `size` times in a row is right once more (rule of succession); in
+    another document's text, which happens to have the same tokens, less surely."""
     if letter == "d":
         return _OF_MODEL
+    if letter == "o":
+        return size / (size + 4)
     size = _AT_START if size == START else size
     return (size + 1) / (size + 2)
 
