@@ -253,7 +253,7 @@ def _text_sources(config: FlyConfig, wanted: list[Request]) -> tuple[TextSourceN
     absent = set()
     if not any(request.earlier for request in wanted):
         absent.add("runs")
-    if not any(request.repeat for request in wanted):
+    if len({request.prompt for request in wanted}) == len(wanted):
         absent.add("siblings")
     return tuple(name for name in names if name not in absent)
 

@@ -16,6 +16,7 @@ from tests import tiny
 BUDGET = 40
 ALL = ("runs", "siblings", "own", "others")
 LETTER = {"runs": "e", "siblings": "s", "own": "n", "others": "o"}
+SLOW = pytest.mark.slow
 WARM = Sampling(temperature=0.4)
 
 
@@ -76,7 +77,10 @@ def accepted(records, letter):
     return sum(counts.accepted for counts in found if counts)
 
 
-@pytest.mark.parametrize(("slots", "learns"), [(1, True), (3, True), (3, False)])
+@pytest.mark.parametrize(
+    ("slots", "learns"),
+    [(3, True), pytest.param(1, True, marks=SLOW), pytest.param(3, False, marks=SLOW)],
+)
 @pytest.mark.parametrize("name", ["ngram", "cascade"])
 @pytest.mark.parametrize("source", ALL)
 def test_greedy_texts_are_generates(target, draft, earlier, expected, source, name, slots, learns):
@@ -100,7 +104,7 @@ def test_an_earlier_output_saves_most_passes(target, draft, expected):
     assert accepted(records, "e") > 0.7 * tiny.total(records.values(), "emitted")
 
 
-@pytest.mark.parametrize("slots", [1, 4])
+@pytest.mark.parametrize("slots", [pytest.param(1, marks=SLOW), 4])
 @pytest.mark.parametrize("source", ALL)
 def test_sampled_texts_are_the_targets_own(target, draft, earlier, source, slots):
     """Each place in an output has its own random number, so drafts change not even the draws."""
@@ -223,7 +227,8 @@ def test_a_draft_model_past_its_context_leaves_texts_to_be_drafted_from(target, 
     wanted = requests([tuple(tokens) for tokens in expected])
     records = {record.request.tag: record for record in engine.run(wanted)}
     assert in_order(records) == expected
-    assert limits.count(0) > 5
+    assert 0 in limits  # past it, nothing is expected of the draft model
+    assert limits[-1] < 8
 
 
 @pytest.mark.parametrize("name", ["ngram", "cascade"])

@@ -183,7 +183,7 @@ EXACT_CASES = [
     ("model", FAR, 2),
     ("ngram", None, 3),
     ("cascade", CLOSE, 5),
-    ("siblings", None, 3),
+    pytest.param("siblings", None, 3, marks=pytest.mark.slow),  # texts are compared elsewhere
     ("cascade-siblings", CLOSE, 5),
 ]
 
