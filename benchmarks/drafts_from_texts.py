@@ -104,7 +104,7 @@ _SAMPLED_TASK = """include: {include}
 task: {task}
 repeats: {samples}
 metric_list:
-  - metric: !function {utils}.pass_at_k
+  - metric: !function utils.pass_at_k
     aggregation: mean
     higher_is_better: true
     k: [1, {samples}]
@@ -183,7 +183,6 @@ class Bench:
             include="humaneval_64_instruct.yaml",
             task=task,
             samples=self.args.samples,
-            utils="utils",
         )
         (folder / f"{task}.yaml").write_text(text, encoding="utf-8")
         return folder

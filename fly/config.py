@@ -88,8 +88,12 @@ class FlyConfig(
     @property
     def earlier_runs(self) -> list[str]:
         """The earlier runs that are drafted from; none where the target decodes alone."""
-        is_asked = self.drafter_name is not None and "runs" in self.text_sources
-        return list(self.draft_runs or ()) if is_asked else []
+        return list(self.draft_runs or ()) if self.asks_earlier_runs else []
+
+    @property
+    def asks_earlier_runs(self) -> bool:
+        """Whether earlier runs are drafted from, if there are any."""
+        return self.drafter_name is not None and "runs" in self.text_sources
 
     @property
     def text_sources(self) -> tuple[TextSourceName, ...]:

@@ -22,7 +22,6 @@ from fly.harness.arguments import checked_pair, key_values
 from fly.models.fingerprint import of_value
 from fly.paths import write_whole
 from fly.runs import manifest, reader
-from fly.runs.earlier_outputs import EarlierOutputs
 from fly.runs.environment import models_of, versions
 from fly.settings import RECORDING_KEYS
 
@@ -100,13 +99,12 @@ def _asked(name: str, model_args: dict[str, Any], outputs: Path | None) -> dict[
 
 def _drafts_from_texts(config: FlyConfig) -> bool:
     """Whether the mode drafts, and may draft from earlier outputs."""
-    if config.drafter_name is None or "runs" not in config.text_sources:
-        return False
-    return config.drafter is None or registry.DRAFTERS[config.drafter].from_texts
+    drafts = config.drafter is None or registry.DRAFTERS[config.drafter].from_texts
+    return config.asks_earlier_runs and drafts
 
 
 def _mode(name: str, model_args: dict[str, Any]) -> Mode:
-    config, rest, target = checked_pair(model_args)
+    config, rest, target, earlier = checked_pair(model_args)
     models = partial(models_of, config, rest)
     models()  # what is not there is refused now
     if name == "hf":
@@ -116,8 +114,8 @@ def _mode(name: str, model_args: dict[str, Any]) -> Mode:
         identity = json.dumps(arguments, sort_keys=True, default=str)
         return Mode(name, "hf", arguments, identity, models, "hf")
     deciding: list[Any] = [config.hash(), rest]
-    if config.earlier_runs:
-        deciding.append(EarlierOutputs.read(config.earlier_runs).digest())
+    if earlier.runs:
+        deciding.append(earlier.digest())
     identity = json.dumps(deciding, sort_keys=True, default=str)
     records = {key: getattr(config, key) for key in RECORDING_KEYS}
     return Mode(name, "fly", model_args, identity, models, config.mode, records)

@@ -162,17 +162,17 @@ def check_gen_kwargs(given: Any, where: str) -> None:
 
 def checked_pair(
     model_args: Mapping[str, Any],
-) -> tuple[FlyConfig, dict[str, Any], sources.ModelSource]:
-    """(configuration, what goes to HFLM, the target) that model_args mean.
+) -> tuple[FlyConfig, dict[str, Any], sources.ModelSource, EarlierOutputs]:
+    """(configuration, what goes to HFLM, the target, what is drafted from) that model_args mean.
 
     Raises FlyError for what is wrong with them, and for models and earlier runs whose files are
     not there or whole.
     """
     config, hf_args = fly_config.of_model_args(model_args)
     check_model_args(config, hf_args)
-    EarlierOutputs.read(config.earlier_runs)
+    earlier = EarlierOutputs.read(config.earlier_runs)
     target, _ = sources.sources(config, model_args.get("config_path"))
-    return config, hf_args, target
+    return config, hf_args, target, earlier
 
 
 def check_model_args(config: FlyConfig, hf_args: Mapping[str, Any]) -> None:

@@ -70,8 +70,7 @@ class EngineFactory:
         slots = max(1, min(self._running_sequences(config, missing), len(missing)))
         target = self.target_runner(config, slots)
         draft = self.draft_runner(config, slots) if config.needs_draft_model else None
-        changes_texts = _drafts_change_texts(config, wanted)
-        costs = self._costs(config, target, draft, changes_texts)
+        costs = self._costs(config, wanted, target, draft)
         drafter = self._drafter(config, slots, wanted, draft, costs)
         if target.static is not None and not all(r.sampling.is_plain for r in missing):
             logger.info(
@@ -82,7 +81,7 @@ class EngineFactory:
             target,
             drafter,
             rule_of(config),
-            draft_length=self._draft_length(config, wanted, costs, changes_texts=changes_texts),
+            draft_length=self._draft_length(config, wanted, costs),
             spd_k=config.spd_k if config.drafter_name else 0,
             eos_ids=self.eos_ids,
             # cleaning up would take back characters that a stop string has matched
@@ -171,26 +170,21 @@ class EngineFactory:
     def _costs(
         self,
         config: FlyConfig,
+        wanted: list[Request],
         target: ModelRunner,
         draft: ModelRunner | None,
-        changes_texts: bool,
     ) -> PairCosts:
         """Of both models' passes. Calibrated where texts do not depend on what they decide; else by
         a rule that is the same on every machine of a kind."""
         on_cpu = self.target.device.type == "cpu"
         adapts = config.drafter_name is not None and config.draft_policy == "auto"
-        if on_cpu and adapts and not changes_texts:
+        if on_cpu and adapts and not _drafts_change_texts(config, wanted):
             return calibrate(target, draft, self._deciding_costs(config))
         weight = self.packed.draft_weight if draft is not None else 0.0
         return pass_costs.by_rule(target.way, draft.way if draft is not None else None, weight)
 
     def _draft_length(
-        self,
-        config: FlyConfig,
-        wanted: list[Request],
-        costs: PairCosts,
-        *,
-        changes_texts: bool,
+        self, config: FlyConfig, wanted: list[Request], costs: PairCosts
     ) -> DraftLength:
         """`draft_policy`: by calibrated costs and counts where texts do not depend on it; else
         spd_k or nothing for the whole run.
@@ -202,7 +196,7 @@ class EngineFactory:
             self.draft_length = {"policy": "fixed", "spd_k": config.spd_k}
             return FixedLength(config.spd_k)
         facts = {"spd_k": config.spd_k, **costs.as_dict()}
-        if not changes_texts:
+        if not _drafts_change_texts(config, wanted):
             # without a draft model texts alone are drafted from, as far as each of them is worth it
             policy = "adaptive" if config.needs_draft_model else "texts"
             self.draft_length = {"policy": policy, **facts}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from fly.models.fingerprint import as_one, of_value
 from fly.runs import output_ids, reader, shapes
 from fly.runs.manifest import Manifest
 from fly.runs.output_ids import Tokenizer
+from fly.runs.records import Sums
 
 _PROMPT_DIGITS = 16  # of lm-eval's hashes of prompts; baseline files hold no more
 _RECORDS = "fly_requests_"
@@ -39,7 +40,7 @@ class Output:
 
 
 @dataclass
-class Counts:
+class Counts(Sums):
     """Requests by what earlier runs have for them.
 
     asked: all. matched: an output to draft from. changed: the document, but with another prompt.
@@ -51,10 +52,6 @@ class Counts:
     changed: int = 0
     missing: int = 0
     untokenized: int = 0
-
-    def add(self, other: Counts) -> None:
-        for item in fields(Counts):
-            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
 
 
 @dataclass

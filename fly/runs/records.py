@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from typing_extensions import Self
+
 DECODING = ("draft", "verify", "other")
 TIMED = ("prefill", *DECODING)  # what an end-to-end speed is made of
 # recording: traces and their entropies, progress and other observers
@@ -25,7 +27,16 @@ SOURCES = {
 
 
 @dataclass
-class Counts:
+class Sums:
+    """Counts that add up, field by field."""
+
+    def add(self, other: Self) -> None:
+        for item in fields(self):
+            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+
+
+@dataclass
+class Counts(Sums):
     """Sums over rounds. Nothing past a rejection, EOS, stop string or budget counts.
 
     A token counts once it is final; while a deferral's window is open across rounds, the deferred
@@ -42,16 +53,12 @@ class Counts:
     emitted: int = 0
     discarded: int = 0  # tokens of earlier rounds that a rollback dropped; in no other count
 
-    def add(self, other: Counts) -> None:
-        for item in fields(Counts):
-            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
-
     def as_dict(self) -> dict[str, int]:
         return asdict(self)
 
 
 @dataclass
-class SourceCounts:
+class SourceCounts(Sums):
     """Of one source of draft tokens. accepted: those that stand in the output, deferred ones too;
     they count once they are final, as in `Counts`."""
 
@@ -71,15 +78,14 @@ class CountsBySource(dict[str, SourceCounts]):
     def count(self, drafted: str, accepted: str) -> None:
         """Both with one letter per token."""
         for letter in {*drafted, *accepted}:
-            of_source = self.setdefault(letter, SourceCounts())
-            of_source.drafted += drafted.count(letter)
-            of_source.accepted += accepted.count(letter)
+            self._add(letter, SourceCounts(drafted.count(letter), accepted.count(letter)))
 
     def merge(self, other: CountsBySource) -> None:
         for letter, counts in other.items():
-            of_source = self.setdefault(letter, SourceCounts())
-            of_source.drafted += counts.drafted
-            of_source.accepted += counts.accepted
+            self._add(letter, counts)
+
+    def _add(self, letter: str, counts: SourceCounts) -> None:
+        self.setdefault(letter, SourceCounts()).add(counts)
 
     def as_dict(self) -> dict[str, dict[str, int]]:
         return {key: asdict(self[letter]) for letter, key in SOURCES.items() if letter in self}

@@ -86,6 +86,16 @@ def pays(spd_k: int, sequences: int, acceptance: float, costs: PairCosts) -> boo
 
 def value(k: int, sequences: int, acceptance: float, costs: PairCosts) -> float:
     """Expected tokens of a sequence per target pass over one token."""
-    tokens = sum(acceptance**power for power in range(k + 1))
-    spent = costs.target.at(sequences * (k + 1)) + k * costs.draft.at(sequences) + _ROUND
-    return tokens / spent
+    return expected_tokens(k, acceptance) / round_cost(k, k, sequences, costs)
+
+
+def expected_tokens(k: int, acceptance: float) -> float:
+    """Tokens of a round with k draft tokens, the target's own included."""
+    return sum(acceptance**power for power in range(k + 1))
+
+
+def round_cost(width: int, steps: int, sequences: int, costs: PairCosts) -> float:
+    """Of a round of `steps` draft passes and a target pass over `width` draft tokens, in target
+    passes over one token."""
+    drafting = steps * costs.draft.at(sequences)
+    return costs.target.at(sequences * (width + 1)) + drafting + _ROUND

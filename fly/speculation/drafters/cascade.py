@@ -63,8 +63,6 @@ class CascadeDrafter(ModelDrafter):
     that it verifies (see ngram.ngram_sizes); None for no guesses.
     """
 
-    drafts_alone = False
-
     @classmethod
     def create(cls, context: DrafterContext) -> Drafter:
         return cls(
@@ -84,7 +82,7 @@ class CascadeDrafter(ModelDrafter):
         super().__init__(runner, eos_ids)
         self._lookup = lookup
         self.longest = lookup.longest if lookup else 0
-        self.drafts_alone = guesses is None
+        self.drafts_alone = guesses is None  # else the host looks guesses up in every step
         self._min_size, self._max_size, self._count = guesses or (1, 1, 0)
         self._indexes = [self._new_index() for _ in runner.lengths]
         self._guess_policy = GuessPolicy(runner.relative_cost)
@@ -121,7 +119,7 @@ class CascadeDrafter(ModelDrafter):
         by = [draft.drafted_by(slot, len(texts[slot])) for slot in slots]
         for slot, proposal in enumerate(found):
             if proposal:
-                texts[slot], by[slot] = proposal.tokens, proposal.letter * len(proposal.tokens)
+                texts[slot], by[slot] = proposal.tokens, proposal.by
         q = [draft.probabilities(slot) for slot in slots]
         return Draft(texts, by, q, free=[proposal is not None for proposal in found])
 

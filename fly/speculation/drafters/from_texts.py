@@ -31,7 +31,7 @@ class TextDrafter(Drafter):
         found = self._lookup.propose(running, limits)
         return Draft(
             [proposal.tokens if proposal else [] for proposal in found],
-            by=[proposal.letter * len(proposal.tokens) if proposal else "" for proposal in found],
+            by=[proposal.by if proposal else "" for proposal in found],
             free=[True] * len(found),
         )
 

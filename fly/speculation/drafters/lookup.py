@@ -17,6 +17,7 @@ from collections.abc import Sequence as Seq
 
 from fly.execution.pass_costs import PairCosts
 from fly.settings import DrafterSettings, TextSourceName
+from fly.speculation.draft_length import expected_tokens, round_cost, value
 from fly.speculation.drafters.base import DrafterContext
 from fly.speculation.drafters.ngram import until_eos
 from fly.speculation.drafters.texts import SOURCES, START, Proposal
@@ -31,7 +32,6 @@ _OF_MODEL = 0.8  # chance of a draft model's tokens before there are counts
 _FORGET = 0.99  # per round: what was earned lately counts, and what earned nothing is tried again
 _LEAST = 0.1  # chance to stand below which a token is not drafted, however cheap
 _GAIN = 1.05  # a text has to promise this much over what would be done without it
-_ROUND = 0.03  # of a target pass over one token: what a round costs beside its passes
 
 
 class Chances:
@@ -123,34 +123,32 @@ class Choice:
             for length in _lengths(len(expected) - 1):
                 if sequences * (length + 1) > _MOST_IN_PASS and length > 1:
                     break
-                value = expected[length] / self._cost(sequences, length)
-                if value > most:
-                    best, most = proposal.cut(length), value
+                worth = expected[length] / round_cost(length, 0, sequences, self._costs)
+                if worth > most:
+                    best, most = proposal.cut(length), worth
         return best
 
     def _without(self, limit: int, sequences: int) -> float:
         """Tokens per cost of what would be done without a proposal."""
-        alone = 1 / self._cost(sequences, 0)
-        if not (self._has_model and limit):
-            return alone
-        cost = self._cost(sequences, limit) + limit * self._costs.draft.at(sequences)
-        return max(alone, self._of_model(limit) / cost)
+        chance = self._chances.of("d", 0)
+        lengths = (0, limit if self._has_model else 0)
+        return max(value(length, sequences, chance, self._costs) for length in lengths)
 
     def _cut(self, chosen: list[Proposal | None], limits: Seq[int]) -> list[Proposal | None]:
         """All rows of a pass are as wide as its widest: cut to the length that is worth most."""
         drafted = [limit for limit, proposal in zip(limits, chosen) if proposal is None]
         steps = max(drafted, default=0) if self._has_model else 0
-        fixed = sum(self._of_model(min(limit, steps)) for limit in drafted)
+        chance = self._chances.of("d", 0)
+        fixed = sum(expected_tokens(min(limit, steps), chance) for limit in drafted)
         expected = [self._expected(proposal) for proposal in chosen if proposal is not None]
         rows = len(chosen)
 
-        def value(width: int) -> float:
+        def value_of(width: int) -> float:
             tokens = fixed + sum(each[min(width, len(each) - 1)] for each in expected)
-            cost = self._cost(rows, max(width, steps)) + steps * self._costs.draft.at(rows)
-            return tokens / cost
+            return tokens / round_cost(max(width, steps), steps, rows, self._costs)
 
         lengths = {len(proposal.tokens) for proposal in chosen if proposal is not None}
-        widest = max({0, *lengths}, key=value)
+        widest = max({0, *lengths}, key=value_of)
         cut = [proposal and proposal.cut(widest) for proposal in chosen]
         return [proposal if proposal and proposal.tokens else None for proposal in cut]
 
@@ -166,13 +164,6 @@ class Choice:
             tokens.append(tokens[-1] + stands)
         return tokens
 
-    def _of_model(self, limit: int) -> float:
-        chance = self._chances.of("d", 0)
-        return sum(chance**power for power in range(limit + 1))
-
-    def _cost(self, sequences: int, length: int) -> float:
-        return self._costs.target.at(sequences * (length + 1)) + _ROUND
-
 
 def _lengths(most: int) -> Iterable[int]:
     return [*(width for width in _WIDTHS if width < most), most]
@@ -181,7 +172,7 @@ def _lengths(most: int) -> Iterable[int]:
 class Lookup:
     """Drafts for all slots from the texts at hand.
 
-    names: the sources, in the order in which they are asked. longest: of a draft, in tokens.
+    names: the sources; they are asked in the order of `SOURCES`. longest: of a draft, in tokens.
     """
 
     def __init__(

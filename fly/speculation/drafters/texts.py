@@ -32,6 +32,11 @@ class Proposal:
     tokens: list[int]
     shares: list[float]
 
+    @property
+    def by(self) -> str:
+        """The letter of every token."""
+        return self.letter * len(self.tokens)
+
     def cut(self, count: int) -> Proposal:
         return Proposal(self.letter, self.size, self.tokens[:count], self.shares[:count])
 
