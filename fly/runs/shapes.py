@@ -151,6 +151,7 @@ class RequestLine(TypedDict):
     emitted: NonNegativeInt
     rounds: NonNegativeInt
     seconds: Seconds
+    wall_seconds: NotRequired[NonNegativeFloat | None]
     sources: NotRequired[Sources]
     positions: NotRequired[ByPosition]
 

