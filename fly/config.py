@@ -116,11 +116,6 @@ def check_consistency(config: FlyConfig, where: str) -> None:
     """What a single field's type cannot express. Raises FlyError."""
     for name in ("target_model_path", "draft_model_path"):
         _check_model_name(name, getattr(config, name), where)
-    if config.dual_tok:
-        raise FlyError(
-            f"dual_tok=true ({where}): fly needs one vocabulary for draft and target: "
-            "set it to false and choose a draft of the target's family"
-        )
     if config.compile == "off" and config.execution not in ("auto", "eager"):
         raise FlyError(
             f"execution={config.execution!r} contradicts compile='off' ({where}): "

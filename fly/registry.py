@@ -6,9 +6,12 @@ finished run loads no torch. docs/adding_a_drafter.md, adding_a_rule.md and addi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
+
+from fly.errors import FlyError
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,34 @@ RULES: dict[str, str] = {
     "top_k": "fly.speculation.rules.top_k:TopKRule",
     "accept_all": "fly.speculation.rules.accept_all:AcceptAllRule",
 }
-ENGINES: dict[str, str] = {  # by the name that lm-eval registers; `--model hf` with a pair is fly
+ENGINES: dict[str, str] = {  # by the name that lm-eval registers
     "fly": "fly.harness.hf:FlyLM",
+    "fly_vllm": "fly.harness.vllm:FlyVLLM",
 }
+# lm-eval's models in whose place an engine decodes where model_args name a pair's file
+IN_PLACE_OF = {"hf": "fly", "hf-auto": "fly", "huggingface": "fly", "vllm": "fly_vllm"}
 
 
 def load(where: str) -> Any:
     """The class at `module:class`."""
     module, _, name = where.partition(":")
     return getattr(import_module(module), name)
+
+
+def engine_of(model: str, model_args: Mapping[str, Any]) -> str | None:
+    """The engine that `--model` means; None for a model of lm-eval's own."""
+    if "config_path" in model_args:
+        model = IN_PLACE_OF.get(model, model)
+    return model if model in ENGINES else None
+
+
+def load_engine(name: str) -> Any:
+    """The engine's class, which lm-eval knows from then on. Raises FlyError without a package that
+    it needs."""
+    try:
+        return load(ENGINES[name])
+    except ImportError as error:
+        asked = next((model for model, engine in IN_PLACE_OF.items() if engine == name), name)
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        remedy = f"pip install 'fly-eval[{asked}]'" if missing == asked else str(error)
+        raise FlyError(f"--model {asked}: {asked} cannot be imported here: {remedy}") from None

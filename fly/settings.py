@@ -107,7 +107,8 @@ class ModelSettings(Settings):
     )
     dual_tok: bool = Field(
         False,
-        description="The reference's two-tokenizer mode. Only false: fly needs one vocabulary.",
+        description="Draft and target with different tokenizers. --model vllm only: fly's own "
+        "engine needs one vocabulary.",
     )
 
 

@@ -15,7 +15,7 @@ _WEAKEST_FIRST: tuple[Verdict, ...] = ("fell", "not enough evidence", "unchanged
 # Where these facts differ, seconds do not compare; where those of _METHOD do, a note says so.
 _MACHINE = {"device": "device", "capability": "CPU capability", "threads": "threads"}
 _METHOD = {
-    "processes": "processes", "batch_size": "batch size", "dtype": "dtype",
+    "engine": "engine", "processes": "processes", "batch_size": "batch size", "dtype": "dtype",
     "passes": "passes of the target", "compile": "compile",
 }  # fmt: skip
 
@@ -155,6 +155,8 @@ def compare(
     for other in others:
         if reason := why_not_reusable(baseline, other):
             notes.append(f"{other.name} against {baseline.name}: {reason}")
+        if apart := _differences(baseline, other, {"engine": "engine"}):
+            notes.append(f"{other.name} against {baseline.name} compares engines ({apart})")
     tasks = [found for found in chosen.values() if found]
     rows_per_run = sum(map(len, tasks)) + (len(tasks) > 1)
     if others and not tasks:

@@ -300,7 +300,9 @@ def _machine(run: Run) -> dict[str, Any]:
     if run.entry is None:
         return {}
     entry, device = run.entry, run.entry.get("device") or {}
+    vllm = (entry.get("vllm") or {}).get("version")
     found = {
+        "engine": f"vLLM {vllm}" if vllm else "fly",
         "device": device.get("name"),
         "capability": device.get("capability"),
         "threads": device.get("threads") if device.get("type") == "cpu" else None,

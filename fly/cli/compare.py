@@ -205,13 +205,14 @@ def _load(
 
 def _made(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
     """The modes' runs, made now where they have not been before."""
+    from fly import registry
     from fly.cli import run_modes
     from fly.harness.arguments import as_dict, check_run, yaml_values
     from fly.runs import context
 
     values = yaml_values(args.config)
     check_run(args, values)
-    for name in ("tasks", "model_args", "output_path", "include_path", "gen_kwargs"):
+    for name in ("model", "tasks", "model_args", "output_path", "include_path", "gen_kwargs"):
         setattr(args, name, getattr(args, name) or values.get(name))
     args.model_args, args.gen_kwargs = as_dict(args.model_args), as_dict(args.gen_kwargs)
     for flag in ("tasks", "model_args", "output_path"):
@@ -221,7 +222,10 @@ def _made(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
         name for name in run_modes.DEFAULT if not (stored and name == stored.mode)
     ]
     outputs = args.baseline if stored and stored.has_outputs else None
-    planned = run_modes.plan(names, args.mode, args.model_args, outputs)
+    engine = registry.engine_of(args.model or "hf", {**args.model_args, "config_path": None})
+    if engine is None:
+        raise FlyError(f"--model {args.model}: fly compare makes runs of hf and vllm")
+    planned = run_modes.plan(names, args.mode, args.model_args, outputs, engine)
     needed = 1 if stored or args.save_baseline else 2
     if len(planned) < needed:
         raise FlyError("--modes: give at least two, or --baseline FILE")

@@ -21,7 +21,6 @@ from fly import registry
 from fly.cli import compare, config, pair, plot, processes, report, trace, tune
 from fly.errors import FlyError
 from fly.harness.arguments import (
-    HF_NAMES,
     NO_LITERAL,
     as_dict,
     bracket_lists,
@@ -101,7 +100,7 @@ class FlyCLI(HarnessCLI):
         current = context.start(output_dir)
         if args.model in registry.ENGINES:
             # registers the model, which must happen before lm_eval.models is imported
-            registry.load(registry.ENGINES[args.model])
+            registry.load_engine(args.model)
             from fly.harness import summary
 
             with resume.keeping_manifest(current, reopened, arguments, args.model_args):
@@ -160,13 +159,12 @@ def _include_paths(given: str | list[str] | None) -> list[str]:
 
 
 def _prepare(args: argparse.Namespace) -> Path | None:
-    """Choose fly's backend where it is meant; check what can be checked before models load.
+    """Choose the engine of fly's that is meant; check what can be checked before models load.
 
     Returns the folder that lm-eval will write to, or None without --output_path.
     """
-    if (args.model or "hf") in HF_NAMES and "config_path" in args.model_args:
-        args.model = "fly"
-    if args.model in registry.ENGINES:
+    if engine := registry.engine_of(args.model or "hf", args.model_args):
+        args.model = engine
         _check_models(args)
     if not args.output_path:
         return None
@@ -181,7 +179,7 @@ def _check_models(args: argparse.Namespace) -> None:
     lm-eval's cache knows a request by its prompt alone, so the name of the cache gets a hash of
     all else that decides a text: configuration, model files and versions.
     """
-    settings, rest, _, earlier = checked_pair(args.model_args)
+    settings, rest, _, earlier = checked_pair(args.model_args, args.model)
     if "pretrained" not in args.model_args:
         if settings.needs_draft_model and settings.draft_model_path:
             named = {"pretrained": settings.draft_model_path}

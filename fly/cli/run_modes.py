@@ -59,10 +59,12 @@ def plan(
     custom: Sequence[str],
     model_args: Mapping[str, Any],
     outputs: Path | None = None,
+    engine: str = "fly",
 ) -> dict[str, Mode]:
     """The modes by name, checked before anything runs. custom: more of them, NAME=key=value,...
 
     outputs: a baseline file with outputs, from which exact modes draft unless they say otherwise.
+    engine: what decodes them, a name in registry.ENGINES.
     """
     overrides = {}
     for name in names:
@@ -80,7 +82,7 @@ def plan(
         name: _asked(name, {**model_args, **changes}, outputs)
         for name, changes in overrides.items()
     }
-    return {name: _mode(name, model_args) for name, model_args in asked.items()}
+    return {name: _mode(name, model_args, engine) for name, model_args in asked.items()}
 
 
 def _asked(name: str, model_args: dict[str, Any], outputs: Path | None) -> dict[str, Any]:
@@ -103,8 +105,10 @@ def _drafts_from_texts(config: FlyConfig) -> bool:
     return config.asks_earlier_runs and drafts
 
 
-def _mode(name: str, model_args: dict[str, Any]) -> Mode:
-    config, rest, target, earlier = checked_pair(model_args)
+def _mode(name: str, model_args: dict[str, Any], engine: str) -> Mode:
+    if name == "hf" and engine != "fly":
+        raise FlyError("--modes hf: lm-eval's hf goes with --model hf: run it by itself")
+    config, rest, target, earlier = checked_pair(model_args, engine)
     models = partial(models_of, config, rest)
     models()  # what is not there is refused now
     if name == "hf":
@@ -118,7 +122,7 @@ def _mode(name: str, model_args: dict[str, Any]) -> Mode:
         deciding.append(earlier.digest())
     identity = json.dumps(deciding, sort_keys=True, default=str)
     records = {key: getattr(config, key) for key in RECORDING_KEYS}
-    return Mode(name, "fly", model_args, identity, models, config.mode, records)
+    return Mode(name, engine, model_args, identity, models, config.mode, records)
 
 
 def run_missing(

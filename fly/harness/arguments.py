@@ -161,15 +161,15 @@ def check_gen_kwargs(given: Any, where: str) -> None:
 
 
 def checked_pair(
-    model_args: Mapping[str, Any],
+    model_args: Mapping[str, Any], engine: str = "fly"
 ) -> tuple[FlyConfig, dict[str, Any], sources.ModelSource, EarlierOutputs]:
-    """(configuration, what goes to HFLM, the target, what is drafted from) that model_args mean.
+    """(configuration, what goes to lm-eval's class, the target, what is drafted from).
 
     Raises FlyError for what is wrong with them, and for models and earlier runs whose files are
     not there or whole.
     """
     config, hf_args = fly_config.of_model_args(model_args)
-    check_model_args(config, hf_args)
+    registry.load_engine(engine).check(config, hf_args)
     earlier = EarlierOutputs.read(config.earlier_runs)
     target, _ = sources.sources(config, model_args.get("config_path"))
     return config, hf_args, target, earlier
@@ -183,6 +183,11 @@ def check_model_args(config: FlyConfig, hf_args: Mapping[str, Any]) -> None:
     """
     from lm_eval.models.huggingface import HFLM
 
+    if config.dual_tok:
+        raise FlyError(
+            "dual_tok=true: fly's own engine needs one vocabulary for draft and target: set it to "
+            "false and choose a draft of the target's family, or use --model vllm"
+        )
     known = inspect.signature(HFLM.__init__).parameters
     for key in hf_args:
         near = difflib.get_close_matches(key, FlyConfig.model_fields, n=1, cutoff=0.75)
@@ -354,7 +359,8 @@ def check_run(args: Any, given: Mapping[str, Any]) -> None:
             raise FlyError(f"model_args {name}={model_args[name]}: give it as --{name}")
     if "max_batch_size" in model_args and flags.get("max_batch_size") is not None:
         raise FlyError("--max_batch_size is also in model_args: remove one")
-    if flags.get("model", "hf") in (*HF_NAMES, *registry.ENGINES):
+    model = flags.get("model") or "hf"
+    if model in HF_NAMES or registry.engine_of(model, model_args):
         check_gen_kwargs(as_dict(flags.get("gen_kwargs")), where("gen_kwargs"))
     from fly.harness import evaluate
 

@@ -21,6 +21,7 @@ from lm_eval.utils import hash_string
 from fly.config import FlyConfig
 from fly.execution.device import device_facts, peak_memory_bytes, timing_facts
 from fly.harness import progress, sandbox
+from fly.harness.arguments import check_model_args
 from fly.harness.requests import (
     build_request,
     check_decoding,
@@ -53,6 +54,7 @@ class Backend(TemplateLM):
 
     fly_config: FlyConfig
     eos_ids: frozenset[int]
+    engine_name = "fly"
 
     def use_config(self, config: FlyConfig) -> None:
         """Start with this configuration. Raises FlyError if a trace has no folder, and for earlier
@@ -94,6 +96,21 @@ class Backend(TemplateLM):
 
     # ---------------------------------------------------------------- what an engine overrides
 
+    @classmethod
+    def check(cls, config: FlyConfig, model_args: dict[str, Any]) -> None:
+        """Refuse what the engine cannot do, before models load. model_args: those that are not
+        fly's. Raises FlyError."""
+        check_model_args(config, model_args)
+
+    @property
+    def target_dtype(self) -> str:
+        return str(self.model.dtype)
+
+    @property
+    def generation_config(self) -> Any:
+        """The target's defaults for generation (transformers.GenerationConfig)."""
+        return self.model.generation_config
+
     def decode(
         self, missing: list[Request], wanted: list[Request], observer: Observer
     ) -> Iterator[RequestRecord]:
@@ -105,7 +122,7 @@ class Backend(TemplateLM):
 
     def deciding_facts(self) -> dict[str, Any]:
         """What a resumed run must agree in, beside its configuration and models."""
-        facts = {"device": timing_facts(self.device), "dtype": str(self.model.dtype)}
+        facts = {"device": timing_facts(self.device), "dtype": self.target_dtype}
         if self.earlier is not None:  # their outputs may decide texts, as drafts of lossy rules do
             facts["earlier_outputs"] = self.earlier.digest()
         return facts
@@ -163,7 +180,7 @@ class Backend(TemplateLM):
                 texts[index] = response_text(record.tokens, record.request, self)
                 self.keep(requests[index], texts[index], record, log)
                 local.add_request(record)
-                bar.on_request()
+                bar.on_request(record)
         except BaseException:
             _report_interruption(log, len(wanted), finished)
             raise
@@ -286,7 +303,8 @@ class Backend(TemplateLM):
             "versions": versions(),
             "device": device_facts(self.device),
             "processes": self.world_size,
-            "dtype": str(self.model.dtype),
+            "engine": self.engine_name,
+            "dtype": self.target_dtype,
             **self.engine_facts(),
             "eos_token_ids": sorted(self.eos_ids),
             "sampling": [asdict(sampling) for sampling in sorted(self.samplings, key=repr)],
@@ -305,8 +323,10 @@ class Backend(TemplateLM):
         return {"runs": runs, **counts, "same_target": self._same_target}
 
     def get_model_info(self) -> dict[str, Any]:
-        """lm-eval's facts, plus `fly`: configuration, versions, device, statistics."""
-        return {**super().get_model_info(), "fly": self.results_entry()}
+        """lm-eval's facts, if its class has any, plus `fly`: configuration, versions, device,
+        statistics."""
+        of_lm_eval: dict[str, Any] = getattr(super(), "get_model_info", dict)()
+        return {**of_lm_eval, "fly": self.results_entry()}
 
 
 def _earlier_outputs(config: FlyConfig, run: context.RunContext) -> EarlierOutputs | None:

@@ -20,7 +20,6 @@ from fly import config as fly_config
 from fly.errors import FlyError
 from fly.execution import self_check, weights
 from fly.execution.argmax import NotFiniteError
-from fly.harness.arguments import check_model_args
 from fly.harness.backend import Backend
 from fly.harness.engine_factory import EngineFactory, context_of
 from fly.models import compatibility, loading, sources, tokenizers
@@ -54,7 +53,7 @@ class FlyLM(Backend, HFLM):
         given = {**kwargs, **({"pretrained": pretrained} if pretrained is not None else {})}
         own, hf_args = fly_config.split_model_args(given)
         config = fly_config.resolve(config_path, own)
-        check_model_args(config, hf_args)
+        self.check(config, hf_args)
         self.use_config(config)
         if (
             str(hf_args.get("device") or "cuda").startswith("cuda")

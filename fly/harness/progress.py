@@ -8,7 +8,7 @@ import time
 
 from tqdm import tqdm
 
-from fly.runs.records import RoundRecord
+from fly.runs.records import RequestRecord, RoundRecord
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +33,10 @@ class Progress:
         self._log = log
         self._started = self._shown = time.perf_counter()
         self._rounds = self._emitted = 0
+        self._sees_rounds = False
 
     def on_round(self, record: RoundRecord) -> None:
+        self._sees_rounds = True  # not of every engine
         self._rounds += record.counts.rounds
         self._emitted += record.counts.emitted
         if self._log:
@@ -42,8 +44,11 @@ class Progress:
         if time.perf_counter() - self._shown >= self._interval:
             self._show()
 
-    def on_request(self) -> None:
+    def on_request(self, record: RequestRecord) -> None:
         self._bar.update(1)
+        if not self._sees_rounds:
+            self._rounds += record.counts.rounds
+            self._emitted += record.counts.emitted
         self._show()
 
     def _show(self) -> None:

@@ -28,7 +28,6 @@ from fly.speculation.sequence import Request
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
-    from transformers import PreTrainedModel
 
     from fly.config import FlyConfig
 
@@ -88,7 +87,7 @@ class Asked(Protocol):
     think_end_token: str | int | None
 
     @property
-    def model(self) -> PreTrainedModel: ...
+    def generation_config(self) -> Any: ...
 
     @property
     def max_gen_toks(self) -> int: ...
@@ -176,7 +175,7 @@ def sampling(kwargs: dict[str, Any], given: dict[str, Any], lm: Asked, where: st
     The last is what lm-eval's hf does through transformers' generate, whose top_k is 50 when
     sampling and nobody says otherwise.
     """
-    config, of_model = lm.fly_config, lm.model.generation_config
+    config, of_model = lm.fly_config, lm.generation_config
     temperature = kwargs.get("temperature") or 0.0  # 0 if the task says do_sample: false
     if "temperature" not in given and "do_sample" not in given:
         temperature = config.temperature
@@ -238,7 +237,7 @@ def encode_prompt(context: str, lm: Asked, room: int) -> list[int]:
 def check_decoding(requests: list[Request], lm: Asked) -> None:
     """Say what is easily overlooked; raise FlyError where lm-eval would score the wrong texts."""
     sampled = [request for request in requests if not request.sampling.is_greedy]
-    if missing := _unapplied(lm.model.generation_config, bool(sampled)):
+    if missing := _unapplied(lm.generation_config, bool(sampled)):
         logger.warning(
             "the target's generation_config sets %s, which lm-eval's hf applies and fly does not: "
             "compare with fly's own target-only run",

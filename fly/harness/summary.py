@@ -35,8 +35,9 @@ def print_summary(entry: dict[str, Any]) -> None:
         "provisional tokens dropped": str(stats["discarded"]),
         "recovered / bonus tokens": f"{stats['corrections']} / {stats['bonus']}",
         "time": ", ".join(split),
-        "peak memory": f"{stats['peak_memory_bytes'] / 2**30:.1f} GiB",
     }
+    if peak := stats["peak_memory_bytes"]:  # vLLM's own processes do not tell
+        rows["peak memory"] = f"{peak / 2**30:.1f} GiB"
     if resumed:
         before = f"{resumed['requests']} requests were finished before"
         rows = {f"resumed ({len(resumed['at'])} times)": before, **rows}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from fly.errors import FlyError
 
@@ -27,8 +29,9 @@ def check_same_vocabulary(target: PreTrainedTokenizerBase, draft: PreTrainedToke
     )
 
 
-def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """EOS ids of both generation_config and tokenizer: some models name one only in either."""
+def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """EOS ids of both the model's generation_config and the tokenizer: some models name one only in
+    either."""
     generation = getattr(model, "generation_config", None)
     ids = getattr(generation, "eos_token_id", None)
     found = {*(ids if isinstance(ids, (list, tuple)) else [ids]), tokenizer.eos_token_id}

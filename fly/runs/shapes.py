@@ -104,6 +104,7 @@ class _Entry(TypedDict):
     preparation: NotRequired[dict[str, Any] | None]
     stats: NotRequired[_Stats]
     draft_runs: NotRequired[DraftRuns | None]
+    vllm: NotRequired[dict[str, Any]]
     resumed: NotRequired[dict[str, Any] | None]
 
 

@@ -34,7 +34,6 @@ GOOD = {"target_model_path": "t", "draft_model_path": "d"}
             "normalized entropy lies between 0 and 1",
         ),
         ({**GOOD, "min_ngram_size": 5}, "min_ngram_size=5 is above max_ngram_size=4"),
-        ({**GOOD, "dual_tok": True}, "dual_tok=true.*one vocabulary"),
         ({**GOOD, "drafter": "model", "use_ngram": True}, "drafter='model' contradicts"),
         (
             {**GOOD, "drafter": "model", "draft_runs": ["a"]},

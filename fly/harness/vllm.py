@@ -1,0 +1,353 @@
+"""FlyVLLM: the engine that hands a pair's requests to vLLM (docs/vllm.md).
+
+lm-eval's vllm class loads the model and scores loglikelihoods; generate_until is Backend's, on
+vLLM's engine, one pass after the other, so that each response is kept when it ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import os
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import transformers
+from lm_eval.api.registry import register_model
+from vllm.platforms import current_platform
+
+if current_platform.is_cpu():
+    # By default a process of its own schedules and keeps a core to itself, half of a small machine.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+from lm_eval.models.vllm_causallms import VLLM
+from vllm import SamplingParams, TokensPrompt
+from vllm.config import SpeculativeConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from fly import config as fly_config
+from fly.config import FlyConfig
+from fly.errors import FlyError
+from fly.harness.backend import Backend
+from fly.harness.vllm_config import Installed, counts, shares, speculative_config
+from fly.models import sources, tokenizers
+from fly.runs.records import Observer, RequestRecord, zero_seconds
+from fly.speculation.sequence import Request
+from fly.speculation.stop_strings import StopMatcher
+
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+_COUNTERS = "vllm:spec_decode_"
+
+
+def _installed() -> Installed:
+    for name in _DISTRIBUTIONS:
+        try:
+            found = version(name)
+        except ModuleNotFoundError:
+            continue
+        return Installed(found, [field.name for field in dataclasses.fields(SpeculativeConfig)])
+    raise FlyError(f"--model vllm: needs one of the packages {', '.join(_DISTRIBUTIONS)}")
+
+
+@dataclasses.dataclass
+class _Running:
+    """A request in vLLM's engine. passes: those that gave it tokens, its prefill's included."""
+
+    request: Request
+    seconds: dict[str, float] = dataclasses.field(default_factory=zero_seconds)
+    passes: int = 0
+    prefilled_at: float = 0.0
+
+
+@register_model("fly_vllm")
+class FlyVLLM(Backend, VLLM):
+    """`fly --model vllm` with a pair's file.
+
+    pretrained: the **draft** model. config_path: the pair's JSON, which names the target; every key
+    of it may also be given here. All other arguments are those of lm-eval's vllm class and apply to
+    the target. --batch_size is vLLM's max_num_seqs.
+    """
+
+    engine_name = "vllm"
+    truncation = False
+    generation_config: Any = None
+
+    def __init__(
+        self,
+        config_path: str | None = None,
+        model: str | None = None,
+        batch_size: Any = "auto",
+        max_batch_size: int | None = None,
+        device: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        own, vllm_args = fly_config.split_model_args(kwargs)
+        config = fly_config.resolve(config_path, own)
+        self.check(config, vllm_args)
+        self.use_config(config)
+        target, draft = sources.sources(config, config_path)
+        if draft is not None and not config.dual_tok:
+            self._check_vocabularies(target.path, draft.path, vllm_args)
+        self.speculative_config = speculative_config(
+            config, draft.path if draft else None, _installed()
+        )
+        if str(batch_size).isdecimal():
+            max_batch_size = int(batch_size)
+        try:
+            super().__init__(
+                pretrained=target.path,
+                max_batch_size=max_batch_size,
+                **self._engine_arguments(config),
+                **vllm_args,
+            )
+        except FlyError:
+            raise
+        except Exception as error:  # vLLM's own, of many kinds
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+            raise FlyError(
+                f"--model vllm: target_model_path={config.target_model_path} cannot be loaded: "
+                f"{reason}"
+            ) from error
+        self.generation_config = self._generation_config(target.path, vllm_args)
+        self.eos_ids = tokenizers.eos_token_ids(self, self.tokenizer)
+        self.join_run(vllm_args)
+
+    @classmethod
+    def check(cls, config: FlyConfig, model_args: dict[str, Any]) -> None:
+        """Refuse what this vLLM cannot do, before anything loads. Raises FlyError."""
+        installed = _installed()
+        speculative_config(config, config.draft_model_path, installed)
+        known = {*inspect.signature(VLLM.__init__).parameters}
+        known |= {field.name for field in dataclasses.fields(EngineArgs)}
+        for key in model_args:
+            if key in ("speculative_config", "per_request_spec_decode_metrics"):
+                raise FlyError(f"model_args {key}: fly makes it from the pair's file: leave it out")
+            if key not in known:
+                near = difflib.get_close_matches(key, [*FlyConfig.model_fields, *known], n=1)
+                hint = f"did you mean {near[0]!r}?" if near else "remove it"
+                raise FlyError(
+                    f"unknown model_args key {key!r}: neither fly nor vLLM {installed.version} "
+                    f"has it: {hint}"
+                )
+        for field in ("target_model_path", "draft_model_path"):
+            if str(getattr(config, field)).endswith(".gguf"):
+                raise FlyError(
+                    f"{field}={getattr(config, field)}: vLLM is given models' folders and hub ids: "
+                    "use --model hf for GGUF files"
+                )
+
+    def _engine_arguments(self, config: FlyConfig) -> dict[str, Any]:
+        arguments: dict[str, Any] = {"disable_log_stats": False}  # vLLM counts only if it logs
+        if self.speculative_config is not None:
+            arguments["speculative_config"] = dict(self.speculative_config)
+            arguments["per_request_spec_decode_metrics"] = "detailed"
+        if config.compile == "off":
+            arguments["enforce_eager"] = True
+        if not config.prefix_reuse:
+            arguments["enable_prefix_caching"] = False
+        return arguments
+
+    def _check_vocabularies(self, target: str, draft: str, vllm_args: dict[str, Any]) -> None:
+        trust = {"trust_remote_code": vllm_args.get("trust_remote_code", False)}
+        revisions = (vllm_args.get("revision"), self.fly_config.draft_revision)
+        of_target, of_draft = (
+            transformers.AutoTokenizer.from_pretrained(path, revision=revision or "main", **trust)
+            for path, revision in zip((target, draft), revisions)
+        )
+        tokenizers.check_same_vocabulary(of_target, of_draft)
+
+    def _generation_config(self, path: str, vllm_args: dict[str, Any]) -> Any:
+        try:
+            return transformers.GenerationConfig.from_pretrained(
+                path, revision=vllm_args.get("revision") or "main"
+            )
+        except OSError:  # without one, transformers takes what the model's config says
+            return transformers.GenerationConfig.from_model_config(self._config)
+
+    # ---------------------------------------------------------------- what requests are made of
+
+    def tok_batch_encode(
+        self, strings: list[str], left_truncate_len: int | None = None, **_: Any
+    ) -> tuple[torch.Tensor, None]:
+        """Of a single text, as HFLM's: its last `left_truncate_len` tokens."""
+        (text,) = strings
+        ids = self.tok_encode(text)
+        return torch.tensor([ids[-left_truncate_len:] if left_truncate_len else ids]), None
+
+    def tok_decode(self, tokens: Any, skip_special_tokens: bool = True) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(current_platform.device_type)
+
+    @property
+    def target_dtype(self) -> str:
+        given = str(self.model_args["dtype"])
+        has_engine = self.data_parallel_size <= 1
+        return str(self.model.llm_engine.model_config.dtype) if has_engine else given
+
+    # ---------------------------------------------------------------- decoding
+
+    def decode(
+        self, missing: list[Request], wanted: list[Request], observer: Observer
+    ) -> Iterator[RequestRecord]:
+        """By vLLM's engine in this process's charge, or by lm-eval's Ray workers, whose responses
+        come all at once. Raises FlyError for what vLLM refuses."""
+        if self.data_parallel_size > 1:
+            yield from self._decode_by_workers(missing)
+        elif missing:
+            yield from self._decode_here(missing)
+
+    def _decode_here(self, missing: list[Request]) -> Iterator[RequestRecord]:
+        engine = self.model.llm_engine
+        running: dict[str, _Running] = {}
+        try:
+            for number, request in enumerate(missing):
+                engine.add_request(
+                    str(number),
+                    TokensPrompt(prompt_token_ids=list(request.prompt)),
+                    self._sampling_params(request),
+                    lora_request=self.lora_request,
+                )
+                running[str(number)] = _Running(request)
+            before = time.perf_counter()
+            while engine.has_unfinished_requests():
+                outputs = engine.step()
+                if not outputs:  # prompts are computed in chunks: their seconds go to the next one
+                    continue
+                now = time.perf_counter()
+                self._divide(running, outputs, now - before, now)
+                before = now
+                for output in outputs:
+                    if output.finished:
+                        yield self._record(running.pop(output.request_id), output, now)
+                before = time.perf_counter()  # keeping responses is no decoding
+        except ValueError as error:
+            raise FlyError(f"--model vllm: {str(error).splitlines()[0]}") from error
+        finally:
+            if running:
+                engine.abort_request(list(running))
+
+    def _divide(
+        self, running: dict[str, _Running], outputs: list[Any], elapsed: float, now: float
+    ) -> None:
+        """Divide a pass's seconds among the requests that it gave tokens to."""
+        config = self.speculative_config or {}
+        width = 1 + config.get("num_speculative_tokens", 0)
+        states = [running[output.request_id] for output in outputs]
+        tokens = [
+            width if state.passes else len(state.request.prompt) - (output.num_cached_tokens or 0)
+            for state, output in zip(states, outputs)
+        ]
+        for state, seconds in zip(states, shares(elapsed, tokens)):
+            state.seconds["verify" if state.passes else "prefill"] += seconds
+            state.prefilled_at = state.prefilled_at if state.passes else now
+            state.passes += 1
+
+    def _decode_by_workers(self, missing: list[Request]) -> Iterator[RequestRecord]:
+        before = time.perf_counter()
+        outputs = self._model_generate(
+            [list(request.prompt) for request in missing],
+            generate=True,
+            sampling_params=[self._sampling_params(request) for request in missing],
+        )
+        elapsed = time.perf_counter() - before
+        own = [output.metrics.last_token_ts - output.metrics.scheduled_ts for output in outputs]
+        for request, output in zip(missing, outputs):
+            times, state = output.metrics, _Running(request)
+            scale = elapsed / sum(own)
+            state.seconds["prefill"] = (times.first_token_ts - times.scheduled_ts) * scale
+            state.seconds["verify"] = (times.last_token_ts - times.first_token_ts) * scale
+            drafts, plain = _drafts(output), len(output.outputs[0].token_ids) - 1
+            plain -= sum(accepted + 1 for _, accepted in drafts)
+            state.passes = 1 + len(drafts) + max(0, plain)
+            yield self._record(state, output, times.last_token_ts - times.first_token_ts)
+
+    def _sampling_params(self, request: Request) -> SamplingParams:
+        """Stop strings are looked for with special tokens, which may be a part of them."""
+        sampling = request.sampling
+        stops = () if self.think_end_token else request.stops  # as lm-eval's vllm class
+        return SamplingParams(
+            **dataclasses.asdict(sampling),
+            seed=None if sampling.is_greedy else request.seed,
+            max_tokens=request.budget,
+            stop=list(stops),
+            stop_token_ids=sorted(self.eos_ids),
+            skip_special_tokens=False,
+            spaces_between_special_tokens=False,
+        )
+
+    def _record(self, state: _Running, output: Any, now: float) -> RequestRecord:
+        request, completion = state.request, output.outputs[0]
+        if completion.finish_reason not in ("stop", "length"):
+            instance = request.tag
+            raise FlyError(
+                f"--model vllm: task {instance.task_name}, doc {instance.doc_id}: vLLM ended it "
+                f"with {completion.finish_reason!r}"
+            )
+        tokens, ended = list(completion.token_ids), completion.finish_reason
+        stops = () if self.think_end_token else request.stops
+        end = StopMatcher(stops, self.tokenizer.decode).tokens_until_match([], tokens)
+        if end is not None:  # a pass may give tokens past the stop string
+            tokens, ended = tokens[:end], "stop"
+        elif ended == "stop" and tokens and tokens[-1] in self.eos_ids:
+            ended = "eos"
+        found, positions = counts(len(tokens) - 1, state.passes - 1, _drafts(output))
+        return RequestRecord(
+            request,
+            tokens,
+            ended,
+            prompt_tokens=len(request.prompt),
+            prompt_tokens_reused=output.num_cached_tokens or 0,
+            counts=found,
+            seconds=state.seconds,
+            positions=positions,
+            wall_seconds=now - state.prefilled_at,
+        )
+
+    # ---------------------------------------------------------------- reporting
+
+    def engine_facts(self) -> dict[str, Any]:
+        parallel = ("tensor_parallel_size", "pipeline_parallel_size")
+        sizes = {name: int(self.model_args.get(name) or 1) for name in parallel}
+        return {
+            **super().engine_facts(),
+            "vllm": {
+                "version": _installed().version,
+                "speculative_config": self.speculative_config,
+                **sizes,
+                "data_parallel_size": self.data_parallel_size,
+                "max_num_seqs": self._max_num_seqs(),
+                "counters": self._counters(),
+            },
+        }
+
+    def _max_num_seqs(self) -> int | None:
+        if self.data_parallel_size > 1:
+            return self.model_args["max_num_seqs"]
+        return self.model.llm_engine.vllm_config.scheduler_config.max_num_seqs
+
+    def _counters(self) -> dict[str, Any]:
+        """vLLM's own counts of speculation in this process, by the names it gives them."""
+        if self.data_parallel_size > 1 or self.speculative_config is None:
+            return {}
+        return {
+            metric.name.removeprefix(_COUNTERS): getattr(metric, "values", None)
+            or getattr(metric, "value", None)
+            for metric in self.model.get_metrics()
+            if metric.name.startswith(_COUNTERS)
+        }
+
+
+def _drafts(output: Any) -> list[tuple[int, int]]:
+    """(drafted, accepted) of a finished request's passes with a draft."""
+    metrics = output.outputs[0].spec_decode_metrics
+    if metrics is None:
+        return []
+    return list(zip(metrics.per_step_drafted, metrics.per_step_accepted))

@@ -1,0 +1,146 @@
+"""What a pair's configuration means to vLLM, and what its own account of a request says.
+
+Imports no vLLM. docs/vllm.md has the same table for users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fly.config import FlyConfig
+from fly.errors import FlyError
+from fly.runs.records import Counts, Positions
+
+METHODS = {"model": "draft_model", "ngram": "ngram"}  # by drafter
+RULES = {"exact": "standard", "fly": "fly"}  # rejection_sample_method, by rule
+# Keys that vLLM cannot follow, with the values under which they ask nothing of it: of every run, of
+# those that draft, and of FLy.
+_OF_EVERY_RUN: dict[str, tuple[Any, ...]] = {
+    "execution": ("auto",),
+    "threads": (None,),
+    "trace": (False,),
+    "verbose": (False,),
+}
+_OF_DRAFTS: dict[str, tuple[Any, ...]] = {
+    "draft_runs": (None,),
+    "draft_sources": (None,),
+    "draft_device": (None,),
+    "draft_dtype": (None,),
+    "draft_quantization": ("auto", "none"),
+}
+_OF_FLY: dict[str, tuple[Any, ...]] = {
+    "entropy_kind": ("top3",),
+    "margin_thre": (None,),
+    "draft_ratio_thre": (None,),
+    "draft_rank_max": (None,),
+    "defer_across_rounds": (False,),
+    "window_rule": ("paper",),
+    "abla_no_window": (False,),
+}
+
+
+@dataclass(frozen=True)
+class Installed:
+    """The vLLM at hand: its version, and the fields of its SpeculativeConfig."""
+
+    version: str
+    fields: Collection[str]
+
+    def refuse(self, what: str, remedy: str) -> FlyError:
+        return FlyError(f"{what}: vLLM {self.version} {remedy}, or use --model hf")
+
+
+def speculative_config(
+    config: FlyConfig, draft: str | None, installed: Installed
+) -> dict[str, Any] | None:
+    """vLLM's `speculative_config` for the pair; None where the target decodes alone.
+
+    draft: folder or hub id of the draft model. Raises FlyError, naming the key, for what this vLLM
+    cannot do.
+    """
+    _refuse(config, _OF_EVERY_RUN, installed)
+    drafter = config.drafter_name
+    if drafter is None:
+        return None
+    _refuse(config, _OF_DRAFTS, installed)
+    if drafter not in METHODS:
+        key = "use_ngram=True" if config.drafter is None else f"drafter={drafter}"
+        raise installed.refuse(key, "has no such drafter: set drafter to model or ngram")
+    if config.rule not in RULES:
+        raise installed.refuse(
+            f"verification={config.rule}", "has no such rule: set verification to exact or fly"
+        )
+    found: dict[str, Any] = {"method": METHODS[drafter], "num_speculative_tokens": config.spd_k}
+    if drafter == "ngram":
+        found["num_speculative_tokens"] = min(config.spd_k, config.num_ngram_pred_tokens)
+        found["prompt_lookup_min"] = config.min_ngram_size
+        found["prompt_lookup_max"] = config.max_ngram_size
+    else:
+        found["model"] = draft
+        found |= {"revision": config.draft_revision} if config.draft_revision else {}
+        found |= {"use_heterogeneous_vocab": True} if config.dual_tok else {}
+    if config.rule == "fly":
+        found |= _fly(config, found["num_speculative_tokens"], installed)
+    if "use_heterogeneous_vocab" in found and "use_heterogeneous_vocab" not in installed.fields:
+        raise installed.refuse("dual_tok=True", "needs one vocabulary: upgrade it")
+    return found
+
+
+def _fly(config: FlyConfig, draft_tokens: int, installed: Installed) -> dict[str, Any]:
+    """FLy's keys. theta null is a gate that everything passes: an entropy is never below 0."""
+    if "fly_window_size" not in installed.fields:
+        raise installed.refuse(
+            "verification=fly", "has no FLy: upgrade it to 0.33 or later, set verification=exact"
+        )
+    _refuse(config, _OF_FLY, installed)
+    if not 1 <= config.win_len < draft_tokens:
+        raise installed.refuse(
+            f"win_len={config.win_len}",
+            f"needs a window of 1 to {draft_tokens - 1} for drafts of {draft_tokens} tokens: "
+            "set it so",
+        )
+    return {
+        "rejection_sample_method": RULES["fly"],
+        "fly_window_size": config.win_len,
+        "fly_entropy_threshold": config.entropy_thre or 0.0,
+        "fly_entropy_top_k": 3,
+    }
+
+
+def _refuse(config: FlyConfig, keys: dict[str, tuple[Any, ...]], installed: Installed) -> None:
+    for key, allowed in keys.items():
+        value = getattr(config, key)
+        if value not in allowed:
+            usual = " or ".join(map(str, allowed))
+            raise installed.refuse(f"{key}={value}", f"cannot do that: set it to {usual}")
+
+
+def counts(
+    emitted: int, rounds: int, drafts: Sequence[tuple[int, int]]
+) -> tuple[Counts, Positions]:
+    """A request's counts.
+
+    emitted: tokens of the output but the first, which is the prefill pass's. rounds: passes after
+    that one. drafts: (drafted, accepted) of those that had a draft, in order; vLLM counts what was
+    accepted past the output's end, too. Which accepted tokens were deferred is not known: all count
+    as matches.
+    """
+    positions, found = Positions(), Counts(rounds=rounds, emitted=emitted)
+    left = emitted - max(0, rounds - len(drafts))  # a pass without a draft emits one token
+    for drafted, accepted in drafts:
+        own = min(left, accepted + 1)
+        left -= own
+        positions.add_round(drafted, min(accepted, own))
+        found.corrections += accepted < min(drafted, own)
+    found.drafted = sum(positions.drafted)
+    found.native_accepted = sum(positions.accepted)
+    found.bonus = emitted - found.native_accepted - found.corrections
+    return found, positions
+
+
+def shares(elapsed: float, tokens: Iterable[int]) -> list[float]:
+    """A pass's seconds divided among its sequences by the tokens that it computed for each."""
+    weights = [max(1, count) for count in tokens]
+    return [elapsed * weight / sum(weights) for weight in weights]
