@@ -135,7 +135,11 @@ Observer = Callable[[RoundRecord], None]
 
 @dataclass
 class RequestRecord:
-    """One finished request. `seconds` is its share of each pass it took part in."""
+    """One finished request. `seconds` is its share of each pass it took part in.
+
+    wall_seconds: from the end of its prefill to its own end, while others were decoded and
+    prefilled beside it; None if the engine does not say.
+    """
 
     request: Any
     tokens: list[int]
@@ -145,12 +149,15 @@ class RequestRecord:
     counts: Counts
     seconds: dict[str, float]
     sources: CountsBySource = field(default_factory=CountsBySource)
+    wall_seconds: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
+        wall = self.wall_seconds
         return {
             **self.counts.as_dict(),
             **rates(self.counts, self.seconds),
             "sources": self.sources.as_dict(),
+            "wall_seconds": None if wall is None else round(wall, 6),
             "finish_reason": self.finish_reason,
             "prompt_tokens": self.prompt_tokens,
             "prompt_tokens_reused": self.prompt_tokens_reused,

@@ -141,6 +141,7 @@ class RequestLine(TypedDict):
     emitted: NonNegativeInt
     rounds: NonNegativeInt
     seconds: Seconds
+    wall_seconds: NotRequired[NonNegativeFloat | None]
     sources: NotRequired[Sources]
 
 

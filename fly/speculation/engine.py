@@ -17,7 +17,7 @@ from fly.execution.argmax import NotFiniteError, marked
 from fly.execution.cuda_graphs import CudaGraphRunner
 from fly.execution.model_runner import ModelRunner
 from fly.execution.oom import is_out_of_memory
-from fly.runs.records import Observer, RequestRecord
+from fly.runs.records import TIMED, Observer, RequestRecord
 from fly.speculation.draft_length import DraftLength, FixedLength
 from fly.speculation.drafters.base import Draft, Drafter
 from fly.speculation.rules.base import JudgedDraft, Rule, verify
@@ -65,6 +65,7 @@ class Engine:
         self._observer = observer
         self._reuse_prefixes = reuse_prefixes
         self._trace_entropy = trace_entropy
+        self._clock = 0.0  # seconds of all passes; recording and capturing graphs left out
         used = {*target.devices, *drafter.devices}
         self._devices = [device for device in used if device.type == "cuda"]
         target.hidden_layers = drafter.wants_features
@@ -93,7 +94,7 @@ class Engine:
                     raise
                 failure = error.with_traceback(None)  # it holds the tensors of the failed pass
             for sequence in scheduler.finished():
-                yield sequence.record()
+                yield sequence.record(self._clock)
             if failure is not None:
                 scheduler.interrupt()
                 self._halve(failure)
@@ -112,6 +113,7 @@ class Engine:
             self._drafter.admit(slot, sequence, self._target.take_hidden(), soon=soon)
         if not sequence.generated:
             sequence.prompt_tokens_reused = reused
+            sequence.prefilled_at = self._clock
 
     def _move(self, source: int, destination: int, sequence: Sequence) -> None:
         with self._timed("other", [sequence]):
@@ -247,6 +249,7 @@ class Engine:
         finally:  # a pass that fails has taken its time, too
             captured = CudaGraphRunner.all_seconds - captured
             elapsed = time.perf_counter() - start - captured
+            self._clock += elapsed if phase in TIMED else 0.0
             for sequence in sequences:
                 sequence.seconds[phase] += elapsed / len(sequences)
                 sequence.seconds["compile"] += captured / len(sequences)

@@ -106,6 +106,7 @@ class Sequence:
         self.is_reported = False
         self.counts = Counts()
         self.seconds = zero_seconds()
+        self.prefilled_at = 0.0  # by the engine's clock, when its first prefill ended
         self.open: OpenDeferral | None = None
         self.by_source = CountsBySource()
         self.sources: list[Source] = []  # one per generated token
@@ -309,7 +310,8 @@ class Sequence:
         counts.bonus = fresh.count(Source.BONUS)
         counts.emitted = len(fresh)
 
-    def record(self) -> RequestRecord:
+    def record(self, ended_at: float) -> RequestRecord:
+        """ended_at: by the engine's clock."""
         assert self.finish_reason is not None
         return RequestRecord(
             request=self.request,
@@ -320,4 +322,5 @@ class Sequence:
             counts=self.counts,
             seconds=self.seconds,
             sources=self.by_source,
+            wall_seconds=ended_at - self.prefilled_at,
         )

@@ -249,6 +249,27 @@ def test_only_decoding_is_decode_time(pair, monkeypatch):
     assert total["draft"] == total["prefill"] == 0
 
 
+def test_wall_seconds_hold_the_passes_of_others_since_a_requests_own_prefill(pair, monkeypatch):
+    """Two slots, three requests; a prefill takes 100 s, a pass 1, an observer 1000 (left out)."""
+    clock = Clock()
+    monkeypatch.setattr(engine_module, "time", clock)
+
+    class Slow(ModelRunner):
+        def prefill(self, *args, **kwargs):
+            return clock.spend(100.0, super().prefill(*args, **kwargs))
+
+        def extend(self, tokens):
+            return clock.spend(1.0, super().extend(tokens))
+
+    engine = tiny.engine(
+        Slow(pair[0], 2, 512), NoDrafter(), 0, eos=frozenset(),
+        observer=lambda record: clock.spend(1000.0),
+    )  # fmt: skip
+    wanted = [Request((5 + tag, 9), budget, tag=tag) for tag, budget in enumerate((4, 10, 3))]
+    wall = {record.request.tag: record.wall_seconds for record in engine.run(wanted)}
+    assert wall == {0: 100 + 4, 1: 4 + 100 + 6, 2: 3}
+
+
 def test_memory_is_reserved_for_both_models_and_again_after_memory_ran_out(pair):
     """A cache that grows later drops every captured graph."""
     wanted = requests()
