@@ -1,8 +1,12 @@
 """`fly config check --memory`: counted from shapes, compared with what models and caches take."""
 
 import json
+import re
+import textwrap
+from pathlib import Path
 
 import pytest
+import transformers
 from transformers import AutoModelForCausalLM
 
 from fly import config
@@ -193,3 +197,18 @@ def test_the_draft_of_qwen_cannot_be_split_over_eight_by_vllm(capsys):
     status, out, _ = check(capsys, path, "--gpus", "8")
     assert status == 0
     assert "not possible: the draft's 28 attention and 4 key/value heads" in out
+
+
+PASTED = re.findall(
+    r"^    \$ fly (config check .*)\n((?:    .*\n)+)",
+    (Path(__file__).parents[2] / "docs/scale.md").read_text(),
+    re.MULTILINE,
+)
+
+
+@pytest.mark.skipif(transformers.__version__ < "5", reason="its plan leaves embeddings whole")
+@pytest.mark.parametrize(("command", "shown"), PASTED, ids=[command for command, _ in PASTED])
+def test_the_output_in_the_documentation_is_the_commands(command, shown, capsys):
+    assert run(*command.split()) == 0
+    _, printed = capsys.readouterr().out.split("\n", 1)  # without the line that says it is valid
+    assert printed == textwrap.dedent(shown)
