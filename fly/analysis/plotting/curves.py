@@ -78,9 +78,9 @@ def throughput(data: PlotData) -> Figure | None:
             )
         axes.set_xlabel("tokens per second per user")
         axes.set_ylabel("tokens per second per GPU")
+        axes.margins(0.15)
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
-        axes.margins(0.15)
     style.legend(figure, panels)
     return figure
 
