@@ -17,6 +17,8 @@ def write_run(
     rounds: int = 100,
     emitted: int = 100,
     seconds: float = 10.0,
+    wall_seconds: float | None = None,
+    devices: int = 1,
     backend: str = "fly",
     metric: str = "exact_match",
     higher_is_better: bool = True,
@@ -31,7 +33,7 @@ def write_run(
 
     scores: by task, one per document. rounds, emitted, seconds: of every document. settings: keys
     of the configuration. backend: `hf` is a run of lm-eval's own. of_corpus: documents have no
-    score of their own. trace: lines of a trace file.
+    score of their own. trace: lines of a trace file. wall_seconds: of every document.
     """
     folder.mkdir(parents=True, exist_ok=True)
     number = next(_dates)
@@ -57,12 +59,12 @@ def write_run(
         "config": {"model": backend, "batch_size": batch_size},
     }
     records = [
-        _record(task, document, rounds, emitted, seconds)
+        _record(task, document, rounds, emitted, seconds) | {"wall_seconds": wall_seconds}
         for task, values in scores.items()
         for document in range(len(values))
     ]
-    if backend == "fly":
-        results["config"]["fly"] = _entry(date, records, settings)
+    if backend in ("fly", "vllm"):
+        results["config"]["fly"] = _entry(date, records, settings) | {"devices": devices}
         if with_records:
             write_lines(folder / f"fly_requests_{date}.jsonl", records)
         if trace:

@@ -40,7 +40,7 @@ def model(seed: int, vocab: int = 64, layers: int = 2, **kwargs):
         max_position_embeddings=kwargs.pop("max_position_embeddings", 512),
         eos_token_id=257 if vocab == TOKENIZER_VOCAB else EOS,
         bos_token_id=256 if vocab == TOKENIZER_VOCAB else 1,
-        tie_word_embeddings=False,
+        tie_word_embeddings=kwargs.pop("tie_word_embeddings", False),
         initializer_range=0.25,  # at the usual 0.02 the context hardly changes the output
         **kwargs,
     )

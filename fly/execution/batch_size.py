@@ -13,7 +13,7 @@ import torch
 from fly.execution import oom
 from fly.execution.model_runner import ModelRunner
 
-_USABLE = 0.85  # the rest is for fragmentation, other processes, and the scores' own work
+USABLE = 0.85  # the rest is for fragmentation, other processes, and the scores' own work
 
 
 @dataclass(frozen=True)
@@ -67,5 +67,5 @@ def sequences_that_fit(works: Iterable[SequenceWork], tokens: int, at_most: int)
             if oom.is_out_of_memory(error):
                 return 1
             raise
-    fits = (int(_USABLE * oom.free_bytes(device) / need) for device, need in needed.items())
+    fits = (int(USABLE * oom.free_bytes(device) / need) for device, need in needed.items())
     return max(1, min(at_most, *fits))

@@ -130,6 +130,7 @@ class Backend(TemplateLM):
     def engine_facts(self) -> dict[str, Any]:
         """Further keys of the results entry."""
         return {
+            "devices": 1,
             "draft_dtype": None,
             "draft_num_parameters": None,
             "preparation": None,

@@ -185,7 +185,11 @@ class FlyLM(Backend, HFLM):
 
     def engine_facts(self) -> dict[str, Any]:
         draft = self.draft_model
+        models = [self.model, *([draft] if draft is not None else [])]
+        used = {tensor.device for model in models for tensor in model.parameters()}
+        gpus = sum(device.type != "cpu" for device in used)
         return {
+            "devices": max(1, gpus) * (getattr(self.model, "tp_size", None) or 1),
             "draft_dtype": None if draft is None else str(draft.dtype),
             "draft_num_parameters": None if draft is None else self.packed.draft_parameters,
             "preparation": self.packed.as_dict(),

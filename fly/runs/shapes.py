@@ -13,6 +13,7 @@ from pydantic import (
     Field,
     NonNegativeFloat,
     NonNegativeInt,
+    PositiveInt,
     TypeAdapter,
     ValidationError,
     with_config,
@@ -101,6 +102,7 @@ class _Entry(TypedDict):
     drafter: NotRequired[str | None]
     sampling: NotRequired[list[_Sampling] | None]
     device: NotRequired[dict[str, Any]]
+    devices: NotRequired[PositiveInt]
     preparation: NotRequired[dict[str, Any] | None]
     stats: NotRequired[_Stats]
     draft_runs: NotRequired[DraftRuns | None]

@@ -9,6 +9,8 @@ import pytest
 import torch
 import transformers
 
+from fly import config
+from fly.execution import memory
 from fly.models import pairs
 from tests import tiny
 
@@ -45,6 +47,16 @@ def humaneval_prompts(pair):
 def expected(pair, humaneval_prompts):
     eos = [151645, 151643]
     return [tiny.generate(pair[1], prompt, BUDGET, eos=eos) for prompt in humaneval_prompts]
+
+
+def test_the_weights_counted_without_loading_are_those_in_the_files():
+    paths = pairs.locate("qwen2.5-coder")
+    pair = memory.pair_of(config.load("qwen2.5-coder.json"), "a test", 2048)
+    need = pair.need(memory.ONE_GPU, 1)
+    for folder, weights in ((paths.target, need.target), (paths.draft, need.draft)):
+        with open(Path(folder) / "model.safetensors", "rb") as file:
+            header = 8 + int.from_bytes(file.read(8), "little")
+            assert weights == file.seek(0, 2) - header
 
 
 @pytest.mark.parametrize("name", ["none", "model", "ngram", "cascade"])

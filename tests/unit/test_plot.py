@@ -272,6 +272,40 @@ def test_the_figures_hold_every_point_line_and_label(folder, capsys):
     assert {row["label"]: float(row["tau"]) for row in rows}["FLy, K=8"] == 5.0
 
 
+def test_throughput_against_interactivity_at_several_batch_sizes(tmp_path, capsys):
+    """100 tokens per document. A user waits for the passes of others, which the shares of passes
+    do not say; seconds of processes add up, GPUs of one copy do not."""
+    for size, seconds, wall in ((1, 10.0, 9.0), (4, 4.0, 14.0)):
+        write_run(tmp_path, {"a": SOLVED}, use_sd=False, batch_size=size, seconds=seconds,
+                  wall_seconds=wall)  # fmt: skip
+        write_run(tmp_path, {"a": SOLVED}, enable_fly=False, batch_size=size,
+                  seconds=seconds / 2, wall_seconds=wall / 2, devices=2)  # fmt: skip
+    data = collect(reader.load_all(tmp_path))
+    found = {(p.curve, p.batch_size): (p.tok_s_user, p.tok_s_gpu) for p in data.points}
+    assert found == {
+        ("target-only", 1): pytest.approx((100 / 9, 10)),
+        ("target-only", 4): pytest.approx((100 / 14, 25)),
+        ("exact", 1): pytest.approx((200 / 9, 10)),
+        ("exact", 4): pytest.approx((200 / 14, 25)),
+    }
+    (axes,) = plotting.draw(data)["throughput"].axes
+    lines = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+    assert lines["exact"] == [pytest.approx([200 / 14, 25]), pytest.approx([200 / 9, 10])]
+    assert [text.get_text() for text in axes.texts] == ["4", "1"] * 2
+    write_run(tmp_path, {"a": SOLVED}, backend="vllm", enable_fly=False, batch_size=4)
+    data = collect(reader.load_all(tmp_path))
+    assert {p.curve for p in data.points} == {"target-only, fly", "exact, fly", "exact, vLLM"}
+    out = tmp_path / "figures"
+    assert run("plot", tmp_path, "--output", out) == 0
+    assert "not in throughput: its records have no wall_seconds" in capsys.readouterr().out
+    assert [name for name in ids(out / "throughput.svg") if "curve-" in name] == [
+        "curve-0", "curve-1",
+    ]  # fmt: skip
+    rows = list(csv.DictReader((out / "points.csv").open()))
+    rates = [float(row["tok_s_gpu"] or 0) for row in rows if row["batch_size"] == "4"]
+    assert rates == pytest.approx([25, 25, 0])
+
+
 def test_acceptance_by_position_is_counted_from_traces(tmp_path):
     write_run(tmp_path, {"a": SOLVED}, trace=trace([(3, 3), (1, 3), (0, 1)]))
     (positions,) = collect(reader.load_all(tmp_path)).positions

@@ -8,13 +8,13 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from fly.analysis.plotting.curves import acceptance, by_k
+from fly.analysis.plotting.curves import acceptance, by_k, throughput
 from fly.analysis.plotting.data import PlotData
 from fly.analysis.plotting.frontier import frontier
 from fly.analysis.plotting.style import STYLE
 from fly.paths import write_output
 
-_FIGURES = {"frontier": frontier, "by_k": by_k, "acceptance": acceptance}
+_FIGURES = {"frontier": frontier, "by_k": by_k, "throughput": throughput, "acceptance": acceptance}
 
 
 def draw(data: PlotData) -> dict[str, Figure]:

@@ -1,4 +1,4 @@
-"""What K buys, and which places in the draft stand."""
+"""What K buys, what the batch size buys, and which places in the draft stand."""
 
 from __future__ import annotations
 
@@ -51,6 +51,48 @@ def _lines(above: Axes, below: Axes, points: list[Point], series: list[str]) -> 
 
 def _height(point: Point, related: bool) -> float:
     return point.speedup if related and point.speedup is not None else point.seconds
+
+
+def throughput(data: PlotData) -> Figure | None:
+    """Tokens per second of a GPU over those of a user, a line per curve, batch sizes at its points.
+
+    Drawn where the batch sizes differ.
+    """
+    if len({point.batch_size for point in data.points}) < 2:
+        return None
+    measured = [point for point in data.points if point.tok_s_user is not None]
+    for point in data.points:
+        if point.tok_s_user is None:
+            why = "not in throughput: its records have no wall_seconds"
+            data.notes.append(f"{point.task}, {point.label}: {why}")
+    tasks = list(dict.fromkeys(point.task for point in measured))
+    if not tasks:
+        return None
+    curves = list(dict.fromkeys(point.curve for point in measured))
+    figure, panels = style.grid(len(tasks))
+    for axes, task in zip(panels, tasks):
+        axes.set_title(task)
+        for number, name in enumerate(curves):
+            _throughput_curve(
+                axes, number, [p for p in measured if (p.task, p.curve) == (task, name)]
+            )
+        axes.set_xlabel("tokens per second per user")
+        axes.set_ylabel("tokens per second per GPU")
+        axes.margins(0.15)
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+    style.legend(figure, panels)
+    return figure
+
+
+def _throughput_curve(axes: Axes, number: int, points: list[Point]) -> None:
+    places = sorted((p.tok_s_user or 0.0, p.tok_s_gpu or 0.0, str(p.batch_size)) for p in points)
+    if not places:
+        return
+    look = {**style.series(number), "gid": f"curve-{number}", "label": points[0].curve}
+    axes.plot([x for x, _, _ in places], [y for _, y, _ in places], **look)
+    for x, y, size in places:
+        axes.annotate(size, (x, y), xytext=(3, 3), textcoords="offset points", fontsize=6)
 
 
 def acceptance(data: PlotData) -> Figure | None:

@@ -6,6 +6,7 @@ import csv
 import io
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from fly.analysis import acceptance, scores
 from fly.analysis.compare import Against, against, check_pairs
@@ -15,6 +16,7 @@ from fly.errors import FlyError
 from fly.paths import write_output
 from fly.runs import replay, settings
 from fly.runs.reader import Run, TaskRun
+from fly.runs.records import TIMED
 
 TARGET_ONLY = "target-only"
 _NO_BASELINE = "there is no target-only run: add one (use_sd=false)"
@@ -23,11 +25,13 @@ _UNDEFINED = "recovery is undefined: a score is below zero, or the denominator i
 
 @dataclass(frozen=True)
 class Point:
-    """One run on one task. label: what sets it apart; series: the same without K.
+    """One run on one task. label: what sets it apart; series: the same without K; curve: the same
+    without the batch size.
 
     scores: of the run on this task alone. seconds: of prefill and decoding, per document. speedup:
     time x, the target-only run's seconds over these for the same documents; None without that run,
-    as is recovery. The intervals: 95 %, paired by document.
+    as is recovery. The intervals: 95 %, paired by document. tok_s_user, tok_s_gpu: docs/plot.md;
+    None of records without wall_seconds.
     """
 
     run: Run = field(repr=False)
@@ -37,10 +41,13 @@ class Point:
     metric: str
     label: str
     series: str
+    curve: str
     k: int
     tau: float
     seconds: float
     score: float
+    tok_s_user: float | None
+    tok_s_gpu: float | None
     speedup: float | None = None
     speedup_interval: Interval | None = None
     recovery: float | None = None
@@ -49,6 +56,10 @@ class Point:
     @property
     def is_baseline(self) -> bool:
         return self.run.mode == TARGET_ONLY
+
+    @property
+    def batch_size(self) -> Any:
+        return self.run.results["config"].get("batch_size")
 
     @property
     def is_placed(self) -> bool:
@@ -108,6 +119,7 @@ def collect(runs: list[Run], metric: str | None = None) -> PlotData:
     labels = {run.path: (TARGET_ONLY, TARGET_ONLY) for run in timed}
     series = settings.labels(drafted, without=("spd_k",))
     labels |= {r.path: (a, b) for r, a, b in zip(drafted, settings.labels(drafted), series)}
+    curves = _curves(timed, drafted)
     tasks = {name for run in timed for name, _ in run.tasks}
     wanted_of = {task: metric or _scoring_metric(timed, task) for task in tasks}
     for run in timed:
@@ -116,7 +128,8 @@ def collect(runs: list[Run], metric: str | None = None) -> PlotData:
         for task in measured.tasks:
             found = _scored(run, task, wanted_of[task])
             if found is not None and measured.tasks[task].work:
-                data.points.append(_point(run, measured, *found, series_name))
+                names = (series_name, curves[run.path])
+                data.points.append(_point(run, measured, *found, *names))
             elif metric is None or found is not None:
                 what = f"has no {wanted_of[task]}" if found is None else "recorded no speed"
                 data.notes.append(f"{task}, {label}: {what}: left out")
@@ -130,6 +143,32 @@ def collect(runs: list[Run], metric: str | None = None) -> PlotData:
         )
     data.points = [_against_baseline(point, data) for point in data.points]
     return data
+
+
+def _curves(runs: list[Run], drafted: list[Run]) -> dict[Path, str]:
+    """By path: what sets a run apart from others at other batch sizes, with its engine if several
+    are there."""
+    labels = {run.path: TARGET_ONLY for run in runs}
+    in_words = settings.labels(drafted, without=("batch_size",))
+    labels |= {run.path: label for run, label in zip(drafted, in_words)}
+    engines = {r.path: "vLLM" if "vllm" in r.results["config"]["model"] else "fly" for r in runs}
+    if len({*engines.values()}) == 1:
+        return labels
+    return {path: f"{label}, {engines[path]}" for path, label in labels.items()}
+
+
+def _rates(run: Run, task: str) -> tuple[float | None, float | None]:
+    """(tokens per second of a user, and of a GPU) on a task; None without wall_seconds."""
+    records = [record for record in run.requests if record["task"] == task]
+    walls = [record.get("wall_seconds") for record in records]
+    seconds: list[Any] = [record["seconds"] for record in records]
+    busy = sum(each[phase] for each in seconds for phase in TIMED)
+    known = [wall for wall in walls if wall is not None]
+    if run.entry is None or len(known) < len(walls) or not (sum(known) and busy):
+        return None, None
+    emitted = sum(record["emitted"] for record in records)
+    # seconds of processes side by side add up: busy is of all of them
+    return emitted / sum(known), emitted / busy / run.entry.get("devices", 1)
 
 
 def _metrics(run: Run, task: str) -> list[tuple[TaskRun, str]]:
@@ -164,8 +203,11 @@ def _scored(run: Run, task: str, wanted: str) -> tuple[TaskRun, str] | None:
     return next(fitting, None)
 
 
-def _point(run: Run, measured: Measured, task: TaskRun, metric: str, series: str) -> Point:
+def _point(
+    run: Run, measured: Measured, task: TaskRun, metric: str, series: str, curve: str
+) -> Point:
     assert run.entry is not None
+    tok_s_user, tok_s_gpu = _rates(run, task.name)
     own = measured.tasks[task.name]
     tokens, rounds = (
         sum(getattr(work, key) for work in own.work.values()) for key in ("tokens", "rounds")
@@ -178,6 +220,9 @@ def _point(run: Run, measured: Measured, task: TaskRun, metric: str, series: str
         metric=metric,
         label=measured.name,
         series=series,
+        curve=curve,
+        tok_s_user=tok_s_user,
+        tok_s_gpu=tok_s_gpu,
         k=0 if run.mode == TARGET_ONLY else int(run.entry["config"]["spd_k"]),
         tau=tokens / rounds if rounds else 0.0,
         seconds=sum(work.end_to_end for work in own.work.values()) / len(own.work),
@@ -261,7 +306,8 @@ def pareto(points: list[Point]) -> list[Point]:
 
 _COLUMNS = (
     "task", "metric", "label", "k", "tau", "seconds", "speedup", "speedup_low", "speedup_high",
-    "score", "recovery", "recovery_low", "recovery_high", "path",
+    "score", "recovery", "recovery_low", "recovery_high", "batch_size", "tok_s_user", "tok_s_gpu",
+    "path",
 )  # fmt: skip
 
 

@@ -1,0 +1,246 @@
+"""What a pair needs of every GPU, computed from the models' shapes: `fly config check --memory`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from transformers import PretrainedConfig
+
+from fly import registry
+from fly.config import FlyConfig
+from fly.errors import FlyError
+from fly.execution.batch_size import USABLE
+from fly.execution.cuda_graphs import CudaGraphRunner
+from fly.execution.kv_cache import SlotCache
+from fly.models import sources
+from fly.models.architectures import (
+    Parameter,
+    model_config,
+    parameters,
+    quantised_bits,
+    stored_dtype,
+    without_weights,
+)
+
+GIB = 2**30
+_COUNTS = (1, 2, 4, 8, 16, 32, 64)  # of GPUs that are tried where a pair does not fit
+_LONGEST_LOOKUP = 128  # tokens of a draft from texts, unless lookup_k says otherwise
+_DRAFT_BITS = {"int4": 4, "int8": 8, "fp8": 8}  # draft_quantization
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model without its weights. plan: how transformers shards its layers (`tp_plan=auto`)."""
+
+    name: str
+    config: PretrainedConfig = field(repr=False)
+    parameters: list[Parameter] = field(repr=False)
+    plan: dict[str, str] = field(repr=False)
+    count: int
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        return sum(parameter.bytes for parameter in self.parameters)
+
+    @property
+    def layers(self) -> int:
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def heads(self) -> int:
+        return int(self.config.num_attention_heads)
+
+    @property
+    def kv_heads(self) -> int:
+        return int(getattr(self.config, "num_key_value_heads", None) or self.heads)
+
+    def kv_bytes(self, kv_heads: int, layers: int) -> int:
+        """Bytes of one token's keys and values in so many heads of so many layers."""
+        size = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.heads
+        return 2 * layers * kv_heads * int(size) * stored_dtype(self.config).itemsize
+
+
+@dataclass(frozen=True)
+class Share:
+    """Of one model on the fullest GPU, in bytes: its weights, and K/V of one token."""
+
+    weights: int
+    kv: int
+
+
+def whole(model: ModelShape, gpus: int = 1) -> Share:
+    return Share(model.bytes, model.kv_bytes(model.kv_heads, model.layers))
+
+
+def by_layers(model: ModelShape, gpus: int) -> Share:
+    """Layers in equal numbers, the embeddings on the first and last GPU (`parallelize=True`)."""
+    layers = -(-model.layers // gpus)
+    ends = [p.bytes for p in model.parameters if ".layers." not in p.name]
+    of_layers = model.bytes - sum(ends)
+    weights = -(-of_layers // model.layers) * layers + (sum(ends) if gpus == 1 else max(ends))
+    return Share(weights, model.kv_bytes(model.kv_heads, layers))
+
+
+def by_plan(model: ModelShape, gpus: int) -> Share:
+    """As transformers shards it; what its plan does not name is on every GPU."""
+    if model.kv_heads % gpus:
+        raise FlyError(f"{model.kv_heads} key/value heads cannot be divided by {gpus}")
+    weights = sum(
+        -(-p.bytes // gpus) if _is_sharded(p, model.plan) else p.bytes for p in model.parameters
+    )
+    return Share(weights, model.kv_bytes(model.kv_heads // gpus, model.layers))
+
+
+def _is_sharded(parameter: Parameter, plan: dict[str, str]) -> bool:
+    layer, _, kind = parameter.name.rpartition(".")
+    pattern = ".".join("*" if part.isdigit() else part for part in layer.split("."))
+    style = plan.get(pattern, "")
+    return "colwise" in style or ("rowwise" in style and kind == "weight")
+
+
+def by_vllm(model: ModelShape, gpus: int) -> Share:
+    """vLLM's tensor_parallel_size: matrices are sharded, K/V heads repeated if there are fewer."""
+    if model.heads % gpus or max(gpus, model.kv_heads) % min(gpus, model.kv_heads):
+        heads = f"{model.heads} attention and {model.kv_heads} key/value heads"
+        raise FlyError(f"{heads} cannot be divided by {gpus}")
+    kv_gpus = min(gpus, model.kv_heads)
+    weights = 0
+    for parameter in model.parameters:
+        is_kv = any(name in parameter.name for name in (".k_proj.", ".v_proj."))
+        shards = kv_gpus if is_kv else gpus if len(parameter.shape) > 1 else 1
+        weights += -(-parameter.bytes // shards)
+    return Share(weights, model.kv_bytes(model.kv_heads // kv_gpus, model.layers))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a pair lies on several GPUs. target, draft: the share of the GPU that holds most."""
+
+    name: str
+    target: Callable[[ModelShape, int], Share]
+    draft: Callable[[ModelShape, int], Share]
+
+
+ONE_GPU = Layout("one GPU", whole, whole)
+LAYOUTS = (
+    Layout("all on each (accelerate)", whole, whole),
+    Layout("parallelize=True (one machine)", by_layers, whole),
+    Layout("tp_plan=auto (torchrun)", by_plan, whole),
+    Layout("vllm, tensor_parallel_size", by_vllm, by_vllm),
+)
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes on the fullest GPU; sequence: K/V of both models for the longest one."""
+
+    target: int
+    draft: int
+    sequence: int
+
+    @property
+    def least(self) -> int:
+        """Of a GPU on which one sequence runs."""
+        return self.target + self.draft + int(self.sequence / USABLE)
+
+    def left(self, gpu: int) -> int:
+        return gpu - self.target - self.draft
+
+    def sequences(self, gpu: int) -> int:
+        """As `--batch_size auto` counts them, but for the passes' workspace."""
+        return max(0, int(USABLE * self.left(gpu) / self.sequence))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What `fly config check --memory` asks about. context: tokens of the longest sequence.
+
+    width: most tokens per sequence in a pass of the target. steps: draft tokens per round.
+    """
+
+    target: ModelShape
+    draft: ModelShape | None
+    context: int
+    width: int
+    steps: int
+
+    def need(self, layout: Layout, gpus: int) -> Need:
+        """Raises FlyError if the pair cannot be laid out so."""
+        try:
+            target = layout.target(self.target, gpus)
+        except FlyError as error:
+            raise FlyError(f"the target's {error}") from None
+        draft = Share(0, 0)
+        if self.draft is not None:
+            try:
+                draft = layout.draft(self.draft, gpus)
+            except FlyError as error:
+                raise FlyError(f"the draft's {error}") from None
+        target_tokens, draft_tokens = (  # as the engine reserves them
+            SlotCache.rounded(self.context + CudaGraphRunner.reach(*past))
+            for past in ((self.width, 0), (self.steps + 1, self.steps))
+        )
+        sequence = target_tokens * target.kv + draft_tokens * draft.kv
+        return Need(target.weights, draft.weights, sequence)
+
+
+def pair_of(config: FlyConfig, where: str, context: int) -> Pair:
+    """Raises FlyError for a model whose configuration cannot be had."""
+    target, draft = sources.sources(config, where)
+    found = _shape(target, "target_model_path", config.target_model_path)
+    drafts = None
+    if draft is not None:  # it is loaded in the target's dtype, unless its own is given
+        dtype = config.draft_dtype or str(stored_dtype(found.config)).removeprefix("torch.")
+        bits = _DRAFT_BITS.get(config.draft_quantization)
+        name = str(config.draft_model_path)
+        drafts = _shape(draft, "draft_model_path", name, dtype, bits)
+    drafter = config.drafter_name
+    steps = config.spd_k if drafter else 0
+    longest = steps
+    if drafter and registry.DRAFTERS[drafter].from_texts:
+        longest = max(steps, config.lookup_k or _LONGEST_LOOKUP)
+    return Pair(found, drafts, context, longest + 1, steps)
+
+
+def _shape(
+    source: sources.ModelSource,
+    field: str,
+    name: str,
+    dtype: str | None = None,
+    bits: int | None = None,
+) -> ModelShape:
+    config = model_config(source, field)
+    if dtype is not None:
+        config.dtype = dtype
+    model = without_weights(config)
+    plan = dict(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {})
+    try:
+        bits = bits or quantised_bits(config)
+    except FlyError as error:
+        raise FlyError(f"{field}={name}: {error}") from None
+    kind = str(stored_dtype(config)).removeprefix("torch.")
+    return ModelShape(
+        name=name,
+        config=config,
+        parameters=list(parameters(model, bits)),
+        plan=plan,
+        count=sum(tensor.numel() for tensor in model.parameters()),
+        dtype=kind if bits is None else f"{kind}, linear layers {bits} bits",
+    )
+
+
+def fitting(pair: Pair, gpu: int) -> list[tuple[Layout, int]]:
+    """Every layout with the fewest GPUs of so many bytes on which a sequence runs."""
+    found = []
+    for layout in LAYOUTS:
+        for gpus in _COUNTS:
+            try:
+                need = pair.need(layout, gpus)
+            except FlyError:
+                continue
+            if need.sequences(gpu):
+                found.append((layout, gpus))
+                break
+    return found

@@ -1,0 +1,111 @@
+"""A model's configuration and its parameters, without its weights.
+
+architectures.json holds the configurations of the shipped pairs' hub models, so that they are known
+without a network: the keys that decide shapes, from the publisher's config.json,
+`https://huggingface.co/<id>/blob/main/config.json`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from fly.errors import FlyError
+from fly.models.sources import ModelSource
+
+KNOWN = Path(__file__).with_name("architectures.json")
+_BITS_BY_METHOD = {"fp8": 8, "fbgemm_fp8": 8, "fp_quant": 4, "mxfp4": 4}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One tensor: its name, its shape and its bytes as it is stored."""
+
+    name: str
+    shape: tuple[int, ...]
+    bytes: int
+
+
+def model_config(source: ModelSource, field: str) -> PretrainedConfig:
+    """The configuration of a local model, of a known hub model or, with a network, of any.
+
+    Raises FlyError, naming `field`, for one that cannot be read.
+    """
+    known = json.loads(KNOWN.read_text(encoding="utf-8")).get(source.path)
+    if known is not None:
+        return AutoConfig.for_model(**known)
+    try:
+        found: PretrainedConfig = AutoConfig.from_pretrained(
+            source.path, **({"gguf_file": source.gguf_file} if source.gguf_file else {})
+        )
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0][:200]
+        raise FlyError(
+            f"{field}={source.path}: its config.json can neither be read nor is it known here "
+            f"({reason}): name a local folder that holds it"
+        ) from None
+    return found.get_text_config()
+
+
+def without_weights(config: PretrainedConfig) -> PreTrainedModel:
+    """The model on the meta device: shapes, no memory."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=stored_dtype(config)
+        )
+    return model
+
+
+def stored_dtype(config: PretrainedConfig) -> torch.dtype:
+    """The dtype that the checkpoint is loaded in: its own, as lm-eval's hf and vLLM do."""
+    dtype = getattr(config, "dtype", None) or torch.float32
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+
+
+def parameters(model: PreTrainedModel, bits: int | None) -> Iterator[Parameter]:
+    """All parameters, tied ones once. bits: of a weight in quantised layers; None: there are none.
+
+    Quantised are linear layers but the output embedding; their scales, under 1 %, are left out.
+    """
+    linear = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings()
+    }
+    for name, tensor in model.named_parameters():
+        own = 8 * tensor.dtype.itemsize
+        per_weight = own if bits is None or id(tensor) not in linear else bits
+        yield Parameter(name, tuple(tensor.shape), tensor.numel() * per_weight // 8)
+
+
+def quantised_bits(config: PretrainedConfig) -> int | None:
+    """Bits of a weight in the checkpoint's quantised layers; None if there are none.
+
+    Raises FlyError for a quantization_config that does not say.
+    """
+    found = getattr(config, "quantization_config", None)
+    if not found:
+        return None
+    settings: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
+    method = str(settings.get("quant_method"))
+    groups = settings.get("config_groups") or {}  # compressed-tensors
+    group_bits = {group["weights"]["num_bits"] for group in groups.values() if group.get("weights")}
+    weight = (settings.get("global_quant_config") or {}).get(
+        "weight"
+    ) or {}  # Quark: fp8_e4m3, int4
+    weight = weight[0] if isinstance(weight, list) else weight
+    quark = next((n for n in (4, 8) if str(n) in str(weight.get("dtype", ""))[:4]), None)
+    by_flag = 4 if settings.get("load_in_4bit") else 8 if settings.get("load_in_8bit") else None
+    bits = settings.get("bits") or max(group_bits, default=None) or quark or by_flag
+    bits = bits or _BITS_BY_METHOD.get(method)
+    if bits is None:
+        raise FlyError(
+            f"quantization_config: quant_method={method} does not say its bits per weight"
+        )
+    return int(bits)
