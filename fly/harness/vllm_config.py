@@ -123,17 +123,20 @@ def counts(
     """A request's counts.
 
     emitted: tokens of the output but the first, which is the prefill pass's. rounds: passes after
-    that one. drafts: (drafted, accepted) of those that had a draft, in order; vLLM counts what was
-    accepted past the output's end, too. Which accepted tokens were deferred is not known: all count
-    as matches.
+    that one. drafts: (drafted, accepted) of those that had a draft, in order; vLLM counts past the
+    output's end, too. Which accepted tokens were deferred is not known: all count as matches.
     """
-    positions, found = Positions(), Counts(rounds=rounds, emitted=emitted)
-    left = emitted - max(0, rounds - len(drafts))  # a pass without a draft emits one token
+    positions, found = Positions(), Counts(emitted=emitted)
+    found.rounds = max(0, rounds - len(drafts))
+    left = emitted - found.rounds  # a pass without a draft emits one token
     for drafted, accepted in drafts:
+        if left <= 0:
+            break
         own = min(left, accepted + 1)
         left -= own
-        positions.add_round(drafted, min(accepted, own))
+        found.rounds += 1
         found.corrections += accepted < min(drafted, own)
+        positions.add_round(drafted, min(accepted, own))
     found.drafted = sum(positions.drafted)
     found.native_accepted = sum(positions.accepted)
     found.bonus = emitted - found.native_accepted - found.corrections

