@@ -38,6 +38,8 @@ _OF_FLY: dict[str, tuple[Any, ...]] = {
     "defer_across_rounds": (False,),
     "window_rule": ("paper",),
     "abla_no_window": (False,),
+    "exact_first_tokens": (0,),
+    "exact_pattern": (None,),
 }
 
 
