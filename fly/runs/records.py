@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from itertools import zip_longest
 from typing import Any
 
 from typing_extensions import Self
@@ -91,6 +92,56 @@ class CountsBySource(dict[str, SourceCounts]):
         return {key: asdict(self[letter]) for letter, key in SOURCES.items() if letter in self}
 
 
+@dataclass
+class Positions:
+    """Rounds by the position in the draft, from the first; the lists may differ in length.
+
+    drafted: whose draft reached this position. reached: of those, where every earlier position was
+    accepted. accepted: where this one was, too: matches, and deferrals that stand. A round counts
+    once its tokens are final, as in `Counts`; a draft that the end of the output cuts short counts
+    whole as drafted. sum(drafted) and sum(accepted) are the draft tokens of `Counts`.
+    """
+
+    drafted: list[int] = field(default_factory=list)
+    reached: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    def add_round(self, drafted: int, accepted: int) -> None:
+        """A round of so many draft tokens, whose first `accepted` stand in the output."""
+        if not 0 <= accepted <= drafted:
+            raise ValueError(f"accepted={accepted} of {drafted} draft tokens: must be within them")
+        self.add(Positions([1] * drafted, [1] * min(drafted, accepted + 1), [1] * accepted))
+
+    def add(self, other: Positions) -> None:
+        for item in fields(self):
+            pairs = zip_longest(getattr(self, item.name), getattr(other, item.name), fillvalue=0)
+            setattr(self, item.name, [own + more for own, more in pairs])
+
+    @property
+    def drafts(self) -> int:
+        """Rounds with a draft."""
+        return self.drafted[0] if self.drafted else 0
+
+    @property
+    def unconditional(self) -> list[float]:
+        """By position, the share of all drafts that were accepted up to it."""
+        return [count / self.drafts for count in self.accepted]
+
+    @property
+    def conditional(self) -> list[float]:
+        """By position, the share of the drafts that reached it whose token there was accepted."""
+        pairs = zip_longest(self.accepted, self.reached, fillvalue=0)
+        return [accepted / reached for accepted, reached in pairs]
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """AL: accepted draft tokens per draft, plus one; None without drafts."""
+        return 1 + sum(self.accepted) / self.drafts if self.drafts else None
+
+    def as_dict(self) -> dict[str, list[int]]:
+        return asdict(self)
+
+
 def zero_seconds() -> dict[str, float]:
     return dict.fromkeys(PHASES, 0.0)
 
@@ -145,12 +196,14 @@ class RequestRecord:
     counts: Counts
     seconds: dict[str, float]
     sources: CountsBySource = field(default_factory=CountsBySource)
+    positions: Positions = field(default_factory=Positions)
 
     def as_dict(self) -> dict[str, Any]:
         return {
             **self.counts.as_dict(),
             **rates(self.counts, self.seconds),
             "sources": self.sources.as_dict(),
+            "positions": self.positions.as_dict(),
             "finish_reason": self.finish_reason,
             "prompt_tokens": self.prompt_tokens,
             "prompt_tokens_reused": self.prompt_tokens_reused,
@@ -169,6 +222,7 @@ class RunStats:
     counts: Counts = field(default_factory=Counts)
     seconds: dict[str, float] = field(default_factory=zero_seconds)
     sources: CountsBySource = field(default_factory=CountsBySource)
+    positions: Positions = field(default_factory=Positions)
 
     def add_request(self, record: RequestRecord) -> None:
         self.merge(self.of_line(record.as_dict()))
@@ -183,6 +237,7 @@ class RunStats:
             counts=Counts(**{item.name: record[item.name] for item in fields(Counts)}),
             seconds=dict(record["seconds"]),
             sources=CountsBySource.of_line(record.get("sources", {})),
+            positions=Positions(**record.get("positions", {})),
         )
 
     def merge(self, other: RunStats) -> None:
@@ -195,6 +250,7 @@ class RunStats:
         for phase, value in other.seconds.items():
             self.seconds[phase] += value
         self.sources.merge(other.sources)
+        self.positions.add(other.positions)
 
     def as_dict(self) -> dict[str, Any]:
         """The `stats` of the results file."""
@@ -203,6 +259,7 @@ class RunStats:
             **self.counts.as_dict(),
             **rates(self.counts, self.seconds),
             "sources": self.sources.as_dict(),
+            "positions": self.positions.as_dict(),
             "prompt_tokens": self.prompt_tokens,
             "prompt_tokens_reused": self.prompt_tokens_reused,
             "peak_memory_bytes": self.peak_memory_bytes,

@@ -49,6 +49,15 @@ class DraftedFrom(TypedDict):
 Sources = dict[Annotated[str, Field(pattern=f"^({'|'.join(SOURCES.values())})$")], DraftedFrom]
 
 
+@with_config(ConfigDict(extra="forbid"))
+class ByPosition(TypedDict):
+    """fly.runs.records.Positions. Runs of earlier versions have none."""
+
+    drafted: list[NonNegativeInt]
+    reached: list[NonNegativeInt]
+    accepted: list[NonNegativeInt]
+
+
 class _Stats(TypedDict):
     requests: NonNegativeInt
     emitted: NonNegativeInt
@@ -56,6 +65,7 @@ class _Stats(TypedDict):
     tau: float | None
     seconds: Seconds
     sources: NotRequired[Sources]
+    positions: NotRequired[ByPosition]
 
 
 class _PairConfig(TypedDict):
@@ -142,6 +152,7 @@ class RequestLine(TypedDict):
     rounds: NonNegativeInt
     seconds: Seconds
     sources: NotRequired[Sources]
+    positions: NotRequired[ByPosition]
 
 
 class _Output(TypedDict):
