@@ -107,7 +107,8 @@ class Oracle:
         self.out: list[Placed] = []
         self.open_at: int | None = None
         self.finish_reason: str | None = None
-        self.rounds = self.drafted = self.discarded = 0
+        self.rounds = self.discarded = 0
+        self.drafts: list[int] = []  # every round's draft length
         self.events: Counter[str] = Counter()
 
     @property
@@ -115,8 +116,8 @@ class Oracle:
         return [placed.token for placed in self.out]
 
     @property
-    def counts(self) -> dict[str, int]:
-        """Under the names of fly.runs.records.Counts."""
+    def counts(self) -> dict[str, object]:
+        """Under the names of fly.runs.records.Counts; `positions` as Positions.as_dict has it."""
         kinds = [placed.kind for placed in self.out]
         result = dict.fromkeys(KINDS.values(), 0)
         for kind in kinds:
@@ -124,18 +125,35 @@ class Oracle:
         return {
             **result,
             "rounds": self.rounds,
-            "drafted": self.drafted,
+            "drafted": sum(self.drafts),
             "deferred_rolled_back": kinds.count("rollback"),
             "emitted": len(self.out),
             "discarded": self.discarded,
+            "positions": self.positions,
         }
+
+    @property
+    def positions(self) -> dict[str, list[int]]:
+        """How many drafts reach, are accepted before, and are accepted at every position."""
+        of_draft = (placed for placed in self.out if placed.kind in ("match", "deferred"))
+        stand = Counter(placed.round for placed in of_draft)
+        rounds = [(drafted, stand[number]) for number, drafted in enumerate(self.drafts, start=1)]
+        most = range(max(self.drafts, default=0))
+        found = {
+            "drafted": [sum(drafted > at for drafted, _ in rounds) for at in most],
+            "reached": [
+                sum(drafted > at <= accepted for drafted, accepted in rounds) for at in most
+            ],
+            "accepted": [sum(accepted > at for _, accepted in rounds) for at in most],
+        }
+        return {name: [count for count in counts if count] for name, counts in found.items()}
 
     def decode(self) -> Oracle:
         """Round by round to the end; returns itself."""
         while self.finish_reason is None:
             self.rounds += 1
             draft = self.draft()
-            self.drafted += len(draft)
+            self.drafts.append(len(draft))
             self.verify(draft)
             self.end_if_over()
         return self

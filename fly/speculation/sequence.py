@@ -11,7 +11,14 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from fly.runs.records import Counts, CountsBySource, RequestRecord, RoundRecord, zero_seconds
+from fly.runs.records import (
+    Counts,
+    CountsBySource,
+    Positions,
+    RequestRecord,
+    RoundRecord,
+    zero_seconds,
+)
 from fly.speculation.rules.base import JudgedDraft, Resolution, Rule
 from fly.speculation.sampling import GREEDY, Noise, NoiseStream, Sampling
 from fly.speculation.stop_strings import StopMatcher
@@ -108,9 +115,11 @@ class Sequence:
         self.seconds = zero_seconds()
         self.open: OpenDeferral | None = None
         self.by_source = CountsBySource()
+        self.positions = Positions()
         self.sources: list[Source] = []  # one per generated token
         self._by = ""  # who drafted each generated token; a space for the target's own
         self._counted = 0  # generated tokens that are final
+        self._provisional: list[tuple[int, int]] = []  # rounds: where each starts, what it drafted
         self._eos_ids = eos_ids
         self._stops = stops
         self._stream = None if request.sampling.is_greedy else NoiseStream(request.seed)
@@ -183,6 +192,7 @@ class Sequence:
             counts.discarded += self._roll_back(before)  # the window cannot be filled any more
             self._end()
         self._count(counts, verdict.by)
+        self._count_positions(before, len(verdict.draft))
         self.counts.add(counts)
         if self.sources[-1] is Source.ROLLBACK:
             # numbers of the tokens after it have decided that it is rolled back: they are spent
@@ -309,6 +319,15 @@ class Sequence:
         counts.bonus = fresh.count(Source.BONUS)
         counts.emitted = len(fresh)
 
+    def _count_positions(self, start: int, drafted: int) -> None:
+        """Count the rounds since a deferral opened once no rollback can shorten them."""
+        self._provisional.append((start, drafted))
+        if self.open is not None:
+            return
+        for start, drafted in self._provisional:  # of a dropped round nothing is left at its start
+            self.positions.add_round(drafted, f"{self._by[start:]} ".index(" "))
+        self._provisional.clear()
+
     def record(self) -> RequestRecord:
         assert self.finish_reason is not None
         return RequestRecord(
@@ -320,4 +339,5 @@ class Sequence:
             counts=self.counts,
             seconds=self.seconds,
             sources=self.by_source,
+            positions=self.positions,
         )

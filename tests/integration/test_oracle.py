@@ -187,7 +187,11 @@ def run(case: Case, requests=None):
     )
     records = {record.request.tag: record for record in engine.run(requests or case.requests)}
     return {
-        tag: (record.tokens, record.finish_reason, record.counts.as_dict())
+        tag: (
+            record.tokens,
+            record.finish_reason,
+            {**record.counts.as_dict(), "positions": record.positions.as_dict()},
+        )
         for tag, record in records.items()
     }
 
@@ -236,6 +240,12 @@ def noting_final(seen, honest=Sequence.round_record):
     return round_record
 
 
+def positions_agree(counts):
+    found = counts["positions"]
+    accepted = counts["native_accepted"] + counts["deferred_accepted"]
+    return (sum(found["drafted"]), sum(found["accepted"])) == (counts["drafted"], accepted)
+
+
 def test_the_engine_decodes_as_the_oracle_does(monkeypatch):
     """Any slip in windows, rollbacks, ends, counts or cache calls; every event must have occurred.
 
@@ -250,6 +260,7 @@ def test_the_engine_decodes_as_the_oracle_does(monkeypatch):
         assert len(final) == sum(counts["rounds"] for _, _, counts in got.values())
         assert all(s.tokens[: len(tokens)] == tokens for s, tokens in final), case
         assert all(counts["emitted"] == len(tokens) for tokens, _, counts in got.values())
+        assert all(positions_agree(counts) for _, _, counts in got.values())
         requests += len(got)
     assert requests >= 4000
     assert [name for name in EVENTS if events[name] < 3] == []
@@ -443,6 +454,12 @@ def provisional_tokens_counted(sequence, counts, drafted, honest=Sequence._count
     sequence.open = held
 
 
+def provisional_positions_counted(sequence, *args, honest=Sequence._count_positions):
+    sequence.open, held = None, sequence.open
+    honest(sequence, *args)
+    sequence.open = held
+
+
 class UncommittedTarget(ScriptedTarget):
     """Not told when a sequence grows shorter."""
 
@@ -474,6 +491,10 @@ MUTANTS = {
     "provisional tokens counted": (
         "fly.speculation.sequence.Sequence._count",
         provisional_tokens_counted,
+    ),
+    "provisional tokens counted by position": (
+        "fly.speculation.sequence.Sequence._count_positions",
+        provisional_positions_counted,
     ),
     "stop by a deferred token cuts at once": (
         "fly.speculation.sequence.Sequence._eos_after",
