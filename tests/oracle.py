@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections import Counter
 from dataclasses import dataclass
 
@@ -73,12 +74,15 @@ class Script:
 @dataclass(frozen=True)
 class Rule:
     """window None: exact verification. lookahead: draft tokens that must follow a deferral in its
-    round; None: windows stay open across rounds. theta None: every mismatch may be deferred."""
+    round; None: windows stay open across rounds. theta None: every mismatch may be deferred.
+    exact_first: not at so many first places; pattern: nor where it matches."""
 
     spd_k: int
     window: int | None = None
     theta: float | None = None
     lookahead: int | None = None
+    exact_first: int = 0
+    pattern: str | None = None
 
     @property
     def is_across(self) -> bool:
@@ -201,7 +205,20 @@ class Oracle:
         if token == self.script.eos_id and window > 0:
             self.events["refused: EOS"] += 1
             return False
+        if len(self.out) < self.rule.exact_first:
+            self.events["refused: first tokens"] += 1
+            return False
+        own = self.script.target_token(self.prefix())
+        if self.rule.pattern is not None and (self.is_in_match(token) or self.is_in_match(own)):
+            self.events["refused: pattern"] += 1
+            return False
         return True
+
+    def is_in_match(self, token: int) -> bool:
+        """Whether the letter of this token, if it came next, would be in a match."""
+        text = self.script.decode([*self.prefix(), token])
+        assert self.rule.pattern is not None
+        return any(found.end() == len(text) for found in re.finditer(self.rule.pattern, text))
 
     def put(self, token: int, kind: str) -> None:
         """Append a token; it may open the window, or be the match that closes it."""

@@ -139,4 +139,8 @@ def _rule_in_words(mode: str, config: dict[str, Any]) -> list[str]:
     gates["rank"] = "draft_rank_max"
     parts += [f"{name}={config[key]}" for name, key in gates.items() if config[key] is not None]
     parts += ["across rounds"] if config["defer_across_rounds"] else []
+    if config.get("exact_first_tokens"):
+        parts.append(f"first {config['exact_first_tokens']} exact")
+    if config.get("exact_pattern"):
+        parts.append(f"exact in {', '.join(config['exact_pattern'])}")
     return parts + (["reference windows"] if config["window_rule"] == "reference" else [])

@@ -20,6 +20,7 @@ from fly.runs.records import (
     zero_seconds,
 )
 from fly.speculation.rules.base import JudgedDraft, Resolution, Rule
+from fly.speculation.running_text import RunningText
 from fly.speculation.sampling import GREEDY, Noise, NoiseStream, Sampling
 from fly.speculation.stop_strings import StopMatcher
 
@@ -122,6 +123,7 @@ class Sequence:
         self._provisional: list[tuple[int, int]] = []  # rounds: where each starts, what it drafted
         self._eos_ids = eos_ids
         self._stops = stops
+        self._text = RunningText(stops.decode)
         self._stream = None if request.sampling.is_greedy else NoiseStream(request.seed)
         self._skipped = 0  # places whose random numbers are not those of an output's token
 
@@ -163,7 +165,7 @@ class Sequence:
     def judge(self, rule: Rule, judged: JudgedDraft, by: str | None = None) -> Verdict:
         """What the rule decides of a draft, given this sequence's ends and its open deferral.
 
-        judged: its eos_ids, stop_at and open_matches are filled in here. by: who drafted each
+        judged: its last five fields are filled in here. by: who drafted each
         token; the draft model by default.
         """
         resolution = rule.resolve(
@@ -172,6 +174,8 @@ class Sequence:
                 eos_ids=self._eos_ids,
                 stop_at=lambda: self.draft_until_stop(judged.draft),
                 open_matches=None if self.open is None else self.open.matches,
+                start=len(self.generated),
+                text=lambda tokens: self._text.of([*self.tokens, *tokens], self.final_length),
             )
         )
         by = "d" * len(judged.draft) if by is None else by
