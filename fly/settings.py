@@ -6,6 +6,8 @@ out for the room that reads it.
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -18,6 +20,14 @@ EntropyKind = Literal["top3", "full", "normalized"]
 Quantization = Literal["auto", "none", "int4", "int8", "fp8"]
 Execution = Literal["auto", "kernels", "onednn", "eager"]
 TextSourceName = Literal["runs", "siblings", "own", "others"]
+# A backtick, at most three spaces into its line.
+_FENCE = "`(?:(?<=^`)|(?<=^ `)|(?<=^  `)|(?<=^   `))"
+# Names for `exact_pattern`. All that begins a match is one itself, so that all of it stays exact.
+EXACT_PATTERNS = {
+    "numbers": r"\d[\d.,]*",
+    # from the ``` that opens a block to the one that closes it, or as far as the text goes
+    "code_fences": rf"(?ms){_FENCE}(?:`?\Z|``[^`\n]*(?:\Z|\n.*?(?:\Z|^ {{0,3}}```[ \t]*$)))",
+}
 
 
 def _listed(value: Any) -> Any:
@@ -54,12 +64,38 @@ def _paths(value: Any) -> Any:
     return value
 
 
+def _patterns(value: Any) -> Any:
+    """One name or regular expression, or a list; of a command line also `[numbers,code_fences]`."""
+    if isinstance(value, str):
+        names = _listed(value)
+        return names if set(names) <= {*EXACT_PATTERNS} else (value,)
+    return (_text(value),) if isinstance(value, int) else _listed(value)
+
+
+def _check_pattern(pattern: str) -> str:
+    why = ""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        why = str(error)
+    if pattern not in EXACT_PATTERNS and difflib.get_close_matches(pattern, EXACT_PATTERNS):
+        why = f"write ({pattern}) if the word itself is meant"
+    if why:
+        raise PydanticCustomError(
+            "pattern",
+            "Input should be {names} or a regular expression: {why}",
+            {"names": ", ".join(EXACT_PATTERNS), "why": why},
+        )
+    return pattern
+
+
 def _text(item: Any) -> Any:
     if isinstance(item, int) and not isinstance(item, bool):
         return str(item)
     return item.strip(" '\"") if isinstance(item, str) else item
 
 
+Pattern = Annotated[str, Field(min_length=1), AfterValidator(_check_pattern)]
 Paths = Annotated[
     list[Annotated[str, Field(min_length=1)]] | None,
     BeforeValidator(_paths, json_schema_input_type=list[str] | str | None),
@@ -238,6 +274,24 @@ class FlySettings(Settings):
         description="paper: win_len following tokens are checked. reference: win_len - 1 are "
         "checked though win_len must follow, as the reference code does; to repeat its runs.",
     )
+    exact_first_tokens: int = Field(
+        0,
+        ge=0,
+        description="No mismatch is deferred at the first so many places of an output: they are "
+        "exact verification's.",
+    )
+    exact_pattern: (
+        Annotated[
+            tuple[Pattern, ...],
+            BeforeValidator(_patterns, json_schema_input_type=list[str] | str),
+        ]
+        | None
+    ) = Field(
+        None,
+        description="No mismatch is deferred where the draft's or the target's token would be in a "
+        "match of this in the text so far: numbers, code_fences, a regular expression, or a list "
+        "of these. null: nowhere.",
+    )
     abla_no_window: bool = Field(
         False, description="Ablation of the reference: accept every mismatch that passes the gate."
     )
@@ -246,6 +300,11 @@ class FlySettings(Settings):
     def window(self) -> int:
         """W as verification uses it."""
         return 0 if self.abla_no_window else self.win_len
+
+    @property
+    def patterns(self) -> tuple[re.Pattern[str], ...]:
+        """`exact_pattern` as verification uses it."""
+        return tuple(re.compile(EXACT_PATTERNS.get(p, p)) for p in self.exact_pattern or ())
 
 
 class TypicalSettings(Settings):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections import Counter
 from dataclasses import dataclass
 
@@ -73,12 +74,15 @@ class Script:
 @dataclass(frozen=True)
 class Rule:
     """window None: exact verification. lookahead: draft tokens that must follow a deferral in its
-    round; None: windows stay open across rounds. theta None: every mismatch may be deferred."""
+    round; None: windows stay open across rounds. theta None: every mismatch may be deferred.
+    exact_first: not at so many first places; pattern: nor where it matches."""
 
     spd_k: int
     window: int | None = None
     theta: float | None = None
     lookahead: int | None = None
+    exact_first: int = 0
+    pattern: str | None = None
 
     @property
     def is_across(self) -> bool:
@@ -107,7 +111,8 @@ class Oracle:
         self.out: list[Placed] = []
         self.open_at: int | None = None
         self.finish_reason: str | None = None
-        self.rounds = self.drafted = self.discarded = 0
+        self.rounds = self.discarded = 0
+        self.drafts: list[int] = []  # every round's draft length
         self.events: Counter[str] = Counter()
 
     @property
@@ -115,8 +120,8 @@ class Oracle:
         return [placed.token for placed in self.out]
 
     @property
-    def counts(self) -> dict[str, int]:
-        """Under the names of fly.runs.records.Counts."""
+    def counts(self) -> dict[str, object]:
+        """Under the names of fly.runs.records.Counts; `positions` as Positions.as_dict has it."""
         kinds = [placed.kind for placed in self.out]
         result = dict.fromkeys(KINDS.values(), 0)
         for kind in kinds:
@@ -124,18 +129,35 @@ class Oracle:
         return {
             **result,
             "rounds": self.rounds,
-            "drafted": self.drafted,
+            "drafted": sum(self.drafts),
             "deferred_rolled_back": kinds.count("rollback"),
             "emitted": len(self.out),
             "discarded": self.discarded,
+            "positions": self.positions,
         }
+
+    @property
+    def positions(self) -> dict[str, list[int]]:
+        """How many drafts reach, are accepted before, and are accepted at every position."""
+        of_draft = (placed for placed in self.out if placed.kind in ("match", "deferred"))
+        stand = Counter(placed.round for placed in of_draft)
+        rounds = [(drafted, stand[number]) for number, drafted in enumerate(self.drafts, start=1)]
+        most = range(max(self.drafts, default=0))
+        found = {
+            "drafted": [sum(drafted > at for drafted, _ in rounds) for at in most],
+            "reached": [
+                sum(drafted > at <= accepted for drafted, accepted in rounds) for at in most
+            ],
+            "accepted": [sum(accepted > at for _, accepted in rounds) for at in most],
+        }
+        return {name: [count for count in counts if count] for name, counts in found.items()}
 
     def decode(self) -> Oracle:
         """Round by round to the end; returns itself."""
         while self.finish_reason is None:
             self.rounds += 1
             draft = self.draft()
-            self.drafted += len(draft)
+            self.drafts.append(len(draft))
             self.verify(draft)
             self.end_if_over()
         return self
@@ -183,7 +205,20 @@ class Oracle:
         if token == self.script.eos_id and window > 0:
             self.events["refused: EOS"] += 1
             return False
+        if len(self.out) < self.rule.exact_first:
+            self.events["refused: first tokens"] += 1
+            return False
+        own = self.script.target_token(self.prefix())
+        if self.rule.pattern is not None and (self.is_in_match(token) or self.is_in_match(own)):
+            self.events["refused: pattern"] += 1
+            return False
         return True
+
+    def is_in_match(self, token: int) -> bool:
+        """Whether the letter of this token, if it came next, would be in a match."""
+        text = self.script.decode([*self.prefix(), token])
+        assert self.rule.pattern is not None
+        return any(found.end() == len(text) for found in re.finditer(self.rule.pattern, text))
 
     def put(self, token: int, kind: str) -> None:
         """Append a token; it may open the window, or be the match that closes it."""

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from fly import config
-from tests.written_runs import sample, write_lines
+from tests.written_runs import drafted, sample, write_lines
 
 _dates = itertools.count(1)
 
@@ -27,13 +27,15 @@ def write_run(
     prompts: str = "question",
     with_records: bool = True,
     trace: list[dict] | None = None,
+    drafts: list[tuple[int, int]] | None = None,
     **settings,
 ) -> Path:
     """One run; returns its results file.
 
     scores: by task, one per document. rounds, emitted, seconds: of every document. settings: keys
     of the configuration. backend: `hf` is a run of lm-eval's own. of_corpus: documents have no
-    score of their own. trace: lines of a trace file. wall_seconds: of every document.
+    score of their own. trace: lines of a trace file. wall_seconds: of every document. drafts:
+    (drafted, accepted) of the rounds of every document.
     """
     folder.mkdir(parents=True, exist_ok=True)
     number = next(_dates)
@@ -63,6 +65,8 @@ def write_run(
         for task, values in scores.items()
         for document in range(len(values))
     ]
+    if drafts:
+        records = [record | drafted(drafts) for record in records]
     if backend in ("fly", "vllm"):
         results["config"]["fly"] = _entry(date, records, settings) | {"devices": devices}
         if with_records:

@@ -4,6 +4,8 @@ import hashlib
 import json
 from pathlib import Path
 
+from fly.runs.records import Positions
+
 DATE = "2026-01-01T00-00-00.000000"
 STARTED = "2026-01-01T00-00-00"
 
@@ -36,6 +38,15 @@ def write_lines(path: Path, records) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
 
+def drafted(rounds) -> dict:
+    """A record's counts of rounds, each (drafted, accepted) and a token of the target's."""
+    positions = Positions()
+    for each in rounds:
+        positions.add_round(*each)
+    emitted = sum(accepted + 1 for _, accepted in rounds)
+    return {"emitted": emitted, "rounds": len(rounds), "positions": positions.as_dict()}
+
+
 def write(
     folder: Path,
     mode: str | None = "fly",
@@ -57,11 +68,13 @@ def write(
     aggregated=None,
     tokens=12,
     machine=None,
+    drafts=None,
 ) -> Path:
     """Write one run; its folder. scores: of the task `sums`; tasks: by task instead.
 
     A task's scores are a list, or by metric. mode None is lm-eval's own backend. A document takes
     `seconds` of decoding and a tenth of it of prefill, `tokens` in rounds of `round_tokens`.
+    drafts: of every document, by its number, (drafted, accepted) per round.
     machine: what differs from two threads of a CPU and one sequence: keys of `device`, batch_size.
     """
     tasks = tasks or {"sums": scores}
@@ -98,6 +111,8 @@ def write(
                 record["rounds"] = tokens // round_tokens
                 record["seconds"] = {"prefill": seconds / 10, "draft": seconds / 4}
                 record["seconds"] |= {"verify": seconds / 2, "other": seconds / 4, "compile": 0}
+                if drafts:
+                    record |= drafted(drafts[doc_id])
                 records.append(record)
         write_lines(folder / f"samples_{task}_{DATE}.jsonl", lines)
         means = {f"{name},{filter_name}": sum(v) / count for name, v in by_metric.items()}

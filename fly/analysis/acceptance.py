@@ -6,36 +6,20 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from fly.runs.records import Positions
 from fly.runs.replay import Generation, Token
 
 
 @dataclass
-class Position:
-    """One draft position over all rounds.
-
-    drafted: how often. reached: how often everything before it in the same draft stood in the end.
-    matches, deferred: tokens that stood, as the target token or as a deferred mismatch.
-    """
-
-    drafted: int = 0
-    reached: int = 0
-    matches: int = 0
-    deferred: int = 0
-
-    @property
-    def stood(self) -> int:
-        return self.matches + self.deferred
-
-
-@dataclass
 class Acceptance:
-    """positions: by place in the draft, from the first. blocks: rounds by tokens that stood.
+    """deferred: mismatches that stood, by position. blocks: rounds by tokens that stood.
 
     stood, rolled_back, rejected: the target's entropies at mismatches, by what became of them. A
     mismatch that was dropped only because it was in another deferral's window is in none of them.
     """
 
-    positions: list[Position] = field(default_factory=list)
+    positions: Positions = field(default_factory=Positions)
+    deferred: Counter[int] = field(default_factory=Counter)
     blocks: Counter[int] = field(default_factory=Counter)
     stood: list[float] = field(default_factory=list)
     rolled_back: list[float] = field(default_factory=list)
@@ -58,19 +42,10 @@ def _add(result: Acceptance, generation: Generation) -> None:
     for line in generation.rounds:
         tokens = per_round[line["round"]]
         result.blocks[len(tokens)] += 1
-        stood = {t.position: t.source for t in tokens if t.position is not None}
-        _add_positions(result.positions, len(line["draft"]), stood)
+        drafted = [(t.position, t.source) for t in tokens if t.position is not None]
+        result.positions.add_round(len(line["draft"]), len(drafted))
+        result.deferred.update(at for at, source in drafted if source == "deferred")
     _add_entropies(result, generation)
-
-
-def _add_positions(positions: list[Position], drafted: int, stood: dict[int, str]) -> None:
-    while len(positions) < drafted:
-        positions.append(Position())
-    for at, position in enumerate(positions[:drafted]):
-        position.drafted += 1
-        position.reached += at == 0 or at - 1 in stood
-        position.deferred += stood.get(at) == "deferred"
-        position.matches += at in stood and stood[at] != "deferred"
 
 
 def _add_entropies(result: Acceptance, generation: Generation) -> None:

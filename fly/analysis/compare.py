@@ -10,6 +10,7 @@ from fly.analysis import statistics
 from fly.analysis.scores import Measured, Metric, Task, Work, why_not_reusable
 from fly.analysis.statistics import DEFAULT_DEMAND, Comparison, Demand, Ratio, Verdict
 from fly.errors import FlyError
+from fly.runs.records import Positions, mean_lengths
 
 _WEAKEST_FIRST: tuple[Verdict, ...] = ("fell", "not enough evidence", "unchanged", "held")
 # Where these facts differ, seconds do not compare; where those of _METHOD do, a note says so.
@@ -53,7 +54,8 @@ class Pace:
     """What a run decoded of a task, and how fast: sums over documents and their rates.
 
     decode, end_to_end: seconds, without and with prefill. saved: the share of the emitted tokens
-    that took no target pass of their own, 1 - rounds / emitted.
+    that took no target pass of their own, 1 - rounds / emitted. tau, al: of all tokens together;
+    the document means: of each document's own. positions: empty for earlier runs.
     """
 
     tokens: int
@@ -63,7 +65,11 @@ class Pace:
     decode_tok_s: float | None
     end_to_end_tok_s: float | None
     tau: float | None
+    tau_document_mean: float | None
+    al: float | None
+    al_document_mean: float | None
     saved: float | None
+    positions: Positions
 
 
 @dataclass(frozen=True)
@@ -350,7 +356,10 @@ def _speed(run: Measured, baseline: Measured | None, names: list[str]) -> Speed 
     if not work:
         return None
     task = names[0] if len(names) == 1 else "overall"
-    pace = _pace(list(work.values()))
+    positions = Positions()
+    for name in names:
+        positions.add(run.tasks[name].positions)
+    pace = _pace(list(work.values()), positions)
     speed = Speed(task, pace, from_earlier_runs=run.is_from_earlier_runs)
     base = _work_of(baseline, names) if baseline else {}
     if baseline is None or base.keys() != work.keys():
@@ -406,7 +415,7 @@ def _drafts_note(run: Measured) -> str:
     )
 
 
-def _pace(work: list[Work]) -> Pace:
+def _pace(work: list[Work], positions: Positions) -> Pace:
     tokens, rounds = sum(item.tokens for item in work), sum(item.rounds for item in work)
     decode, whole = sum(item.decode for item in work), sum(item.end_to_end for item in work)
     return Pace(
@@ -416,6 +425,7 @@ def _pace(work: list[Work]) -> Pace:
         end_to_end=whole,
         decode_tok_s=tokens / decode if decode else None,
         end_to_end_tok_s=tokens / whole if whole else None,
-        tau=tokens / rounds if rounds else None,
+        **mean_lengths([item.lengths for item in work]),
         saved=1 - rounds / tokens if tokens else None,
+        positions=positions,
     )

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from fly.analysis.compare import Result, ScoreRow, Speed
 from fly.analysis.statistics import Comparison, Demand, Interval, Ratio, bound_of_no_loss
+from fly.runs.records import by_position
 from fly.runs.settings import with_drafts
 
 _WIDTH = 100
@@ -24,10 +25,16 @@ _SCORES: dict[str, int | None] = {
     "run": 14, "score": 7, "recovery [95 %]": 20, "lost/won": 8, "p": 6, "verdict": 33,
 }  # fmt: skip
 _SPEED: dict[str, int | None] = dict.fromkeys(
-    ("task", "run", "decoding x", "end to end x", "tokens x", "tok/s", "tau", "saved")
+    ("task", "run", "decoding x", "end to end x", "tokens x", "tok/s", "saved")
 )
-_UNFOLDED = ("decoding x", "end to end x")  # a task name may fold, an interval may not
-_NUMBERS = ("score", "lost/won", "p", "tokens x", "tok/s", "tau", "saved")
+_LENGTHS: dict[str, int | None] = dict.fromkeys(
+    ("task", "run", "tau", "tau/doc", "AL", "AL/doc", "accepted by position")
+)
+# a task name may fold, an interval may not
+_UNFOLDED = ("decoding x", "end to end x", "accepted by position")
+_NUMBERS = (
+    "score", "lost/won", "p", "tokens x", "tok/s", "saved", "tau", "tau/doc", "AL", "AL/doc",
+)  # fmt: skip
 
 
 def visible(text: str) -> str:
@@ -45,6 +52,7 @@ def print_result(result: Result) -> None:
         console.print(_table(label, _SCORES, rows))
     if speed := list(_speed_rows(result)):
         console.print(_table(f"time x, against {result.baseline}", _SPEED, speed))
+        console.print(_table("mean acceptance lengths", _LENGTHS, list(_length_rows(result))))
     for line in _notes(result):
         console.print(line, markup=False)
 
@@ -59,6 +67,8 @@ def markdown(result: Result) -> str:
     parts = [f"### {_title(result)}", _markdown(["task", *_SCORES], rows)]
     if speed := list(_speed_rows(result)):
         parts += [f"Time x, against {visible(result.baseline)}:", _markdown([*_SPEED], speed)]
+        lengths = list(_length_rows(result))
+        parts += ["Mean acceptance lengths:", _markdown([*_LENGTHS], lengths)]
     return "\n\n".join([*parts, "\n".join(f"- {line}" for line in _notes(result))]) + "\n"
 
 
@@ -156,16 +166,30 @@ def in_words(scores: Comparison, demand: Demand) -> list[str]:
     return [f"~{scores.decides:,} documents would decide"]
 
 
-def _speed_rows(result: Result) -> Iterator[list[str]]:
+def _by_task(result: Result) -> Iterator[tuple[str, str, Speed]]:
+    """(task, run, its speed); a task's name stands in its first row only."""
     runs = [(result.baseline, result.baseline_speeds)]
     runs += [(other.name, other.speeds) for other in result.others]
     for task in dict.fromkeys(speed.task for _, speeds in runs for speed in speeds):
         label = task
         for name, speeds in runs:
             for speed in (speed for speed in speeds if speed.task == task):
-                shown = with_drafts(name, speed.from_earlier_runs)
-                yield [label, shown, *_speed_cells(speed, name == result.baseline)]
+                yield label, name, speed
                 label = ""
+
+
+def _speed_rows(result: Result) -> Iterator[list[str]]:
+    for label, name, speed in _by_task(result):
+        shown = with_drafts(name, speed.from_earlier_runs)
+        yield [label, shown, *_speed_cells(speed, name == result.baseline)]
+
+
+def _length_rows(result: Result) -> Iterator[list[str]]:
+    for label, name, speed in _by_task(result):
+        pace = speed.pace
+        lengths = (pace.tau, pace.tau_document_mean, pace.al, pace.al_document_mean)
+        cells = ["-" if value is None else f"{value:.2f}" for value in lengths]
+        yield [label, name, *cells, by_position(pace.positions.unconditional) or "-"]
 
 
 def _speed_cells(speed: Speed, is_baseline: bool) -> list[str]:
@@ -177,7 +201,6 @@ def _speed_cells(speed: Speed, is_baseline: bool) -> list[str]:
     return [
         *(["1"] * 3 if is_baseline else [ratio(speed.decode), ratio(speed.end_to_end), tokens]),
         f"{pace.decode_tok_s:.1f}" if pace.decode_tok_s else "-",
-        f"{pace.tau:.2f}" if pace.tau is not None else "-",
         f"{pace.saved:.0%}" if pace.saved is not None else "-",
     ]
 
@@ -188,6 +211,11 @@ def _notes(result: Result) -> list[str]:
         lines.append(
             f"time x: seconds of {result.baseline} over the run's for the same documents [95 %]; "
             "tokens x: emitted tokens over its."
+        )
+        lines.append(
+            "tau: tokens per round; AL: 1 + accepted draft tokens per draft; both of all tokens, "
+            "so that long outputs weigh more. /doc: means over documents. By position: shares of "
+            "all drafts."
         )
     else:
         lines.append(f"no time x: {result.baseline} has no records of requests")

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,7 +20,7 @@ from fly.models import sources
 from fly.models.fingerprint import WHOLE, as_one, of_model
 from fly.paths import write_output
 from fly.runs.reader import Run, TaskRun
-from fly.runs.records import DECODING, TIMED
+from fly.runs.records import DECODING, TIMED, Lengths, Positions
 from fly.runs.shapes import RequestLine
 
 _HASH_DIGITS = 16
@@ -38,12 +39,21 @@ class DocumentHashes(_Stored):
 
 
 class Work(_Stored):
-    """Tokens, rounds and seconds of one document, all its requests (repeats) together."""
+    """Tokens, rounds and seconds of one document, all its requests (repeats) together.
+
+    accepted, drafts: draft tokens that stand, and rounds with a draft; zeros where that is unknown.
+    """
 
     tokens: int
     rounds: int
     decode: float
     end_to_end: float
+    accepted: int = 0
+    drafts: int = 0
+
+    @property
+    def lengths(self) -> Lengths:
+        return Lengths(self.tokens, self.rounds, self.accepted, self.drafts)
 
 
 class Metric(_Stored):
@@ -72,8 +82,8 @@ class Outputs(_Stored):
 
 
 class Task(_Stored):
-    """documents, work: by document id; work is empty for other backends than fly's. outputs: only
-    where they were asked for."""
+    """documents, work: by document id; work is empty for other backends than fly's. positions: of
+    all documents, empty where that is unknown. outputs: only where they were asked for."""
 
     version: str
     num_fewshot: int
@@ -81,6 +91,7 @@ class Task(_Stored):
     documents: dict[int, DocumentHashes]
     metrics: list[Metric]
     work: dict[int, Work]
+    positions: Positions = Field(default_factory=Positions)
     outputs: Outputs | None = None
 
 
@@ -142,7 +153,7 @@ def measure(run: Run, *, with_outputs: bool = False) -> Measured:
         parts_of[task.name].append(task)
     if not parts_of:
         raise FlyError(f"{run.path}: holds no samples: nothing was scored")
-    done = _work(run)
+    requests = _requests(run)
     outputs = _outputs(run) if with_outputs else {}
     tasks = {}
     for name, parts in parts_of.items():
@@ -153,7 +164,8 @@ def measure(run: Run, *, with_outputs: bool = False) -> Measured:
             generation=run.results["configs"].get(name, {}).get("generation_kwargs") or {},
             documents={i: _hashes(*sample.hashes) for i, sample in first.samples.items()},
             metrics=[metric for part in parts for metric in _metrics(part, run.name, notes)],
-            work=done.get(name, {}),
+            work={doc_id: _sum(records) for doc_id, records in requests[name].items()},
+            positions=_positions(chain.from_iterable(requests[name].values())),
             outputs=outputs.get(name),
         )
     return Measured(
@@ -194,15 +206,20 @@ def _metrics(task: TaskRun, run_name: str, notes: list[str]) -> Iterator[Metric]
         yield metric
 
 
-def _work(run: Run) -> dict[str, dict[int, Work]]:
+def _requests(run: Run) -> dict[str, dict[int, list[RequestLine]]]:
     """By task and document; empty without fly's records."""
     requests: dict[str, dict[int, list[RequestLine]]] = defaultdict(lambda: defaultdict(list))
     for record in run.requests:
         requests[record["task"]][record["doc_id"]].append(record)
-    return {
-        task: {doc_id: _sum(records) for doc_id, records in documents.items()}
-        for task, documents in requests.items()
-    }
+    return requests
+
+
+def _positions(records: Iterable[RequestLine]) -> Positions:
+    found = Positions()
+    for record in records:
+        if "positions" in record:
+            found.add(Positions(**record["positions"]))
+    return found
 
 
 def _sum(records: list[RequestLine]) -> Work:
@@ -210,11 +227,14 @@ def _sum(records: list[RequestLine]) -> Work:
         taken: list[Any] = [record["seconds"] for record in records]
         return round(sum(each[phase] for each in taken for phase in phases), 6)
 
+    positions = _positions(records)
     return Work(
         tokens=sum(record["emitted"] for record in records),
         rounds=sum(record["rounds"] for record in records),
         decode=seconds(DECODING),
         end_to_end=seconds(TIMED),
+        accepted=sum(positions.accepted),
+        drafts=positions.drafts,
     )
 
 
@@ -320,11 +340,16 @@ def _machine(run: Run) -> dict[str, Any]:
 
 def save(measured: Measured, path: Path, *, with_outputs: bool = False) -> None:
     """Write a baseline file. Raises FlyError if outputs are asked for and some are not there."""
-    leave_out: dict[str, Any] = {} if measured.drafts else {"drafts": True}
+    leave_out: dict[str, Any] = {}
+    of_task: dict[str, Any] = {}
+    if not measured.drafts:  # an earlier fly can read it then
+        leave_out["drafts"] = of_task["positions"] = True
+        of_task["work"] = {"__all__": {"accepted", "drafts"}}
     if with_outputs:
         _check_outputs(measured)
     else:
-        leave_out["tasks"] = {"__all__": {"outputs"}}
+        of_task["outputs"] = True
+    leave_out["tasks"] = {"__all__": of_task}
     write_output(path, measured.model_dump_json(exclude=leave_out) + "\n", "--save-baseline")
 
 

@@ -170,6 +170,11 @@ def _check_tunable(config: fly_config.FlyConfig, where: str) -> None:
             f"spd_k={config.spd_k}, drafter {drafter}): set use_sd=true, spd_k >= 1 and drafter to "
             "model or cascade"
         )
+    if config.exact_pattern:
+        raise FlyError(
+            f"{where}: exact_pattern={list(config.exact_pattern)}: fly tune's walks have no texts: "
+            "leave it out, and add it to the configuration that is found"
+        )
     if config.draft_model_path is None:
         raise FlyError(
             f"{where}: nothing to tune: it names no draft model: add draft_model_path, or "

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fly.runs.records import TIMED
+from fly.runs.records import TIMED, Positions, by_position
 from fly.runs.shapes import DraftedFrom, DraftRuns
 
 _TARGETS = {True: " (of this target)", False: " (of another target)", None: ""}
@@ -24,11 +24,11 @@ def print_summary(entry: dict[str, Any]) -> None:
     split = (f"{phase} {100 * seconds[phase] / total:.0f} %" for phase in (*TIMED, "recording"))
     rows = {
         "requests": f"{stats['requests']} ({stats['prompt_tokens']} prompt tokens)",
-        "emitted tokens / rounds = tau": f"{stats['emitted']} / {stats['rounds']} = "
-        f"{stats['tau'] or 0:.2f}",
+        **_length_rows(stats),
         "decode tok/s": f"{stats['decode_tok_s'] or 0:.2f}",
         "end-to-end tok/s": f"{stats['end_to_end_tok_s'] or 0:.2f}",
         **_draft_rows(stats, entry.get("draft_runs")),
+        **_position_rows(Positions(**stats["positions"])),
         "matches accepted": str(stats["native_accepted"]),
         "deferred accepted / rolled back": f"{stats['deferred_accepted']} / "
         f"{stats['deferred_rolled_back']}",
@@ -46,6 +46,42 @@ def print_summary(entry: dict[str, Any]) -> None:
     for name, value in rows.items():
         table.add_row(name, value)
     Console(width=100 if not sys.stdout.isatty() else None).print(table)
+
+
+def _length_rows(stats: dict[str, Any]) -> dict[str, str]:
+    """Mean acceptance lengths: of all tokens, and the means over documents; by task, if several."""
+    rows = {
+        "emitted tokens / rounds = tau": f"{stats['emitted']} / {stats['rounds']} = "
+        f"{stats['tau'] or 0:.2f}{_document_mean(stats, 'tau')}"
+    }
+    if stats["al"] is not None:
+        positions = Positions(**stats["positions"])
+        rows["1 + accepted / drafts = AL"] = (
+            f"1 + {sum(positions.accepted)} / {positions.drafts} = {stats['al']:.2f}"
+            f"{_document_mean(stats, 'al')}"
+        )
+    if len(stats["tasks"]) > 1:
+        for name, task in stats["tasks"].items():
+            rows[f"  {name}"] = ", ".join(
+                f"{label} {task[key]:.2f}{_document_mean(task, key)}"
+                for key, label in (("tau", "tau"), ("al", "AL"))
+                if task[key] is not None
+            )
+    return rows
+
+
+def _document_mean(lengths: dict[str, Any], name: str) -> str:
+    mean = lengths[f"{name}_document_mean"]
+    return "" if mean is None else f" (mean over documents {mean:.2f})"
+
+
+def _position_rows(positions: Positions) -> dict[str, str]:
+    if not positions.drafts:
+        return {}
+    return {
+        "accepted by position": f"{by_position(positions.unconditional)} of all drafts",
+        "if all before was": f"{by_position(positions.conditional)} of those that reached it",
+    }
 
 
 def _draft_rows(stats: dict[str, Any], earlier: DraftRuns | None) -> dict[str, str]:
@@ -104,4 +140,8 @@ def _rule_in_words(mode: str, config: dict[str, Any]) -> list[str]:
     gates["rank"] = "draft_rank_max"
     parts += [f"{name}={config[key]}" for name, key in gates.items() if config[key] is not None]
     parts += ["across rounds"] if config["defer_across_rounds"] else []
+    if config.get("exact_first_tokens"):
+        parts.append(f"first {config['exact_first_tokens']} exact")
+    if config.get("exact_pattern"):
+        parts.append(f"exact in {', '.join(config['exact_pattern'])}")
     return parts + (["reference windows"] if config["window_rule"] == "reference" else [])

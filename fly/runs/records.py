@@ -6,9 +6,11 @@ emitted tokens per round; emitted = native_accepted + deferred_accepted + correc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from itertools import zip_longest
+from statistics import fmean
 from typing import Any
 
 from typing_extensions import Self
@@ -125,7 +127,8 @@ class Positions:
     @property
     def unconditional(self) -> list[float]:
         """By position, the share of all drafts that were accepted up to it."""
-        return [count / self.drafts for count in self.accepted]
+        pairs = zip_longest(self.accepted, self.drafted, fillvalue=0)
+        return [accepted / self.drafts for accepted, _ in pairs]
 
     @property
     def conditional(self) -> list[float]:
@@ -133,13 +136,51 @@ class Positions:
         pairs = zip_longest(self.accepted, self.reached, fillvalue=0)
         return [accepted / reached for accepted, reached in pairs]
 
-    @property
-    def acceptance_length(self) -> float | None:
-        """AL: accepted draft tokens per draft, plus one; None without drafts."""
-        return 1 + sum(self.accepted) / self.drafts if self.drafts else None
-
     def as_dict(self) -> dict[str, list[int]]:
         return asdict(self)
+
+
+@dataclass
+class Lengths(Sums):
+    """What mean acceptance lengths are made of. accepted: draft tokens; drafts: rounds with one."""
+
+    emitted: int = 0
+    rounds: int = 0
+    accepted: int = 0
+    drafts: int = 0
+
+    @classmethod
+    def of(cls, counts: Counts, positions: Positions) -> Lengths:
+        return cls(counts.emitted, counts.rounds, sum(positions.accepted), positions.drafts)
+
+    @property
+    def tau(self) -> float | None:
+        return self.emitted / self.rounds if self.rounds else None
+
+    @property
+    def al(self) -> float | None:
+        return 1 + self.accepted / self.drafts if self.drafts else None
+
+
+def mean_lengths(documents: Collection[Lengths]) -> dict[str, float | None]:
+    """tau and AL of all documents together, to which long outputs add more rounds, and the means
+    of the documents' own, in which all count the same. None where there is nothing to divide by."""
+    whole = Lengths()
+    for document in documents:
+        whole.add(document)
+    found: dict[str, float | None] = {}
+    for name in ("tau", "al"):
+        own = [getattr(document, name) for document in documents]
+        own = [value for value in own if value is not None]
+        found[name] = _rounded(getattr(whole, name))
+        found[f"{name}_document_mean"] = _rounded(fmean(own)) if own else None
+    return found
+
+
+def by_position(shares: Collection[float], most: int = 8) -> str:
+    """Shares as in `0.86 0.74 0.62 ...`, at most so many."""
+    shown = " ".join(f"{share:.2f}" for share in list(shares)[:most])
+    return f"{shown} ..." if len(shares) > most else shown
 
 
 def zero_seconds() -> dict[str, float]:
@@ -208,6 +249,7 @@ class RequestRecord:
         return {
             **self.counts.as_dict(),
             **rates(self.counts, self.seconds),
+            "al": _rounded(Lengths.of(self.counts, self.positions).al),
             "sources": self.sources.as_dict(),
             "positions": self.positions.as_dict(),
             "wall_seconds": None if wall is None else round(wall, 6),
@@ -220,7 +262,7 @@ class RequestRecord:
 
 @dataclass
 class RunStats:
-    """Sums over the requests of a run."""
+    """Sums over the requests of a run. documents: by task and document id."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -230,21 +272,27 @@ class RunStats:
     seconds: dict[str, float] = field(default_factory=zero_seconds)
     sources: CountsBySource = field(default_factory=CountsBySource)
     positions: Positions = field(default_factory=Positions)
+    documents: dict[tuple[str, int], Lengths] = field(default_factory=dict)
 
     def add_request(self, record: RequestRecord) -> None:
-        self.merge(self.of_line(record.as_dict()))
+        instance = record.request.tag
+        asked = {"task": instance.task_name, "doc_id": instance.doc_id}
+        self.merge(self.of_line({**asked, **record.as_dict()}))
 
     @classmethod
     def of_line(cls, record: Mapping[str, Any]) -> RunStats:
-        """The share of one request, by the keys of `RequestRecord.as_dict`."""
+        """The share of one request, by its task, document and `RequestRecord.as_dict`."""
+        counts = Counts(**{item.name: record[item.name] for item in fields(Counts)})
+        positions = Positions(**record.get("positions", {}))
         return cls(
             requests=1,
             prompt_tokens=record["prompt_tokens"],
             prompt_tokens_reused=record["prompt_tokens_reused"],
-            counts=Counts(**{item.name: record[item.name] for item in fields(Counts)}),
+            counts=counts,
             seconds=dict(record["seconds"]),
             sources=CountsBySource.of_line(record.get("sources", {})),
-            positions=Positions(**record.get("positions", {})),
+            positions=positions,
+            documents={(record["task"], record["doc_id"]): Lengths.of(counts, positions)},
         )
 
     def merge(self, other: RunStats) -> None:
@@ -258,13 +306,23 @@ class RunStats:
             self.seconds[phase] += value
         self.sources.merge(other.sources)
         self.positions.add(other.positions)
+        for document, lengths in other.documents.items():
+            self.documents.setdefault(document, Lengths()).add(lengths)
 
     def as_dict(self) -> dict[str, Any]:
         """The `stats` of the results file."""
+        tasks: dict[str, list[Lengths]] = defaultdict(list)
+        for (task, _), lengths in self.documents.items():
+            tasks[task].append(lengths)
         return {
             "requests": self.requests,
             **self.counts.as_dict(),
+            **mean_lengths(self.documents.values()),
             **rates(self.counts, self.seconds),
+            "tasks": {
+                task: {"documents": len(documents), **mean_lengths(documents)}
+                for task, documents in tasks.items()
+            },
             "sources": self.sources.as_dict(),
             "positions": self.positions.as_dict(),
             "prompt_tokens": self.prompt_tokens,
@@ -286,3 +344,7 @@ def rates(counts: Counts, seconds: dict[str, float]) -> dict[str, float | None]:
 
 def _ratio(numerator: float, denominator: float) -> float | None:
     return round(numerator / denominator, 4) if denominator > 0 else None
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)

@@ -25,7 +25,7 @@ _SHORT = {
     "relaxed_top_k": "top", "relaxed_delta": "\u03b4", "draft_quantization": "draft",
     "draft_policy": "policy", "draft_model_path": "draft model", "batch_size": "batch size",
     "max_ngram_size": "n-gram", "num_ngram_pred_tokens": "n-gram tokens",
-    "draft_runs": "earlier runs",
+    "draft_runs": "earlier runs", "exact_first_tokens": "first exact", "exact_pattern": "exact in",
 }  # fmt: skip
 
 

@@ -11,8 +11,16 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from fly.runs.records import Counts, CountsBySource, RequestRecord, RoundRecord, zero_seconds
+from fly.runs.records import (
+    Counts,
+    CountsBySource,
+    Positions,
+    RequestRecord,
+    RoundRecord,
+    zero_seconds,
+)
 from fly.speculation.rules.base import JudgedDraft, Resolution, Rule
+from fly.speculation.running_text import RunningText
 from fly.speculation.sampling import GREEDY, Noise, NoiseStream, Sampling
 from fly.speculation.stop_strings import StopMatcher
 
@@ -109,11 +117,14 @@ class Sequence:
         self.prefilled_at = 0.0  # by the engine's clock, when its first prefill ended
         self.open: OpenDeferral | None = None
         self.by_source = CountsBySource()
+        self.positions = Positions()
         self.sources: list[Source] = []  # one per generated token
         self._by = ""  # who drafted each generated token; a space for the target's own
         self._counted = 0  # generated tokens that are final
+        self._provisional: list[tuple[int, int]] = []  # rounds: where each starts, what it drafted
         self._eos_ids = eos_ids
         self._stops = stops
+        self._text = RunningText(stops.decode)
         self._stream = None if request.sampling.is_greedy else NoiseStream(request.seed)
         self._skipped = 0  # places whose random numbers are not those of an output's token
 
@@ -155,7 +166,7 @@ class Sequence:
     def judge(self, rule: Rule, judged: JudgedDraft, by: str | None = None) -> Verdict:
         """What the rule decides of a draft, given this sequence's ends and its open deferral.
 
-        judged: its eos_ids, stop_at and open_matches are filled in here. by: who drafted each
+        judged: its last five fields are filled in here. by: who drafted each
         token; the draft model by default.
         """
         resolution = rule.resolve(
@@ -164,6 +175,8 @@ class Sequence:
                 eos_ids=self._eos_ids,
                 stop_at=lambda: self.draft_until_stop(judged.draft),
                 open_matches=None if self.open is None else self.open.matches,
+                start=len(self.generated),
+                text=lambda tokens: self._text.of([*self.tokens, *tokens], self.final_length),
             )
         )
         by = "d" * len(judged.draft) if by is None else by
@@ -184,6 +197,7 @@ class Sequence:
             counts.discarded += self._roll_back(before)  # the window cannot be filled any more
             self._end()
         self._count(counts, verdict.by)
+        self._count_positions(before, len(verdict.draft))
         self.counts.add(counts)
         if self.sources[-1] is Source.ROLLBACK:
             # numbers of the tokens after it have decided that it is rolled back: they are spent
@@ -310,6 +324,15 @@ class Sequence:
         counts.bonus = fresh.count(Source.BONUS)
         counts.emitted = len(fresh)
 
+    def _count_positions(self, start: int, drafted: int) -> None:
+        """Count the rounds since a deferral opened once no rollback can shorten them."""
+        self._provisional.append((start, drafted))
+        if self.open is not None:
+            return
+        for start, drafted in self._provisional:  # of a dropped round nothing is left at its start
+            self.positions.add_round(drafted, f"{self._by[start:]} ".index(" "))
+        self._provisional.clear()
+
     def record(self, ended_at: float) -> RequestRecord:
         """ended_at: by the engine's clock."""
         assert self.finish_reason is not None
@@ -322,5 +345,6 @@ class Sequence:
             counts=self.counts,
             seconds=self.seconds,
             sources=self.by_source,
+            positions=self.positions,
             wall_seconds=ended_at - self.prefilled_at,
         )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 Decode = Callable[[Sequence[int]], str]
 
 _SLACK = 4  # a character may span up to 4 byte-level tokens
-_BROKEN = "\N{REPLACEMENT CHARACTER}"  # bytes that are no character, or not yet
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # bytes that are no character, or not yet
 
 
 class StopMatcher:
@@ -26,7 +26,7 @@ class StopMatcher:
 
     def __init__(self, stops: Sequence[str], decode: Decode) -> None:
         self._stops = [stop for stop in stops if stop]
-        self._decode = decode
+        self.decode = decode
         self._tail = max((len(stop.encode()) for stop in self._stops), default=0) + _SLACK
 
     def tokens_until_match(self, generated: Sequence[int], new: Sequence[int]) -> int | None:
@@ -38,10 +38,10 @@ class StopMatcher:
             return None
         tail, whole = self._from_a_character(generated, new)
         found = self._has_stop(whole)
-        if not found and _BROKEN not in whole:
+        if not found and BROKEN not in whole:
             return None
         for count in range(1, len(new)):
-            if self._has_stop(self._decode([*tail, *new[:count]])):
+            if self._has_stop(self.decode([*tail, *new[:count]])):
                 return count
         return len(new) if found else None
 
@@ -52,12 +52,12 @@ class StopMatcher:
         start = max(0, len(generated) - self._tail)
         for earlier in range(min(start, _SLACK - 1) + 1):
             tail = generated[start - earlier :]
-            whole = text = self._decode([*tail, *new])
+            whole = text = self.decode([*tail, *new])
             for cut in range(1, _SLACK):  # the end may be what is not whole
-                if not text.startswith(_BROKEN):
+                if not text.startswith(BROKEN):
                     return tail, whole
-                text = self._decode([*tail, *new][:-cut])
-        return generated[start:], self._decode([*generated[start:], *new])
+                text = self.decode([*tail, *new][:-cut])
+        return generated[start:], self.decode([*generated[start:], *new])
 
     def _has_stop(self, text: str) -> bool:
         return any(stop in text for stop in self._stops)

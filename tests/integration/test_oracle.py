@@ -4,7 +4,9 @@ The scripted target's token is a hash of all tokens that the engine fed to a slo
 stale, missing or foreign token in a cache changes what it says.
 """
 
+import copy
 import random
+import re
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -17,6 +19,7 @@ from fly.speculation.drafters.base import Draft, Drafter
 from fly.speculation.engine import Engine
 from fly.speculation.rules.fly import FlyRule
 from fly.speculation.rules.gates import EntropyGate
+from fly.speculation.running_text import RunningText
 from fly.speculation.sequence import Request, Sequence
 from tests import tiny
 from tests.oracle import Oracle, Rule, Script, plain
@@ -141,7 +144,10 @@ def draw_case(pick) -> Case:
     """A random case; `pick(values)` chooses one of them, at random or as hypothesis likes."""
     window, across = pick([None, 0, 1, 1, 2, 3, 4, 6]), pick([False, True, True])
     lookahead = None if across or window is None else window + pick([0, 0, 1])
-    rule = Rule(pick(range(1, 9)), window, pick([None, 0.3, 0.9]), lookahead)
+    rule = Rule(
+        pick(range(1, 9)), window, pick([None, 0.3, 0.9]), lookahead,
+        pick([0, 0, 0, 2, 9]), pick([None, None, "[ab]+", "c[^d]*", "a.?b"]),
+    )  # fmt: skip
     script = Script(
         pick(range(10**6)), pick(range(8, 13)), pick([0.3, 0.6, 0.8, 0.9]), pick([0, 0.02, 0.08])
     )
@@ -171,7 +177,10 @@ def rule_of(rule):
     if rule.window is None:
         return tiny.EXACT
     gates = () if rule.theta is None else (EntropyGate(rule.theta),)
-    return tiny.fly_rule(gates, rule.window, rule.lookahead)
+    made = tiny.fly_rule(gates, rule.window, rule.lookahead)
+    made.exact_first = rule.exact_first
+    made.patterns = () if rule.pattern is None else (re.compile(rule.pattern),)
+    return made
 
 
 def run(case: Case, requests=None):
@@ -187,7 +196,11 @@ def run(case: Case, requests=None):
     )
     records = {record.request.tag: record for record in engine.run(requests or case.requests)}
     return {
-        tag: (record.tokens, record.finish_reason, record.counts.as_dict())
+        tag: (
+            record.tokens,
+            record.finish_reason,
+            {**record.counts.as_dict(), "positions": record.positions.as_dict()},
+        )
         for tag, record in records.items()
     }
 
@@ -218,6 +231,8 @@ EVENTS = [
     "stop by a deferral, cut in a later round",
     "stop by a deferral, rolled back",
     "refused: EOS",
+    "refused: first tokens",
+    "refused: pattern",
     "refused: too few drafted after it",
     *(
         f"{kind} token ends: {reason}"
@@ -236,6 +251,12 @@ def noting_final(seen, honest=Sequence.round_record):
     return round_record
 
 
+def positions_agree(counts):
+    found = counts["positions"]
+    accepted = counts["native_accepted"] + counts["deferred_accepted"]
+    return (sum(found["drafted"]), sum(found["accepted"])) == (counts["drafted"], accepted)
+
+
 def test_the_engine_decodes_as_the_oracle_does(monkeypatch):
     """Any slip in windows, rollbacks, ends, counts or cache calls; every event must have occurred.
 
@@ -250,6 +271,7 @@ def test_the_engine_decodes_as_the_oracle_does(monkeypatch):
         assert len(final) == sum(counts["rounds"] for _, _, counts in got.values())
         assert all(s.tokens[: len(tokens)] == tokens for s, tokens in final), case
         assert all(counts["emitted"] == len(tokens) for tokens, _, counts in got.values())
+        assert all(positions_agree(counts) for _, _, counts in got.values())
         requests += len(got)
     assert requests >= 4000
     assert [name for name in EVENTS if events[name] < 3] == []
@@ -298,7 +320,8 @@ def test_exact_mode_is_the_target_alone():
             request = case.requests[tag]
             alone = plain(case.script, request.prompt, request.budget, request.stops)
             assert (tokens, reason) == alone, case
-            total.update(counts)
+            assert positions_agree(counts)
+            total.update({name: n for name, n in counts.items() if name != "positions"})
     assert 0 < total["native_accepted"] < total["drafted"]
     assert total["deferred_accepted"] == total["deferred_rolled_back"] == total["discarded"] == 0
 
@@ -404,9 +427,33 @@ def test_by_hand(name):
 resolve = FlyRule.resolve
 
 
+def changed(rule, **values):
+    other = copy.copy(rule)
+    for name, value in values.items():
+        setattr(other, name, value)
+    return other
+
+
 def window_too_short(rule, judged):
-    shorter = tiny.fly_rule(rule.gates, max(rule.window - 1, min(rule.window, 1)), rule.lookahead)
-    return resolve(shorter, judged)
+    window = max(rule.window - 1, min(rule.window, 1))
+    return resolve(changed(rule, window=window), judged)
+
+
+def first_place_counted_by_round(rule, judged):
+    return resolve(rule, replace(judged, start=0))
+
+
+def pattern_not_looked_at(rule, judged):
+    return resolve(changed(rule, patterns=()), judged)
+
+
+def pattern_blind_to_the_target(rule, judged):
+    blind = [*judged.draft, judged.target_tokens[-1]]
+    return resolve(rule, replace(judged, target_tokens=blind))
+
+
+def provisional_tokens_taken_for_final(text, tokens, final, honest=RunningText.of):
+    return honest(text, tokens, len(tokens))
 
 
 def deferred_eos(rule, judged):
@@ -443,6 +490,12 @@ def provisional_tokens_counted(sequence, counts, drafted, honest=Sequence._count
     sequence.open = held
 
 
+def provisional_positions_counted(sequence, *args, honest=Sequence._count_positions):
+    sequence.open, held = None, sequence.open
+    honest(sequence, *args)
+    sequence.open = held
+
+
 class UncommittedTarget(ScriptedTarget):
     """Not told when a sequence grows shorter."""
 
@@ -459,6 +512,13 @@ IN_RULE = "fly.speculation.rules.fly.FlyRule.resolve"
 MUTANTS = {
     "window one too short": (IN_RULE, window_too_short),
     "EOS deferred": (IN_RULE, deferred_eos),
+    "first places counted by round": (IN_RULE, first_place_counted_by_round),
+    "pattern not looked at": (IN_RULE, pattern_not_looked_at),
+    "pattern blind to the target": (IN_RULE, pattern_blind_to_the_target),
+    "text of tokens that went": (
+        "fly.speculation.running_text.RunningText.of",
+        provisional_tokens_taken_for_final,
+    ),
     "drafted past a stop string": (IN_RULE, draft_past_a_stop_string_counts),
     "deferred token kept within a round": (IN_RULE, deferred_token_kept_within_a_round),
     "deferred token kept across rounds": (
@@ -474,6 +534,10 @@ MUTANTS = {
     "provisional tokens counted": (
         "fly.speculation.sequence.Sequence._count",
         provisional_tokens_counted,
+    ),
+    "provisional tokens counted by position": (
+        "fly.speculation.sequence.Sequence._count_positions",
+        provisional_positions_counted,
     ),
     "stop by a deferred token cuts at once": (
         "fly.speculation.sequence.Sequence._eos_after",

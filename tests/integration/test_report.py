@@ -42,11 +42,11 @@ def test_a_real_run_from_the_command_line(saved_pair, config_file, task_dir, tmp
     (own,) = data["summary"]["runs"]
     assert own["stats"] == stats
     assert own["settings"]["spd_k"] == "4"
-    assert sum(own["acceptance"]["blocks"]) == stats["rounds"]
-    kept = [
-        sum(p[name] for p in own["acceptance"]["positions"]) for name in ("matches", "deferred")
-    ]
-    assert kept == [stats["native_accepted"], stats["deferred_accepted"]]
+    assert sum(own["blocks"]) == stats["rounds"]
+    positions = own["positions"]
+    assert {name: positions[name] for name in stats["positions"]} == stats["positions"]
+    assert sum(positions["deferred"]) == stats["deferred_accepted"]
+    assert sum(positions["accepted"]) == stats["native_accepted"] + stats["deferred_accepted"]
     assert data["summary"]["comparisons"] == []
     for number, row in enumerate(data["documents"]):
         trace = data["traces"]["documents"][str(number)]["0"][0]
@@ -138,7 +138,8 @@ def test_several_runs_are_judged_together_as_fly_compare_judges_them(written, tm
 def test_a_run_of_another_backend_has_scores_and_no_times(written, tmp_path):
     data, _ = written(traced_runs.write(tmp_path / "a", "hf"), traced_runs.write(tmp_path / "b"))
     hf = data["summary"]["runs"][0]
-    assert (hf["mode"], hf["stats"], hf["acceptance"]) == ("hf", None, None)
+    assert (hf["mode"], hf["stats"], hf["blocks"]) == ("hf", None, None)
+    assert hf["positions"]["drafted"] == []
     assert data["summary"]["comparisons"][0]["speed"]["end_to_end"] is None
     assert "tokens" not in data["documents"][0]["runs"][0]
 
@@ -165,7 +166,7 @@ def test_traces_may_be_limited_while_the_charts_use_all(written, tmp_path):
     assert list(cut["traces"]["documents"]) == ["0"]
     assert cut["summary"]["traced"] == {"shown": [0], "all": 2}
     assert cut["summary"]["runs"] == whole["summary"]["runs"]
-    assert sum(cut["summary"]["runs"][0]["acceptance"]["blocks"]) == 6
+    assert sum(cut["summary"]["runs"][0]["blocks"]) == 6
 
 
 def test_model_texts_cannot_leave_their_block(written, tmp_path):

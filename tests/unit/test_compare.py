@@ -307,6 +307,32 @@ def test_speed_sums_repeats_and_is_silent_without_records(tmp_path):
     assert compare.compare(base, [plain]).others[0].speeds == []
 
 
+def test_lengths_say_what_they_are_means_of(tmp_path, capsys):
+    """A long output of many short rounds hides what the other documents have; by hand."""
+    alone = write(tmp_path / "t", "target-only", [1, 0])
+    drafts = [[(4, 1)] * 8, [(4, 4), (2, 2), (0, 0)]]
+    other = write(tmp_path / "f", "exact", [1, 0], drafts=drafts)
+    (speed,) = compare.compare(load(alone), [load(other)]).others[0].speeds
+    pace = speed.pace
+    assert (pace.tau, pace.tau_document_mean) == (round((16 + 9) / 11, 4), (2 + 3) / 2)
+    assert (pace.al, pace.al_document_mean) == (1 + 14 / 10, (2 + 4) / 2)
+    assert pace.positions.drafted == [10, 10, 9, 9]
+    assert pace.positions.accepted == [10, 2, 1, 1]
+    assert fly("compare", alone, other) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "exact 2.27 2.50 2.40 3.00 1.00 0.20 0.10 0.10" in printed
+    assert "target-only 4.00 4.00 - - -" in printed
+
+
+def test_a_baseline_keeps_lengths_and_positions(tmp_path):
+    drafts = [[(4, 1)] * 8, [(4, 4), (2, 2), (0, 0)]]
+    run = load(write(tmp_path / "f", "exact", [1, 0], drafts=drafts))
+    own = scores.Drafts(sources=["own_text"], from_earlier_runs=False, same_target=None)
+    run = run.model_copy(update={"drafts": own})
+    scores.save(run, tmp_path / "base.json")
+    assert scores.read(tmp_path / "base.json").tasks == run.tasks
+
+
 def drafted(folder, same_target, matched=3):
     """The run, as one that drafted from an earlier run's outputs."""
     path = next(folder.glob("results_*.json"))
@@ -507,7 +533,7 @@ def test_files(folders, tmp_path):
     ]
     assert found["others"][1]["rows"][0]["scores"]["lost"] == 21
     text = out["markdown"].read_text()
-    assert text.count("\n|---") == 2
+    assert text.count("\n|---") == 3
     assert "| bad |" in text
     suites = ElementTree.parse(out["junit"]).getroot().findall("testsuite")
     assert [suite.get("name").split()[0] for suite in suites] == ["ok", "bad", "few"]

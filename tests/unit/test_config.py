@@ -82,6 +82,8 @@ def test_windows_across_rounds_need_no_room():
         ("top_p", "0.9", 0.9),
         ("draft_rank_max", "2", 2),
         ("defer_across_rounds", "True", True),
+        ("exact_first_tokens", "4", 4),
+        ("exact_pattern", "none", None),
         ("compile", False, "off"),
     ],
 )

@@ -306,10 +306,19 @@ def test_throughput_against_interactivity_at_several_batch_sizes(tmp_path, capsy
     assert rates == pytest.approx([25, 25, 0])
 
 
-def test_acceptance_by_position_is_counted_from_traces(tmp_path):
+def test_acceptance_by_position_of_earlier_runs_is_counted_from_traces(tmp_path):
     write_run(tmp_path, {"a": SOLVED}, trace=trace([(3, 3), (1, 3), (0, 1)]))
     (positions,) = collect(reader.load_all(tmp_path)).positions
-    assert [(p.matches, p.drafted) for p in positions.places] == [(2, 3), (1, 2), (1, 2)]
+    assert (positions.counts.accepted, positions.counts.drafted) == ([2, 1, 1], [3, 2, 2])
+
+
+def test_acceptance_by_position_is_of_the_records(tmp_path):
+    write_run(tmp_path, {"a": SOLVED}, drafts=[(3, 3), (1, 0), (3, 0), (0, 0)])
+    data = collect(reader.load_all(tmp_path))
+    (axes,) = plotting.draw(data)["acceptance"].axes
+    (line,) = axes.lines
+    assert [*line.get_ydata()] == [1 / 3] * 3
+    assert [*line.get_xdata()] == [1, 2, 3]
 
 
 def test_every_setting_is_its_number_and_the_legend_says_which(tmp_path):
@@ -325,7 +334,7 @@ def test_every_setting_is_its_number_and_the_legend_says_which(tmp_path):
     shown = zip(legend.get_texts(), legend.legend_handles)
     names = {text.get_text(): handle.get_marker() for text, handle in shown}
     assert [names[f"K={k}"] for k in range(2, 12)] == [f"${k - 1}$" for k in range(2, 12)]
-    assert data.notes == ["no acceptance by draft position: no run has a trace (trace=true)"]
+    assert data.notes == ["no acceptance by draft position: no run drafted, or counted it"]
 
 
 def test_the_same_runs_give_the_same_files(folder):

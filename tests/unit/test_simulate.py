@@ -81,8 +81,9 @@ def compare(target, draft, requests, recordings, eos, k, rule, decode=str):
     window=st.sampled_from([0, 1, 2, 4]),
     theta=st.sampled_from([None, 0.2, 0.9]),
     across=st.booleans(),
+    exact_first=st.sampled_from([0, 0, 3, 12]),
 )
-def test_every_rule_walks_as_the_engine_decodes(seed, agree, k, window, theta, across):
+def test_every_rule_walks_as_the_engine_decodes(seed, agree, k, window, theta, across, exact_first):
     """Where behind a deferral the text goes on by position, the walk is exact for all rules."""
     script = Positional(seed, agree=agree, eos=0.0)
     eos = frozenset({script.eos_id})
@@ -90,6 +91,7 @@ def test_every_rule_walks_as_the_engine_decodes(seed, agree, k, window, theta, a
     draft = ScriptedModel(Positional(seed, agree=agree, eos=0.0, is_draft=True), 3)
     requests = [Request((1, 2, 3), 40), Request((4,), 1), Request((1, 5), 23)]
     fly = tiny.relaxed(window, theta, across)
+    fly.exact_first = exact_first
     recorder = Recorder(target, draft, eos, fly.gates, length=LENGTH, width=4)
     answers = answers_of(ScriptedModel(script, 1), requests, eos)
     recordings = [recorder.record(answer) for answer in answers]

@@ -1,9 +1,12 @@
 """The speed table below a run: what was drafted, and from what."""
 
+from dataclasses import fields
+
 import pytest
 
 from fly.harness.summary import in_words, print_summary
-from fly.runs.records import RunStats
+from fly.runs.records import PHASES, Counts, RunStats
+from tests.written_runs import drafted
 
 CONFIG = {"spd_k": 15}
 EARLIER = {
@@ -19,6 +22,10 @@ def printed(capsys, sources, earlier=None):
     stats = {**RunStats(requests=1).as_dict(), "drafted": 1400, "sources": sources}
     entry = {"mode": "exact", "drafter": "ngram", "config": CONFIG, "stats": stats}
     print_summary({**entry, "resumed": None, "draft_runs": earlier})
+    return shown(capsys)
+
+
+def shown(capsys):
     rows, name = {}, ""
     for line in capsys.readouterr().out.splitlines():
         if line.startswith("\u2502"):
@@ -26,6 +33,30 @@ def printed(capsys, sources, earlier=None):
             name = start or name  # a long value goes on in the next line
             rows[name] = f"{rows.get(name, '')} {value}".strip()
     return rows
+
+
+def line(task, doc_id, rounds):
+    record = {item.name: 0 for item in fields(Counts)} | drafted(rounds)
+    seconds = dict.fromkeys(PHASES, 0.0)
+    return {
+        **record, "task": task, "doc_id": doc_id, "seconds": seconds,
+        "prompt_tokens": 1, "prompt_tokens_reused": 0,
+    }  # fmt: skip
+
+
+def test_mean_lengths_say_of_what_and_positions_are_shares_of_drafts(capsys):
+    stats = RunStats()
+    stats.merge(RunStats.of_line(line("long", 0, [(4, 1)] * 8)))
+    stats.merge(RunStats.of_line(line("short", 0, [(4, 4), (2, 2), (0, 0)])))
+    entry = {"mode": "exact", "drafter": "model", "config": CONFIG, "stats": stats.as_dict()}
+    print_summary({**entry, "resumed": None})
+    rows = shown(capsys)
+    assert rows["emitted tokens / rounds = tau"] == "25 / 11 = 2.27 (mean over documents 2.50)"
+    assert rows["1 + accepted / drafts = AL"] == "1 + 14 / 10 = 2.40 (mean over documents 3.00)"
+    assert rows["long"].startswith("tau 2.00 (mean over documents 2.00), AL 2.00")
+    assert rows["short"].startswith("tau 3.00 (mean over documents 3.00), AL 4.00")
+    assert rows["accepted by position"] == "1.00 0.20 0.10 0.10 of all drafts"
+    assert rows["if all before was"] == "1.00 0.20 1.00 1.00 of those that reached it"
 
 
 def test_sources_of_drafts_largest_first(capsys):

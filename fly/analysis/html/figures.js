@@ -33,7 +33,14 @@ function headlineOf(run, base, cards) {
   return el("div", { class: "headline" },
     el("h2", { class: "run-title" }, swatch(run), run.name, base && el("span", { class: "against" }, ` against ${base.name}`)),
     el("div", { class: "cards" }, cards, stats && card("Mean acceptance length (tau)", fixed(stats.tau),
-      `${plural(stats.emitted, "token")} in ${plural(stats.rounds, "round")} (passes of the target)`)));
+      `${plural(stats.emitted, "token")} in ${plural(stats.rounds, "round")} (passes of the target)${acceptanceLengths(stats)}`)));
+}
+
+/** What tau does not say: AL, and both where every document counts the same. */
+function acceptanceLengths(stats) {
+  const means = [["tau", stats.tau_document_mean], ["AL", stats.al_document_mean]].filter(([, mean]) => isNumber(mean));
+  const al = isNumber(stats.al) ? `; AL = 1 + accepted / drafts = ${fixed(stats.al)}` : "";
+  return al + (means.length ? `; means over documents: ${means.map(([name, mean]) => `${name} ${fixed(mean)}`).join(", ")}` : "");
 }
 
 function comparedCards(comparison) {
@@ -153,36 +160,46 @@ function timeFigure({ runs }) {
     legend(PHASES.map(([phase, kind]) => [kind, phase])));
 }
 
-/** Runs whose trace has drafts. */
 function draftedRuns({ runs }) {
-  return runs.filter((run) => run.acceptance?.positions.length);
+  return runs.filter((run) => run.positions.drafted.length);
 }
 
 function positionFigures(summary) {
   return draftedRuns(summary).map((run) => {
-    const places = run.acceptance.positions.map((at, number) => ({
-      ...at, name: String(number + 1), stood: (at.matches + at.deferred) / at.drafted,
-      conditional: at.reached ? (at.matches + at.deferred) / at.reached : 0,
+    const { drafted, reached, accepted, deferred, unconditional, conditional } = run.positions, drafts = drafted[0];
+    const places = [...drafted.keys()].map((at) => ({
+      name: String(at + 1), drafted: drafted[at], reached: reached[at] || 0, accepted: accepted[at] || 0, deferred: deferred?.[at] || 0,
+      unconditional: unconditional[at] || 0, conditional: conditional[at] || 0,
     }));
-    const groups = places.map(({ name, matches, deferred, drafted }) => ({ label: name, columns: [[
-      { value: matches / drafted, kind: "a0", title: `position ${name}: ${percent(matches / drafted)} the target token` },
-      { value: deferred / drafted, kind: "a1", title: `position ${name}: ${percent(deferred / drafted)} deferred and stood` }]] }));
+    const groups = places.map((at) => ({ label: at.name, columns: [[
+      { value: (at.accepted - at.deferred) / drafts, kind: "a0", title: `position ${at.name}: ${percent((at.accepted - at.deferred) / drafts)} ${deferred ? "the target token" : "accepted"}` },
+      { value: at.deferred / drafts, kind: "a1", title: `position ${at.name}: ${percent(at.deferred / drafts)} deferred and stood` }]] }));
     return figure(`Acceptance by draft position: ${run.name}`,
-      "Columns: share of the tokens drafted at a position that stood. Line: the same where all before it stood.",
-      (width) => columns(width, groups, 1, { x: "position in the draft", y: "share that stood" }, "Acceptance by position",
+      `Columns: share of ${plural(drafts, "draft")} accepted up to a position. Line: of those that reached it, all before accepted.`,
+      (width) => columns(width, groups, 1, { x: "position in the draft", y: "share accepted" }, "Acceptance by position",
         { format: (value) => percent(value, 0), dots: places.map((at) => at.conditional) }),
-      table(["position", "drafted", "the target token", "deferred, stood", "stood", "if all before stood"], places.map((at) => [
-        at.name, whole(at.drafted), whole(at.matches), whole(at.deferred), percent(at.stood), percent(at.conditional)]), "Acceptance by draft position"),
-      legend([["a0", "the target token"], ["a1", "deferred and stood"]]));
+      table(["position", "drafted", "reached", "accepted", "deferred of them", "of all drafts", "of those that reached it"], places.map((at) => [
+        at.name, whole(at.drafted), whole(at.reached), whole(at.accepted), deferred ? whole(at.deferred) : NONE, percent(at.unconditional), percent(at.conditional)]), "Acceptance by draft position"),
+      deferred ? legend([["a0", "the target token"], ["a1", "deferred and stood"]]) : null);
   });
 }
 
+/** Mean acceptance lengths by task; null where no run has counted them. */
+function lengthFigure({ runs }) {
+  const rows = runs.flatMap(({ name, stats }) => Object.entries(stats?.tasks || {}).map(([task, found]) => [
+    name, task, whole(found.documents), ...["tau", "tau_document_mean", "al", "al_document_mean"].map((key) => fixed(found[key]))]));
+  if (!rows.length) return null;
+  return el("figure", {}, el("figcaption", {}, el("h3", {}, "Mean acceptance lengths"),
+    el("p", { class: "note" }, "tau: tokens per round; AL: 1 + accepted draft tokens per draft. Of all tokens, long outputs weigh more; in the means over documents all count the same.")),
+  table(["run", "task", "documents", "tau", "tau, mean over documents", "AL", "AL, mean over documents"], rows, "Mean acceptance lengths"));
+}
+
 function blockFigure(summary) {
-  const traced = draftedRuns(summary);
+  const traced = draftedRuns(summary).filter((run) => run.blocks);
   if (!traced.length) return null;
-  const count = (run, length) => run.acceptance.blocks[length] || 0;
-  const share = (run, length) => count(run, length) / sum(run.acceptance.blocks);
-  const lengths = [...Array(Math.max(...traced.map((run) => run.acceptance.blocks.length))).keys()];
+  const count = (run, length) => run.blocks[length] || 0;
+  const share = (run, length) => count(run, length) / sum(run.blocks);
+  const lengths = [...Array(Math.max(...traced.map((run) => run.blocks.length))).keys()];
   const groups = lengths.map((length) => ({ label: String(length), columns: traced.map((run) => [
     { value: share(run, length), kind: kindOf(run), title: `${run.name}: ${percent(share(run, length))} of the rounds gave ${plural(length, "token")}` }]) }));
   const most = Math.max(...lengths.flatMap((length) => traced.map((run) => share(run, length))));

@@ -117,9 +117,9 @@ function build() {
   const untraced = summary.runs.filter((run) => !run.traced).map((run) => run.name);
   const sections = [
     section("scores", "Scores", comparisonFigure(summary), el("div", { class: "grid" }, scoreFigures(summary))),
-    section("speed", "Speed", el("div", { class: "grid" }, speedFigure(summary), timeFigure(summary))),
+    section("speed", "Speed", el("div", { class: "grid" }, speedFigure(summary), timeFigure(summary), lengthFigure(summary))),
     section("drafts", "What was drafted, and what stood",
-      charts.length && untraced.length ? el("p", { class: "note" }, `Without a trace (trace=true): ${untraced.join(", ")}.`) : null,
+      charts.length && untraced.length ? el("p", { class: "note" }, `Without a trace (trace=true), which tells deferrals from matches and has entropies: ${untraced.join(", ")}.`) : null,
       charts.length ? el("div", { class: "grid thirds" }, charts) : missing(summary.traced.all ? "The traced runs drafted nothing." : NO_TRACE)),
     traceSection(),
     section("documents", "Documents", documentTable(summary, openDocument)),

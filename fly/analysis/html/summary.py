@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from fly.analysis.scores import Measured
 from fly.analysis.statistics import LEVEL
 from fly.runs import settings
 from fly.runs.reader import Run, TaskRun
+from fly.runs.records import Positions
 from fly.runs.replay import Generation
 
 _BINS = 20
@@ -49,7 +49,8 @@ def of_run(run: Run, scores: Measured, replayed: list[Generation]) -> dict[str, 
         "stats": stats_of_run if stats_of_run.get("requests") else None,
         "sources": _sources(stats_of_run),
         "traced": len(replayed),
-        "acceptance": _acceptance(acceptance) if acceptance else None,
+        "positions": _positions(stats_of_run, acceptance),
+        "blocks": _blocks(acceptance) if acceptance else None,
         "entropy": _entropies(acceptance, entry.get("config", {})) if acceptance else None,
     }
 
@@ -72,12 +73,24 @@ def _settings(run: Run, scores: Measured) -> dict[str, str]:
     return {key: str(value) for key, value in found.items() if value is not None}
 
 
-def _acceptance(acceptance: Acceptance) -> dict[str, Any]:
-    blocks = acceptance.blocks
+def _positions(stats_of_run: dict[str, Any], acceptance: Acceptance | None) -> dict[str, Any]:
+    """Counts and shares by position in the draft, empty without drafts; from the trace if there is
+    one, as only that tells deferrals from matches."""
+    counted = Positions(**stats_of_run.get("positions", {}))
+    found = acceptance.positions if acceptance else counted
     return {
-        "positions": [asdict(position) for position in acceptance.positions],
-        "blocks": [blocks[length] for length in range(max(blocks, default=0) + 1)],
+        **found.as_dict(),
+        "unconditional": found.unconditional,
+        "conditional": found.conditional,
+        "deferred": [acceptance.deferred[at] for at, _ in enumerate(found.accepted)]
+        if acceptance
+        else None,
     }
+
+
+def _blocks(acceptance: Acceptance) -> list[int]:
+    blocks = acceptance.blocks
+    return [blocks[length] for length in range(max(blocks, default=0) + 1)]
 
 
 def _entropies(acceptance: Acceptance, config: dict[str, Any]) -> dict[str, Any] | None:

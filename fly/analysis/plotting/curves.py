@@ -96,9 +96,9 @@ def _throughput_curve(axes: Axes, number: int, points: list[Point]) -> None:
 
 
 def acceptance(data: PlotData) -> Figure | None:
-    """The share of draft tokens that stood, by place in the draft; from traces."""
+    """The share of drafts that were accepted up to each position."""
     if not data.positions:
-        data.notes.append("no acceptance by draft position: no run has a trace (trace=true)")
+        data.notes.append("no acceptance by draft position: no run drafted, or counted it")
         return None
     tasks = list(dict.fromkeys(positions.task for positions in data.positions))
     names = list(dict.fromkeys(positions.label for positions in data.positions))
@@ -109,7 +109,7 @@ def acceptance(data: PlotData) -> Figure | None:
             if positions.task == task:
                 _by_position(axes, positions, names.index(positions.label))
         axes.set_xlabel("position in the draft")
-        axes.set_ylabel("draft tokens that stood")
+        axes.set_ylabel("drafts accepted up to it")
         axes.set_ylim(0, 1.02)
         axes.yaxis.set_major_formatter(PercentFormatter(1))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -118,6 +118,6 @@ def acceptance(data: PlotData) -> Figure | None:
 
 
 def _by_position(axes: Axes, positions: Positions, index: int) -> None:
-    numbers = range(1, len(positions.places) + 1)
-    shares = [place.stood / place.drafted for place in positions.places]
-    axes.plot(numbers, shares, **style.series(index), label=positions.label, gid=f"line-{index}")
+    shares = positions.counts.unconditional
+    look = {**style.series(index), "label": positions.label, "gid": f"line-{index}"}
+    axes.plot(range(1, len(shares) + 1), shares, **look)

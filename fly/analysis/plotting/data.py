@@ -14,7 +14,7 @@ from fly.analysis.scores import Measured
 from fly.analysis.statistics import Interval
 from fly.errors import FlyError
 from fly.paths import write_output
-from fly.runs import replay, settings
+from fly.runs import records, replay, settings
 from fly.runs.reader import Run, TaskRun
 from fly.runs.records import TIMED
 
@@ -79,11 +79,11 @@ class Point:
 
 @dataclass(frozen=True)
 class Positions:
-    """What stood of one run's drafts on one task, by place in the draft, from its trace."""
+    """One run's drafts on one task, by position in the draft."""
 
     task: str
     label: str
-    places: list[acceptance.Position]
+    counts: records.Positions
 
 
 @dataclass
@@ -133,8 +133,7 @@ def collect(runs: list[Run], metric: str | None = None) -> PlotData:
             elif metric is None or found is not None:
                 what = f"has no {wanted_of[task]}" if found is None else "recorded no speed"
                 data.notes.append(f"{task}, {label}: {what}: left out")
-            if run.rounds:
-                data.positions += _positions(run, task, label)
+            data.positions += _positions(run, measured, task)
     if not data.points:
         wanted = f" with the metric {metric!r}" if metric else ""
         raise FlyError(
@@ -289,10 +288,12 @@ def _recovery_of_means(baseline: Point, point: Point) -> float | None:
     return kept / base if kept >= 0 and base > 0 else None
 
 
-def _positions(run: Run, task: str, label: str) -> list[Positions]:
-    lines = (line for line in run.rounds if line["task_name"] == task)
-    places = acceptance.measure(replay.generations(lines)).positions
-    return [Positions(task, label, places)] if places else []
+def _positions(run: Run, measured: Measured, task: str) -> list[Positions]:
+    counts = measured.tasks[task].positions
+    if not counts.drafts:  # records of an earlier fly have none
+        lines = (line for line in run.rounds if line["task_name"] == task)
+        counts = acceptance.measure(replay.generations(lines)).positions
+    return [Positions(task, measured.name, counts)] if counts.drafts else []
 
 
 def pareto(points: list[Point]) -> list[Point]:

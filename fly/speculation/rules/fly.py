@@ -13,11 +13,14 @@ from __future__ import annotations
 from fly.settings import FlySettings
 from fly.speculation.rules.base import JudgedDraft, Resolution, Rule
 from fly.speculation.rules.gates import EntropyGate, Gate, MarginGate, RankGate, RatioGate
+from fly.speculation.stop_strings import BROKEN
 
 
 class FlyRule(Rule):
     """window: W, how many following tokens must all match; 0 accepts at once. lookahead: how many
     draft tokens must follow a deferral in its round; None lets the window stay open across rounds.
+    exact_first: at so many first places of an output nothing is deferred; patterns: nor in what
+    they match.
     """
 
     settings_type = FlySettings
@@ -25,6 +28,8 @@ class FlyRule(Rule):
 
     def __init__(self, settings: FlySettings) -> None:
         self.gates = gates(settings)
+        self.exact_first = settings.exact_first_tokens
+        self.patterns = settings.patterns
         self.window = settings.window
         self.lookahead = None if settings.defer_across_rounds else self.window
         if settings.window_rule == "reference" and self.window:
@@ -62,7 +67,22 @@ class FlyRule(Rule):
             return False
         if self.window and judged.draft[position] in judged.eos_ids:
             return False  # nothing can follow a deferred EOS, so its window could not be filled
-        return self.lookahead is None or position + 1 + self.lookahead <= count
+        if self.lookahead is not None and position + 1 + self.lookahead > count:
+            return False
+        if judged.start + position < self.exact_first:
+            return False
+        return not (self.patterns and self._is_in_match(judged, position))
+
+    def _is_in_match(self, judged: JudgedDraft, position: int) -> bool:
+        """Whether the draft's or the target's token would be in a match of a pattern."""
+        chain = judged.draft[:position]
+        start = len(judged.text(chain).rstrip(BROKEN))  # the token may complete a character
+        texts = [
+            judged.text([*chain, tokens[position]])
+            for tokens in (judged.draft, judged.target_tokens)
+        ]
+        found = (match for text in texts for each in self.patterns for match in each.finditer(text))
+        return any(match.end() > start and match[0] for match in found)
 
     def _judged_length(self, judged: JudgedDraft) -> int:
         """Draft tokens that count. Across rounds, what is drafted past the end of the output must
