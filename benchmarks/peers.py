@@ -275,7 +275,11 @@ LEVERS: dict[str, Peer] = {
         "fly-no_ngram": {"use_ngram": False},
     }.items()
 }
-VLLM: dict[str, Peer] = {"vllm": Peer(None), "vllm_draft": Peer(None)}
+VLLM: dict[str, Peer] = {
+    "vllm": Peer(None),
+    "vllm_draft": Peer(None),
+    "fly_vllm": Peer(None, overrides={"enable_fly": False, "use_ngram": False}),
+}
 DEFAULT: dict[str, Peer] = {
     "hf": Peer(PlainHF),
     "assisted": Peer(Assisted, batches=False),

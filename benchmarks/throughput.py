@@ -261,7 +261,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 # ------------------------------------------------------------------------------ results
 
 # `vllm` here is the better of vllm and vllm_draft.
-_GROUPS = {"vllm": tuple(VLLM)}
+_GROUPS = {"vllm": ("vllm", "vllm_draft")}
 
 
 def pairs() -> list[tuple[str, str]]:
@@ -271,6 +271,7 @@ def pairs() -> list[tuple[str, str]]:
         *((name, other) for name in ("fly", "fly_across", "exact") for other in others),
         *((name, "hf_float32") for name in ("target_only", "exact", "fly", "fly_across")),
         *(("fly", lever) for lever in LEVERS),
+        *(("fly_vllm", name) for name in ("vllm", "vllm_draft")),
     ]
 
 

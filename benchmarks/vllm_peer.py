@@ -1,8 +1,8 @@
 """vLLM as a peer of throughput.py: `VLLM_PYTHON vllm_peer.py SPEC.json`, in vLLM's own venv.
 
-Imports vLLM and the standard library only. Same contract as peers.py: load, one short warm-up,
-all prompts against the clock, one JSON result with the token ids. Variables of vLLM that the
-caller's environment sets stay as they are.
+Imports vLLM and the standard library, for the peer fly_vllm fly too. Same contract as peers.py: load,
+one short warm-up, all prompts against the clock, one JSON result with the token ids. Variables of
+vLLM that the caller's environment sets stay as they are.
 """
 
 from __future__ import annotations
@@ -29,7 +29,48 @@ def prepare_environment(spec: dict[str, Any]) -> None:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
+class FlyOnVLLM:
+    """`fly --model vllm`, exact: what fly adds to vLLM with a draft model."""
+
+    def __init__(self, spec: dict[str, Any], longest: int) -> None:
+        from fly.harness.vllm import FlyVLLM
+
+        kept = self.kept = {}
+
+        class Keeping(FlyVLLM):
+            def keep(self, instance: Any, text: str, record: Any, log: Any) -> None:
+                kept[instance.doc_id] = record
+
+        self.lm = Keeping(
+            config_path=spec["config"],
+            dtype=spec["dtype"] or "auto",
+            batch_size=spec["batch_size"],
+            max_model_len=longest,
+            **spec["overrides"],
+        )
+
+    def generate(self, prompts: list[dict[str, Any]]) -> list[list[int]]:
+        from lm_eval.api.instance import Instance
+
+        requests = [
+            Instance(
+                request_type="generate_until",
+                doc={},
+                arguments=(prompt["text"], dict(prompt["gen_kwargs"])),
+                idx=0,
+                metadata=("throughput", prompt["index"], 1),
+            )
+            for prompt in prompts
+        ]
+        self.lm.generate_until(requests, disable_tqdm=True)
+        return [list(self.kept[prompt["index"]].tokens) for prompt in prompts]
+
+
 def load(spec: dict[str, Any], prompts: list[dict[str, Any]]) -> Any:
+    longest = max(len(prompt["ids"]) + prompt["budget"] for prompt in prompts)
+    longest = 64 * (longest // 64 + 2)  # room for the last drafts
+    if spec["peer"] == "fly_vllm":
+        return FlyOnVLLM(spec, longest)
     from vllm import LLM
 
     for role in ("target", "draft"):
@@ -44,17 +85,18 @@ def load(spec: dict[str, Any], prompts: list[dict[str, Any]]) -> Any:
             "model": spec["draft"]["path"],
             "num_speculative_tokens": 5,
         }
-    longest = max(len(prompt["ids"]) + prompt["budget"] for prompt in prompts)
     return LLM(
         model=spec["target"]["path"],
         dtype=spec["dtype"] or "auto",
         max_num_seqs=spec["batch_size"],
-        max_model_len=64 * (longest // 64 + 2),  # room for the last drafts
+        max_model_len=longest,
         **extra,
     )
 
 
 def generate(llm: Any, prompts: list[dict[str, Any]], eos_ids: list[int]) -> list[list[int]]:
+    if isinstance(llm, FlyOnVLLM):
+        return llm.generate(prompts)
     from vllm import SamplingParams
 
     sampling = [

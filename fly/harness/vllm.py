@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -337,6 +338,7 @@ class FlyVLLM(Backend, VLLM):
         sizes = {name: int(self.model_args.get(name) or 1) for name in parallel}
         return {
             **super().engine_facts(),
+            "devices": math.prod(sizes.values()),
             "vllm": {
                 "version": _installed().version,
                 "speculative_config": self.speculative_config,
