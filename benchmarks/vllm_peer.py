@@ -1,8 +1,8 @@
 """vLLM as a peer of throughput.py: `VLLM_PYTHON vllm_peer.py SPEC.json`, in vLLM's own venv.
 
-Imports vLLM and the standard library, for the peer fly_vllm fly too. Same contract as peers.py: load,
-one short warm-up, all prompts against the clock, one JSON result with the token ids. Variables of
-vLLM that the caller's environment sets stay as they are.
+Imports vLLM and the standard library, for the peer fly_vllm fly too. Same contract as peers.py:
+load, one short warm-up, all prompts against the clock, one JSON result with the token ids. Those of
+vLLM's variables that the environment sets stay as they are.
 """
 
 from __future__ import annotations
