@@ -209,6 +209,7 @@ def _become_rank(rank, count, port, prepare):
     facts = {"RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     facts |= {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": count}
     os.environ.update({name: str(value) for name, value in facts.items()})
+    cli._LAUNCHER_SECONDS = 1.0
     if prepare is not None:
         prepare()
 

@@ -112,6 +112,8 @@ class FlyLM(Backend, HFLM):
         """The processes of the run, once torch has them connected; corrects what HFLM takes for
         this one's rank (on a CPU none, else the local one) and device (CPUs get a number)."""
         if hasattr(self, "accelerator"):
+            if not hasattr(HFLM, "gather_object"):
+                raise FlyError("several processes: need lm-eval 0.4.13 or newer")
             self._rank = self.accelerator.process_index
             self._world_size = self.accelerator.num_processes
             self._device = input_device(self.model)

@@ -8,6 +8,7 @@ that decode different tokens.
 import functools
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -106,6 +107,16 @@ def test_unequal_shares_are_not_evened_out(place):
     ours, theirs = (reader.load(place / name) for name in ("three2", "three"))
     assert ours.tasks == theirs.tasks
     assert killing.records(place / "three2") == killing.records(place / "three")
+
+
+def test_what_earlier_runs_had_adds_up(place, alone):
+    command = arguments("drafted", tasks="tiny_greedy")
+    command[3] += f",drafter=ngram,draft_runs={alone}"
+    status, output = killing.Launched(command, place).end()
+    assert status == [0, 0], output[-6000:]
+    entry = reader.load(place / "drafted").entry
+    assert entry["draft_runs"]["matched"] == 12
+    assert entry["stats"]["sources"]["earlier_run"]["accepted"] > 0
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -232,7 +243,7 @@ def test_shards_end_like_one_process(place, alone):
     status, output = killing.Launched(command, place, show_heads).end()
     assert status == [0, 0], output[-6000:]
     check_equal(place / "tensor", alone, rounds_alike=False)
-    shown = {line for line in output.splitlines() if line.endswith(" heads")}
+    shown = set(re.findall(r"rank \d: \d of 2 heads", output))
     assert shown == {  # the draft is the first one's alone
         "rank 0: 1 of 2 heads", "rank 1: 1 of 2 heads", "rank 0: 2 of 2 heads"
     }  # fmt: skip
