@@ -23,7 +23,7 @@ from fly.execution.oom import is_out_of_memory
 
 _T = TypeVar("_T")
 PATIENCE = timedelta(minutes=10)  # of processes that do the same at the same time
-_LOST = ("connection closed", "connection reset", "broken pipe", "socket")
+_LOST = ("connection closed", "connection reset", "broken pipe", "remote process exited")
 _LATE = ("timed out", "timeout")
 
 
