@@ -65,6 +65,7 @@ def check_equal(out, alone, rounds_alike=True):
     ours, theirs = reader.load(out), reader.load(alone)
     assert ours.results["results"] == theirs.results["results"]
     for key, task in theirs.tasks.items():
+        assert [*ours.tasks[key].samples] == [*task.samples]  # in the documents' order
         if rounds_alike or "choice" not in key[0]:
             assert ours.tasks[key] == task
         for doc, sample in task.samples.items():
