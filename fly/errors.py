@@ -1,4 +1,4 @@
-"""The one exception whose text is meant for the user."""
+"""The exceptions whose text is meant for the user."""
 
 
 class FlyError(ValueError):
@@ -6,3 +6,7 @@ class FlyError(ValueError):
 
     The command line prints it without a traceback and exits with status 2.
     """
+
+
+class LostProcessError(FlyError):
+    """Another process of the run has ended, or does not answer."""

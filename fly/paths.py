@@ -71,3 +71,13 @@ def write_output(path: Path, content: str | bytes, flag: str) -> None:
         write_whole(path, content)
     except OSError as error:
         raise FlyError(f"{flag} {path}: cannot be written: {error.strerror}") from None
+
+
+def run_files(folder: Path, name: str, started: str) -> dict[int, Path]:
+    """The files `name` of the run of that start, by rank: each of its processes writes its own."""
+    found = {}
+    for path in folder.glob(f"{name}_{started}*.jsonl"):
+        rank = path.stem.removeprefix(f"{name}_{started}").removeprefix("_rank") or "0"
+        if rank.isdigit():
+            found[int(rank)] = path
+    return dict(sorted(found.items()))

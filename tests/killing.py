@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -130,10 +131,10 @@ def main(arguments=None):
 
 class Run:
     """`fly` with these arguments, started in `folder`, the first of a process group of its own; its
-    output goes to a file there. prepare: called in its process first."""
+    output goes to the file `log` there. prepare: called in its process first."""
 
-    def __init__(self, arguments, folder: Path, prepare=None):
-        self._log = folder / "output.txt"
+    def __init__(self, arguments, folder: Path, prepare=None, log="output.txt"):
+        self._log = folder / log
         self._log.unlink(missing_ok=True)
         self.process = _processes.Process(target=_fly, args=(arguments, self._log, folder, prepare))
         self.process.start()
@@ -171,6 +172,46 @@ class Run:
         kill_when(self.process.pid, reached, wait, self.process.is_alive)
         self.process.join(120)
         return self.process.exitcode == -signal.SIGKILL
+
+
+class Launched:
+    """`fly` in several processes of one run, launched as torchrun does: if one fails, the others
+    are told to end. prepare: called in all of them first."""
+
+    def __init__(self, arguments, folder: Path, prepare=None, count=2):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.runs = [
+            Run(
+                arguments,
+                folder,
+                functools.partial(_become_rank, rank, count, port, prepare),
+                f"output{rank}.txt",
+            )
+            for rank in range(count)
+        ]
+
+    def end(self) -> tuple[list[int], str]:
+        """All exit statuses and all output, once all have ended."""
+        processes = [run.process for run in self.runs]
+        deadline = time.monotonic() + PATIENCE
+        while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+            if any(process.exitcode for process in processes):
+                for process in processes:
+                    process.terminate()
+            time.sleep(0.05)
+        ended = [run.end() for run in self.runs]
+        return [status for status, _ in ended], "".join(output for _, output in ended)
+
+
+def _become_rank(rank, count, port, prepare):
+    facts = {"RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    facts |= {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": count}
+    os.environ.update({name: str(value) for name, value in facts.items()})
+    cli._LAUNCHER_SECONDS = 1.0
+    if prepare is not None:
+        prepare()
 
 
 def kill_when(pid, reached, wait, is_alive) -> None:
@@ -228,11 +269,10 @@ def count(out):
 
 
 def lines(folder: Path, name: str) -> list[dict]:
-    """The whole lines of the only file of that name in or below the folder."""
-    files = list(folder.rglob(name))
-    assert len(files) <= 1
-    text = files[0].read_text() if files else ""
-    return [json.loads(line) for line in text.split("\n")[:-1]]
+    """The whole lines of the files of that name in or below the folder, one for each process."""
+    files = sorted(folder.rglob(name))
+    assert len({file.stem.partition("_rank")[0] for file in files}) <= 1
+    return [json.loads(line) for file in files for line in file.read_text().split("\n")[:-1]]
 
 
 if __name__ == "__main__":

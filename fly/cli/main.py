@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,9 +18,9 @@ from lm_eval._cli import HarnessCLI
 from lm_eval.utils import sanitize_model_name, setup_logging
 
 import fly
-from fly import registry
+from fly import launch, registry
 from fly.cli import compare, config, pair, plot, processes, report, trace, tune
-from fly.errors import FlyError
+from fly.errors import FlyError, LostProcessError
 from fly.harness.arguments import (
     NO_LITERAL,
     as_dict,
@@ -36,6 +37,7 @@ from fly.runs import context, environment, reader, resume
 _COMMANDS = (compare, config, pair, plot, report, trace, tune)
 # flags of `fly run` that fly reads or replaces before lm-eval does
 _READ_HERE = ("model", "model_args", "output_path", "use_cache", "include_path")
+_LAUNCHER_SECONDS = 5.0  # within which a launcher ends what is left of a run
 
 
 class FlyCLI(HarnessCLI):
@@ -70,6 +72,11 @@ class FlyCLI(HarnessCLI):
             ) from None
 
     def execute(self, args: argparse.Namespace) -> None:
+        if args.command in ("compare", "tune") and launch.processes() > 1:
+            raise FlyError(
+                f"fly {args.command}: works in one process: leave out torchrun or accelerate launch"
+                + " (compare runs that were launched so)" * (args.command == "compare")
+            )
         if args.command == "run":
             self._run(args)
             return
@@ -87,7 +94,7 @@ class FlyCLI(HarnessCLI):
             arguments = reopened.data["arguments"]
             check_run(args, {})
             if reopened.finished:
-                print(f"the run of {reopened.started} has ended: results: {reopened.results}")
+                _show(f"the run of {reopened.started} has ended: results: {reopened.results}")
                 return
             values = {}
         del args.resume
@@ -112,7 +119,13 @@ class FlyCLI(HarnessCLI):
             super().execute(args)
             _check_saved(output_dir, before)
         if output_dir is not None:
-            print(f"results: {output_dir}")
+            _show(f"results: {output_dir}")
+
+
+def _show(line: str) -> None:
+    """Print it once, however many processes the run has."""
+    if launch.rank() == 0:
+        print(line)
 
 
 def _call_fly(parser: argparse.ArgumentParser, name: str) -> None:
@@ -141,7 +154,7 @@ def _check_saved(folder: Path | None, before: set[Path]) -> None:
 
     `resume.keeping_manifest` checks those of fly's own backend.
     """
-    if folder is None or os.environ.get("RANK", "0") != "0":
+    if folder is None or launch.rank() > 0:
         return
     new = _results_in(folder) - before
     for path in new:
@@ -186,6 +199,11 @@ def _check_models(args: argparse.Namespace) -> None:
         else:
             named = {"model": settings.target_model_path}
         args.model_args = {**named, **args.model_args}
+    if args.use_cache and rest.get("tp_plan") is not None:
+        raise FlyError(
+            "--use_cache with tp_plan: every process would have a cache of its own, and ask for "
+            "other requests: leave it out (--resume goes on with a run that was cut short)"
+        )
     if args.use_cache:
         # fetch: the next call must find this one's cache
         models = environment.models_of(settings, rest, fetch=True)
@@ -228,6 +246,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _main() -> None:
     setup_logging()
+    if launch.rank() > 0:  # the first process says what all would
+        logging.disable(logging.INFO)
     logging.getLogger("lm_eval.tasks._index").addFilter(_not_about_our_tasks)
     try:
         cli = FlyCLI()
@@ -236,6 +256,8 @@ def _main() -> None:
         message = _in_one_line(error)
         if os.environ.get("FLY_DEBUG") or message is None:
             raise
+        if launch.rank() > 0 or isinstance(error, LostProcessError):
+            time.sleep(_LAUNCHER_SECONDS)  # the launcher ends this process if another has said why
         print(f"fly: error: {message}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
@@ -245,6 +267,8 @@ def _main() -> None:
 def _in_one_line(error: ValueError | OSError) -> str | None:
     """The message for bad input and for a full disk; None for any other error."""
     message = str(error)
+    if "did not find any docs" in message and launch.processes() > 1:
+        return f"a task has fewer documents than the run has processes ({launch.processes()})"
     if isinstance(error, OSError):
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             return None

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
+from fly import launch
 from fly.errors import FlyError
 from fly.execution import fused_layer, kernels, packed_linear
 from fly.settings import ExecutionSettings, Quantization
@@ -90,6 +91,12 @@ def passes_for(model: PreTrainedModel, settings: ExecutionSettings) -> tuple[Pas
     """
     wanted = "eager" if settings.compile == "off" else settings.execution
     device = model.device.type
+    if is_sharded(model):
+        if wanted not in ("auto", "eager"):
+            raise FlyError(
+                f"execution={wanted}: tp_plan leaves the model's own passes: set it to auto"
+            )
+        return "eager", "its weights are sharded over processes"
     if device != "cpu":
         if wanted not in ("auto", "eager"):
             raise FlyError(
@@ -112,6 +119,11 @@ def passes_for(model: PreTrainedModel, settings: ExecutionSettings) -> tuple[Pas
             raise FlyError(f"execution={way}: {reason}: set it to auto")
         first_reason = first_reason or reason
     return "eager", first_reason
+
+
+def is_sharded(model: PreTrainedModel) -> bool:
+    """Whether several processes hold a part of its weights each (tensor parallel)."""
+    return (getattr(model, "tp_size", None) or 1) > 1
 
 
 def _pack(
@@ -187,11 +199,11 @@ def _quantize_with_torchao(model: PreTrainedModel, kind: str) -> None:
 
 
 def set_threads(wanted: int | None) -> None:
-    """Use `wanted` threads; None lowers PyTorch's number to the cores that this process may use."""
+    """Use `wanted` threads; None lowers PyTorch's number to this process's share of the cores."""
     if wanted is not None:
         torch.set_num_threads(wanted)
         return
-    allowed = available_cores()
+    allowed = max(1, available_cores() // launch.processes_here())
     if allowed < torch.get_num_threads():
         torch.set_num_threads(allowed)
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import cached_property
+from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,9 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import hash_string
 
 from fly.config import FlyConfig
+from fly.errors import FlyError
 from fly.execution.device import device_facts, peak_memory_bytes, timing_facts
+from fly.execution.ranks import Ranks
 from fly.harness import progress, sandbox
 from fly.harness.arguments import check_model_args
 from fly.harness.requests import (
@@ -47,7 +50,9 @@ logger = logging.getLogger(__name__)
 class Backend(TemplateLM):
     """Mix it in before one of lm-eval's model classes that has a tokenizer, as HFLM.
 
-    An engine calls `use_config` before it loads models and `join_run` after that.
+    An engine calls `use_config` before it loads models and `join_run` after that. processes: all of
+    the run. lm-eval's rank and world_size count those that have requests of their own; where it
+    knows of one only, all decode the same requests.
     observers: they see every round, with the target's entropies; whoever adds one shows the
     progress.
     """
@@ -55,6 +60,7 @@ class Backend(TemplateLM):
     fly_config: FlyConfig
     eos_ids: frozenset[int]
     engine_name = "fly"
+    processes = Ranks()
 
     def use_config(self, config: FlyConfig) -> None:
         """Start with this configuration. Raises FlyError if a trace has no folder, and for earlier
@@ -74,8 +80,8 @@ class Backend(TemplateLM):
     def join_run(self, model_args: dict[str, Any]) -> None:
         """Take part in the run: what decides its texts is noted, or is as it was."""
         run = context.current()
-        self._share_start(run)
-        if self.rank == 0:
+        self._meet(run)
+        if self.processes.rank == 0:
             run.results_entry = self.results_entry
         if run.manifest is not None:
             resume.check_models(run.manifest, self.fly_config, model_args, loaded=True)
@@ -84,15 +90,21 @@ class Backend(TemplateLM):
         if self.earlier is not None:
             own = earlier_outputs.target_of(models_of(self.fly_config, model_args))
             self._same_target = self.earlier.same_target(own)
-        if run.finished_requests is not None:
+        if run.finished_requests is not None and self.processes.rank == 0:
             self.stats.merge(run.finished_requests.stats)
 
-    def _share_start(self, run: context.RunContext) -> None:
-        """All processes of a run name their files by the first one's clock."""
-        if self.world_size > 1:
-            started = [run.started]
-            torch.distributed.broadcast_object_list(started, src=0)
-            run.started = started[0]
+    def _meet(self, run: context.RunContext) -> None:
+        """All processes go on with the run as the first one began or resumed it. Raises FlyError
+        if they do not see one folder."""
+        run.is_copy = self.processes.rank > 0 and self.world_size == 1
+        of_run = (run.started, run.is_resumable, run.finished_requests)
+        run.join_first(*self.processes.broadcast(of_run))
+        folder = run.output_dir
+        if run.is_resumable and folder and not (folder / f"fly_run_{run.started}.json").is_file():
+            raise FlyError(
+                f"output_path={folder}: what the first process wrote there is not seen by rank "
+                f"{self.processes.rank}: give a folder that all machines share"
+            )
 
     # ---------------------------------------------------------------- what an engine overrides
 
@@ -122,7 +134,12 @@ class Backend(TemplateLM):
 
     def deciding_facts(self) -> dict[str, Any]:
         """What a resumed run must agree in, beside its configuration and models."""
-        facts = {"device": timing_facts(self.device), "dtype": self.target_dtype}
+        facts: dict[str, Any] = {
+            "device": timing_facts(self.device),
+            "dtype": self.target_dtype,
+        }
+        if self.processes.size > self.world_size:  # sums over shards are rounded by their number
+            facts["tensor_parallel"] = self.processes.size
         if self.earlier is not None:  # their outputs may decide texts, as drafts of lossy rules do
             facts["earlier_outputs"] = self.earlier.digest()
         return facts
@@ -141,18 +158,6 @@ class Backend(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """One text per request, in order. All requests are checked before the first is decoded."""
-        if self.world_size == 1:
-            return self.generate(requests, disable_tqdm)
-        # lm-eval evens processes out by asking for a document again: that is no work of the run
-        own = _without_padding(requests)
-        texts = dict(zip(own, self.generate([requests[index] for index in own], disable_tqdm)))
-        of_instance = {id(requests[index]): text for index, text in texts.items()}
-        return [
-            texts.get(index, of_instance[id(instance)]) for index, instance in enumerate(requests)
-        ]
-
-    def generate(self, requests: list[Instance], disable_tqdm: bool) -> list[str]:
-        """`generate_until` for the requests of this process."""
         wanted = self.build_requests(requests)
         order = {id(request): index for index, request in enumerate(wanted)}
         texts = self._finished_texts(wanted)
@@ -164,7 +169,7 @@ class Backend(TemplateLM):
             traces = Trace(context.current(), self.tokenizer, self.rank, self.world_size)
         bar = progress.Progress(
             len(wanted),
-            enabled=not disable_tqdm and not self.observers and self.rank == 0,
+            enabled=not disable_tqdm and not self.observers and self.processes.rank == 0,
             log=self.fly_config.verbose,
             done=finished,
         )
@@ -248,7 +253,7 @@ class Backend(TemplateLM):
             return {}
         asked = [identity(request) for request in wanted]
         if getattr(self.cache_hook, "dbdict", None) is None:  # else lm-eval asks only for the rest
-            finished.note_asked(asked)
+            finished.note_asked([*chain(*self.processes.exchange("finished requests", asked))])
         found = {index: finished.text(item) for index, item in enumerate(asked)}
         context.current().begin_resumed()
         texts = {index: text for index, text in found.items() if text is not None}
@@ -274,17 +279,30 @@ class Backend(TemplateLM):
 
     # ---------------------------------------------------------------- several processes
 
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As if all had as much to do as this process: else lm-eval evens them out, by asking for a
+        document again."""
+        return tensor.reshape(-1).repeat(self.world_size)
+
+    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
+        """In the first process, lm-eval's samples or metrics by task: one share of all documents in
+        their order, as lm-eval puts shares one after the other."""
+        shares = self.processes.gather(obj)
+        if shares is None:
+            return None
+        return [{task: _in_order([share[task] for share in shares]) for task in obj}]
+
     def barrier(self) -> None:
         """Where lm-eval has all processes meet: also those that had nothing to decode."""
         self._share()
-        super().barrier()
 
     def _share(self) -> None:
         """Only the first process gets the others' shares; it writes the results."""
         own, self._unshared = self._unshared, RunStats()
         matched, self._unshared_matched = self._unshared_matched, earlier_outputs.Counts()
-        shares = self.gather_object((own, self.samplings, matched)) or [(own, set(), matched)]
-        for stats, samplings, counts in shares:
+        share = (own, self.samplings, matched)
+        together = [share] if self.world_size == 1 else self.processes.gather(share)
+        for stats, samplings, counts in together or [share]:
             self.stats.merge(stats)
             self.samplings |= samplings
             self._matched.add(counts)
@@ -303,7 +321,7 @@ class Backend(TemplateLM):
             "config_hash": self.fly_config.hash(),
             "versions": versions(),
             "device": device_facts(self.device),
-            "processes": self.world_size,
+            "processes": self.processes.size,
             "engine": self.engine_name,
             "dtype": self.target_dtype,
             **self.engine_facts(),
@@ -339,7 +357,7 @@ def _earlier_outputs(config: FlyConfig, run: context.RunContext) -> EarlierOutpu
 
 
 def _report_interruption(log: JsonLines, total: int, finished: int) -> None:
-    if log.count or finished:
+    if (log.count or finished) and not context.current().is_copy:
         log.flush()
         logger.warning(
             "interrupted: %d of %d responses are kept in %s; %s",
@@ -350,12 +368,22 @@ def _report_interruption(log: JsonLines, total: int, finished: int) -> None:
         )
 
 
-def _without_padding(requests: list[Instance]) -> list[int]:
-    """Where each instance stands for the first `repeats` times."""
-    seen: Counter[int] = Counter()
-    own = []
-    for index, instance in enumerate(requests):
-        seen[id(instance)] += 1
-        if seen[id(instance)] <= instance.repeats:
-            own.append(index)
-    return own
+def _in_order(shares: list[Any]) -> Any:
+    """One task's samples, or its metrics by name, of all processes in the documents' order.
+
+    Process r of n has documents r, r + n, r + 2n, ...; samples come filter by filter.
+    """
+    if isinstance(shares[0], dict):
+        return {name: _dealt([share.get(name, []) for share in shares]) for name in shares[0]}
+    filters = dict.fromkeys(sample["filter"] for sample in shares[0])
+    of_filter = [
+        [[s for s in share if s["filter"] == name] for share in shares] for name in filters
+    ]
+    return [*chain(*map(_dealt, of_filter))]
+
+
+def _dealt(hands: list[list[Any]]) -> list[Any]:
+    """The first of each, then the second of each, and so on."""
+    nothing = object()
+    rounds = zip_longest(*hands, fillvalue=nothing)
+    return [item for item in chain(*rounds) if item is not nothing]

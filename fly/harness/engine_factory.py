@@ -15,7 +15,8 @@ from fly.execution.batch_size import SequenceWork, sequences_that_fit
 from fly.execution.calibration import calibrate
 from fly.execution.model_runner import ModelRunner
 from fly.execution.pass_costs import PairCosts
-from fly.execution.weights import PackedWeights
+from fly.execution.ranks import Ranks
+from fly.execution.weights import PackedWeights, is_sharded
 from fly.runs.records import Observer
 from fly.settings import DrafterSettings, TextSourceName
 from fly.speculation.draft_length import AdaptiveLength, DraftLength, FixedLength, pays
@@ -44,8 +45,8 @@ class EngineFactory:
     """Makes engines of one pair.
 
     batch_size: sequences that run together; `auto` for as many as memory holds, at most
-    max_batch_size. draft_length: for the results, how the draft length of the last engine was
-    decided.
+    max_batch_size. ranks: the processes that share the target; only the first has the draft.
+    draft_length: for the results, how the draft length of the last engine was decided.
     """
 
     target: PreTrainedModel
@@ -56,6 +57,7 @@ class EngineFactory:
     max_length: int
     batch_size: int | str
     max_batch_size: int
+    ranks: Ranks = field(default_factory=Ranks)
     draft_length: dict[str, Any] | None = field(default=None, init=False)
 
     def engine(
@@ -69,7 +71,8 @@ class EngineFactory:
         """For `missing`, which of all `wanted` requests are not there yet."""
         slots = max(1, min(self._running_sequences(config, missing), len(missing)))
         target = self.target_runner(config, slots)
-        draft = self.draft_runner(config, slots) if config.needs_draft_model else None
+        drafts = config.needs_draft_model and self.ranks.rank == 0
+        draft = self.draft_runner(config, slots) if drafts else None
         costs = self._costs(config, wanted, target, draft)
         drafter = self._drafter(config, slots, wanted, draft, costs)
         if target.static is not None and not all(r.sampling.is_plain for r in missing):
@@ -91,6 +94,7 @@ class EngineFactory:
             observer=observer,
             reuse_prefixes=config.prefix_reuse,
             trace_entropy=config.entropy_kind if trace_entropy else None,
+            ranks=self.ranks,
         )
 
     def target_runner(self, config: FlyConfig, slots: int) -> ModelRunner:
@@ -108,7 +112,9 @@ class EngineFactory:
             model, slots, max_length, reuse_prefixes=config.prefix_reuse, vocabulary=size
         )
         if config.compile == "auto" and runner.device.type == "cuda":
-            if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+            if is_sharded(model):
+                logger.info("compile=auto: eager passes: the model is sharded over processes")
+            elif len(set(getattr(model, "hf_device_map", {}).values())) > 1:
                 logger.warning("compile=auto: eager passes: the model is spread over devices")
             else:
                 runner.use_static_passes(capture=True)
@@ -122,7 +128,7 @@ class EngineFactory:
         draft: ModelRunner | None,
         costs: PairCosts,
     ) -> Drafter:
-        if config.drafter_name is None:
+        if config.drafter_name is None or self.ranks.rank > 0:
             return NoDrafter()
 
         def draft_runner() -> ModelRunner:
@@ -164,6 +170,7 @@ class EngineFactory:
             max(len(request.prompt) + request.budget for request in requests),
             at_most=min(len(requests), self.max_batch_size),
         )
+        count = min(self.ranks.exchange("batch_size=auto", count))
         logger.info("batch_size=auto: %d running sequences", count)
         return count
 
@@ -176,9 +183,8 @@ class EngineFactory:
     ) -> PairCosts:
         """Of both models' passes. Calibrated where texts do not depend on what they decide; else by
         a rule that is the same on every machine of a kind."""
-        on_cpu = self.target.device.type == "cpu"
         adapts = config.drafter_name is not None and config.draft_policy == "auto"
-        if on_cpu and adapts and not _drafts_change_texts(config, wanted):
+        if self._may_adapt and adapts and not _drafts_change_texts(config, wanted):
             return calibrate(target, draft, self._deciding_costs(config))
         weight = self.packed.draft_weight if draft is not None else 0.0
         return pass_costs.by_rule(target.way, draft.way if draft is not None else None, weight)
@@ -191,8 +197,8 @@ class EngineFactory:
 
         All requests decide, not those that are left: a resumed run decides as it did before.
         """
-        on_cpu = self.target.device.type == "cpu"
-        if config.draft_policy == "fixed" or config.drafter_name is None or not on_cpu:
+        fixed = config.draft_policy == "fixed" or config.drafter_name is None
+        if fixed or not self._may_adapt:
             self.draft_length = {"policy": "fixed", "spd_k": config.spd_k}
             return FixedLength(config.spd_k)
         facts = {"spd_k": config.spd_k, **costs.as_dict()}
@@ -215,6 +221,11 @@ class EngineFactory:
                 self.packed.target,
             )
         return FixedLength(length)
+
+    @property
+    def _may_adapt(self) -> bool:
+        """Whether costs of passes are known: on a CPU, unless processes share the passes."""
+        return self.target.device.type == "cpu" and self.ranks.size == 1
 
     def _planned(self, wanted: list[Request]) -> int:
         """How many sequences run at most, in the whole run. For auto not what memory has room for

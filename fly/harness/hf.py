@@ -7,8 +7,10 @@ Backend's.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,9 +19,12 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
 from fly import config as fly_config
+from fly import launch
 from fly.errors import FlyError
 from fly.execution import self_check, weights
 from fly.execution.argmax import NotFiniteError
+from fly.execution.model_runner import input_device
+from fly.execution.ranks import Ranks
 from fly.harness.backend import Backend
 from fly.harness.engine_factory import EngineFactory, context_of
 from fly.models import compatibility, loading, sources, tokenizers
@@ -55,6 +60,10 @@ class FlyLM(Backend, HFLM):
         config = fly_config.resolve(config_path, own)
         self.check(config, hf_args)
         self.use_config(config)
+        if launch.processes() > 1 and (
+            hf_args.get("device") == "cpu" or not torch.accelerator.is_available()
+        ):
+            os.environ["ACCELERATE_USE_CPU"] = "true"  # else accelerate sees one process only
         if (
             str(hf_args.get("device") or "cuda").startswith("cuda")
             and not torch.cuda.is_available()
@@ -65,16 +74,20 @@ class FlyLM(Backend, HFLM):
             hf_args["gguf_file"] = target.gguf_file
         self_check.warn_if_memory_is_short(target, draft, str(hf_args.get("device") or ""))
         self._load("target_model_path", config.target_model_path, pretrained=target.path, **hf_args)
+        self.processes = self._processes(hf_args.get("tp_plan") is not None)
         compatibility.refuse_unsupported(self.model, "target_model_path", self.max_length)
         self._num_parameters = self.model.num_parameters()
         self._loaded_dtype = str(self.model.dtype).split(".")[-1]  # packing may change what is seen
-        draft_model = self.load_draft(draft, hf_args) if draft is not None else None
+        shared = Ranks() if self.world_size > 1 else self.processes  # who shares the target
+        draft_model = None
+        if draft is not None and shared.rank == 0:
+            draft_model = self.load_draft(draft, hf_args)
         if draft_model is not None:  # before quantisation, whose errors only cost speed
             self_check.check_cache_agrees(draft_model, "pretrained")
         self.packed = weights.pack(self.model, draft_model, config.part(ExecutionSettings))
         self_check.check_cache_agrees(self.model, "target_model_path")
-        if hasattr(self, "accelerator"):
-            self._rank = self.accelerator.process_index  # HFLM takes the local index
+        if shared.size > 1:
+            shared.watch(self.model)
         self.eos_ids = tokenizers.eos_token_ids(self.model, self.tokenizer)
         self.stats.seconds["compile"] = self.packed.seconds
         self.engines = EngineFactory(
@@ -86,12 +99,33 @@ class FlyLM(Backend, HFLM):
             self.max_length,
             self.batch_size,
             self.max_batch_size,
+            shared,
         )
         self.join_run(hf_args)
 
     @property
     def draft_model(self) -> transformers.PreTrainedModel | None:
         return self.engines.draft
+
+    def _processes(self, shares_target: bool) -> Ranks:
+        """The processes of the run, once torch has them connected; corrects what HFLM takes for
+        this one's rank (on a CPU none, else the local one) and device (CPUs get a number)."""
+        if hasattr(self, "accelerator"):
+            if not hasattr(HFLM, "gather_object"):
+                raise FlyError("several processes: need lm-eval 0.4.13 or newer")
+            self._rank = self.accelerator.process_index
+            self._world_size = self.accelerator.num_processes
+            self._device = input_device(self.model)
+            return Ranks(self._rank, self._world_size, patience=timedelta(weeks=52))
+        if shares_target:
+            self._device = input_device(self.model)
+            return Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size())
+        if (count := launch.processes()) > 1:
+            raise FlyError(
+                f"{count} processes were launched, and accelerate connects none: use torchrun or "
+                "accelerate launch"
+            )
+        return Ranks()
 
     def _load(self, field: str, name: str, **kwargs: Any) -> None:
         with self._loading(field, name):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fly import launch
 from fly.errors import FlyError
 
 if TYPE_CHECKING:
@@ -27,7 +28,9 @@ class RunContext:
     results_entry: makes `config.fly` of the results; None until a model is made, and in all
     processes but the first. traced_requests, traced_tokens: how many requests are in the trace
     file, and which token ids in its vocabulary; all calls of a run share these files. manifest: of
-    a run that can be resumed. finished_requests: of a resumed run; else None.
+    a run that can be resumed, in its first process. finished_requests: of a resumed run; else None.
+    is_resumable: whether there is a manifest. is_copy: another process decodes the same requests,
+    and writes, shows and scores for this one.
     """
 
     output_dir: Path | None = None
@@ -37,19 +40,28 @@ class RunContext:
     started: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H-%M-%S"))
     manifest: Manifest | None = None
     finished_requests: FinishedRequests | None = None
+    is_resumable: bool = False
+    is_copy: bool = False
 
     def join(self, manifest: Manifest, finished: FinishedRequests | None) -> None:
         """Become the run of this manifest; finished: of a resumed run, whose files go on."""
-        self.manifest, self.finished_requests = manifest, finished
-        self.started = manifest.started
+        self.manifest = manifest
+        self.join_first(manifest.started, True, finished)
+
+    def join_first(
+        self, started: str, is_resumable: bool, finished: FinishedRequests | None
+    ) -> None:
+        """Become the run of these facts, which its first process has of its manifest."""
+        self.started, self.is_resumable, self.finished_requests = started, is_resumable, finished
         if finished is not None:
             self.traced_requests = finished.traced_requests
             self.traced_tokens = finished.traced_tokens
 
     def begin_resumed(self) -> None:
         """All checks of a resumed run have passed: its files may change from here on."""
-        if self.manifest is not None and self.finished_requests is not None:
+        if self.finished_requests is not None and not self.is_copy:
             self.finished_requests.drop_unfinished_rounds()
+        if self.finished_requests is not None and self.manifest is not None:
             self.manifest.save()
 
     @property
@@ -62,12 +74,14 @@ class RunContext:
     @property
     def resume_hint(self) -> str:
         """How the rest can be computed after an interruption, in words."""
-        if self.manifest is None:
+        if not self.is_resumable or self.output_dir is None:
             return (
                 "with --use_cache the same command would go on from where it stopped "
                 "(greedy requests)"
             )
-        return f"`fly --resume {shlex.quote(str(self.manifest.folder))}` goes on with the rest"
+        launched = " (launched as this run was)" if launch.processes() > 1 else ""
+        folder = shlex.quote(str(self.output_dir))
+        return f"`fly --resume {folder}`{launched} goes on with the rest"
 
 
 _current = RunContext()

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fly import launch
 from fly.errors import FlyError
-from fly.paths import write_whole
+from fly.paths import run_files, write_whole
 from fly.runs import shapes
 from fly.runs.manifest import first_difference, plain
 from fly.runs.reader import read_lines
@@ -36,7 +37,7 @@ class FinishedRequests:
         self._records: dict[_Key, shapes.ResumableLine] = {}
         self.stats = RunStats()
         try:
-            records = _whole_lines(self._path, shapes.ResumableLine)
+            records = _whole_lines(folder, "fly_requests", started, shapes.ResumableLine)
         except FlyError as error:
             raise FlyError(f"{error}: remove the line, and its request is decoded again") from None
         for record in records:
@@ -44,12 +45,12 @@ class FinishedRequests:
                 raise FlyError(f"{self._path}: two records of {_name(record)}: start a new run")
             self._records[_key(record)] = record
             self.stats.merge(RunStats.of_line(record))
-        self._trace = folder / f"fly_trace_{started}.jsonl"
-        self._rounds = _whole_lines(self._trace, shapes.TracedLine)
-        numbers = [line["request"] for line in self._rounds if self._is_finished(line)]
+        rounds = _whole_lines(folder, "fly_trace", started, shapes.TracedLine)
+        numbers = [line["request"] for line in rounds if self._is_finished(line)]
         self.traced_requests = 1 + max(numbers, default=-1)
-        vocabulary = _whole_lines(folder / f"fly_vocabulary_{started}.jsonl", shapes.TokenLine)
+        vocabulary = _whole_lines(folder, "fly_vocabulary", started, shapes.TokenLine)
         self.traced_tokens = {line["id"] for line in vocabulary}
+        self._traces = run_files(folder, "fly_trace", started)  # with rounds of unfinished requests
 
     def __len__(self) -> int:
         return len(self._records)
@@ -93,13 +94,20 @@ class FinishedRequests:
 
     def drop_unfinished_rounds(self) -> None:
         """Remove the rounds of requests without a record from the trace: these requests will be
-        decoded, and traced, again."""
-        finished = [line for line in self._rounds if self._is_finished(line)]
-        if len(finished) < len(self._rounds):
-            logger.info("%s: rounds of unfinished requests are dropped", self._trace)
-            lines = (json.dumps(line, ensure_ascii=False) + "\n" for line in finished)
-            write_whole(self._trace, "".join(lines))
-        self._rounds = []  # once only: new rounds join the file
+        decoded, and traced, again.
+
+        Every process drops those of its own file, and of files that no process writes any more.
+        """
+        traces, self._traces = self._traces, {}  # once only: new rounds join the files
+        for rank, path in traces.items():
+            if rank % launch.processes() != launch.rank():
+                continue
+            rounds = read_lines(path, shapes.TracedLine)
+            finished = [line for line in rounds if self._is_finished(line)]
+            if len(finished) < len(rounds):
+                logger.info("%s: rounds of unfinished requests are dropped", path)
+                lines = (json.dumps(line, ensure_ascii=False) + "\n" for line in finished)
+                write_whole(path, "".join(lines))
 
     def _is_finished(self, line: shapes.TracedLine) -> bool:
         return _key({**line, "task": line["task_name"]}) in self._records
@@ -113,13 +121,14 @@ def _name(record: Mapping[str, Any]) -> str:
     return f"task {record['task']}, doc {record['doc_id']}"
 
 
-def _whole_lines(path: Path, shape: type[_Line]) -> list[_Line]:
-    """The records of a JSONL file, after cutting off a line that a kill left unfinished."""
-    if not path.is_file():
-        return []
-    content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        logger.warning("%s: a torn last line (%d bytes) is dropped", path, len(content) - whole)
-        os.truncate(path, whole)  # atomic: a second kill leaves the line or no line
-    return read_lines(path, shape)
+def _whole_lines(folder: Path, name: str, started: str, shape: type[_Line]) -> list[_Line]:
+    """The records of all processes, after cutting off lines that a kill left unfinished."""
+    found: list[_Line] = []
+    for path in run_files(folder, name, started).values():
+        content = path.read_bytes()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            logger.warning("%s: a torn last line (%d bytes) is dropped", path, len(content) - whole)
+            os.truncate(path, whole)  # atomic: a second kill leaves the line or no line
+        found += read_lines(path, shape)
+    return found

@@ -168,7 +168,7 @@ def find(given: str) -> Manifest:
     found = all_in(folder)
     if not found:
         raise FlyError(
-            f"--resume {given}: holds no fly_run_*.json: runs of one process of fly's backend with "
+            f"--resume {given}: holds no fly_run_*.json: runs of fly's backend with "
             "--output_path and without enable_statistics=false can be resumed"
         )
     return ([manifest for manifest in found if not manifest.finished] or found)[-1]

@@ -3,9 +3,9 @@
 A run's folder (what lm-eval makes of --output_path) holds `results_*.json`, one
 `samples_<task>_*.jsonl` per task (with --log_samples), and, if fly's backend decoded, files named
 by when the run started (`config.fly.started` of the results): `fly_requests_<started>*.jsonl`,
-perhaps `fly_trace_<started>*.jsonl` with `fly_vocabulary_<started>*.jsonl`, and
-`fly_run_<started>.json`, which says whether the run has ended. Runs of lm-eval's own `hf` have none
-of these.
+perhaps `fly_trace_<started>*.jsonl` with `fly_vocabulary_<started>*.jsonl`, by every process of the
+run, and `fly_run_<started>.json`, which says whether the run has ended. Runs of lm-eval's own `hf`
+have none of these.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from lm_eval.utils import hash_string, simple_parse_args_string
 
 from fly import reading
 from fly.errors import FlyError
+from fly.paths import run_files
 from fly.runs import manifest, shapes
 from fly.runs.vocabulary import bytes_of
 
@@ -130,8 +131,15 @@ class Run:
         started = self.entry.get("started") if self.entry else None
         if started is None:
             return []
-        paths = sorted(self.folder.glob(f"{kind}_{started}*.jsonl"))
-        return [record for path in paths for record in read_lines(path, shape)]
+        paths = run_files(self.folder, kind, started).values()
+        records = [record for path in paths for record in read_lines(path, shape)]
+        return sorted(records, key=_place) if len(paths) > 1 else records
+
+
+def _place(line: Any) -> tuple[str, int, int, int]:
+    """Where a line of several processes' files belongs: among those of its document, in order."""
+    task = line.get("task", line.get("task_name", ""))
+    return task, line.get("doc_id", 0), line.get("idx", 0), line.get("repeat", 0)
 
 
 def read_lines(path: Path, shape: type[_Line]) -> list[_Line]:

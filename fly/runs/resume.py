@@ -17,7 +17,9 @@ from typing import Any
 from lm_eval.utils import simple_parse_args_string
 
 from fly import config as fly_config
+from fly import launch
 from fly.errors import FlyError
+from fly.paths import run_files
 from fly.runs import reader
 from fly.runs.context import RunContext
 from fly.runs.environment import deciding_versions, models_of
@@ -35,7 +37,6 @@ _SECRETS = {
     "token", "hf_token", "auth_token", "use_auth_token", "access_token", "key", "api_key", "secret",
     "password",
 }  # fmt: skip
-_PROCESSES = "WORLD_SIZE"  # set by torchrun and accelerate
 _LOCK_SECONDS = 5.0  # a process that was told to end may take so long
 
 
@@ -65,10 +66,6 @@ def parse_pairs(text: str) -> dict[str, Any]:
     return {**simple_parse_args_string(rest), **lists}
 
 
-def is_one_process() -> bool:
-    return int(os.environ.get(_PROCESSES) or 1) == 1
-
-
 def reopen(args: argparse.Namespace, given: dict[str, Any], secrets: dict[str, Any]) -> Manifest:
     """The run that --resume names; unless it has ended, `args` become its arguments and `secrets`.
 
@@ -78,11 +75,6 @@ def reopen(args: argparse.Namespace, given: dict[str, Any], secrets: dict[str, A
     manifest = find(args.resume)
     if manifest.finished:
         return manifest
-    if not is_one_process():
-        raise FlyError(
-            f"--resume with {_PROCESSES}={os.environ[_PROCESSES]}: only runs of one process "
-            "can be resumed: start one process (without torchrun or accelerate launch)"
-        )
     _check_given(manifest, given)
     args.config = None
     for name, value in manifest.data["arguments"].items():
@@ -127,12 +119,15 @@ def keeping_manifest(
 ) -> Iterator[None]:
     """Keep the run's manifest while it lasts, if it is a run that can be resumed.
 
+    Its first process does; the others learn of it when all meet (fly/harness/backend.py).
     reopened: the manifest to go on with. A new run that fails before its first record (bad input)
     leaves none behind. Raises FlyError if another process works on the run, or a fact has changed.
     """
     config, hf_args = fly_config.of_model_args(model_args)
     folder = run.output_dir
-    if folder is None or not (reopened or (is_one_process() and config.enable_statistics)):
+    if reopened:
+        run.started = reopened.started
+    if folder is None or launch.rank() > 0 or not (reopened or config.enable_statistics):
         yield
         return
     manifest = _join(folder, reopened) if reopened else Manifest.create(folder, arguments)
@@ -153,6 +148,7 @@ def keeping_manifest(
         raise
     finally:
         run.manifest = run.finished_requests = None  # this process may decode more, of no run
+        run.is_resumable = False
         manifest.release()
 
 
@@ -196,8 +192,8 @@ def _finish(run: RunContext, manifest: Manifest, arguments: dict[str, Any]) -> N
         )
     if arguments.get("log_samples"):
         reader.check_samples(results)
-    records = manifest.folder / f"fly_requests_{manifest.started}.jsonl"
-    count = records.read_bytes().count(b"\n") if records.is_file() else 0
+    records = run_files(manifest.folder, "fly_requests", manifest.started).values()
+    count = sum(path.read_bytes().count(b"\n") for path in records)
     if count != requests:
         raise FlyError(
             f"output_path={run.output_dir}: holds {count} of {requests} records: files "

@@ -17,6 +17,7 @@ from fly.execution.argmax import NotFiniteError, marked
 from fly.execution.cuda_graphs import CudaGraphRunner
 from fly.execution.model_runner import ModelRunner
 from fly.execution.oom import is_out_of_memory
+from fly.execution.ranks import Ranks
 from fly.runs.records import TIMED, Observer, RequestRecord
 from fly.speculation.draft_length import DraftLength, FixedLength
 from fly.speculation.drafters.base import Draft, Drafter
@@ -39,6 +40,7 @@ class Engine:
     spd_k: most draft tokens per round. draft_length: how many of them are drafted; all by default.
     decode: token ids to text with special tokens kept, for stop strings.
     trace_entropy: also take the target's entropy before every draft token, for the observer.
+    ranks: the processes that share the target and decode the same; the first one drafts and judges.
     """
 
     def __init__(
@@ -54,7 +56,9 @@ class Engine:
         reuse_prefixes: bool = True,
         trace_entropy: EntropyKind | None = None,
         draft_length: DraftLength | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
+        self._ranks = ranks or Ranks()
         self._target = target
         self._drafter = drafter
         self._rule = rule
@@ -68,7 +72,7 @@ class Engine:
         self._clock = 0.0  # seconds of all passes; recording and capturing graphs left out
         used = {*target.devices, *drafter.devices}
         self._devices = [device for device in used if device.type == "cuda"]
-        target.hidden_layers = drafter.wants_features
+        target.hidden_layers = self._ranks.from_first("features", lambda: drafter.wants_features)
 
     def run(self, requests: Iterable[Request]) -> Iterator[RequestRecord]:
         """Decode all requests; each record is yielded as soon as its sequence ends.
@@ -107,7 +111,7 @@ class Engine:
     def _admit(self, slot: int, sequence: Sequence, running: int) -> None:
         with self._timed("prefill", [sequence]):
             # a drafter that reads features needs them of copied tokens, too: they are computed
-            reuse = not self._drafter.wants_features
+            reuse = not self._target.hidden_layers
             reused = self._target.prefill(slot, sequence.tokens[:-1], reuse=reuse)
             soon = self._draft_length.choose(running) > 0
             self._drafter.admit(slot, sequence, self._target.take_hidden(), soon=soon)
@@ -122,6 +126,7 @@ class Engine:
 
     def _halve(self, error: Exception) -> None:
         """Forget all K/V and go on with half of the slots."""
+        self._ranks.exchange("out of memory")
         slots = self._target.slots // 2
         if slots < 1:
             raise FlyError(
@@ -139,7 +144,9 @@ class Engine:
         length = self._draft_length.choose(len(running))
         limits = [min(length, sequence.remaining - 1) for sequence in running]
         with self._timed("draft", running):
-            draft = self._drafter.propose(running, limits)
+            draft = self._ranks.from_first(
+                "drafting", lambda: self._drafter.propose(running, limits)
+            )
         with self._timed("verify", running):
             verdicts, logits_BKV = self._verify(running, draft)
         if self._trace_entropy is not None:
@@ -163,20 +170,25 @@ class Engine:
 
         Also the logits that were judged, [B, K + 1, V].
         """
-        raw_BKV = self._score(running, draft)
-        draft_BK, length_B = draft.padded(raw_BKV.device)
-        logits_BKV, matches_BK, target_BK1 = self._sample(running, draft, draft_BK, raw_BKV)
-        found = verify(draft_BK, length_B, logits_BKV, self._rule.gates, matches_BK, target_BK1)
-        parts = (
-            length_B[:, None],
-            draft_BK,
-            found.matches_BK,
-            found.deferrable_BK,
-            marked(found.target_BK1, raw_BKV),
-        )
-        on_host = torch.cat([part.long() for part in parts], dim=1).cpu()
-        widths = [part.shape[1] for part in parts]
-        lists = [part.tolist() for part in on_host.split(widths, dim=1)]
+        logits_BKV = raw_BKV = self._score(running, draft)
+
+        def judge() -> list[list[list[int]]]:
+            nonlocal logits_BKV
+            draft_BK, length_B = draft.padded(raw_BKV.device)
+            logits_BKV, matches_BK, target_BK1 = self._sample(running, draft, draft_BK, raw_BKV)
+            found = verify(draft_BK, length_B, logits_BKV, self._rule.gates, matches_BK, target_BK1)
+            parts = (
+                length_B[:, None],
+                draft_BK,
+                found.matches_BK,
+                found.deferrable_BK,
+                marked(found.target_BK1, raw_BKV),
+            )
+            on_host = torch.cat([part.long() for part in parts], dim=1).cpu()
+            widths = [part.shape[1] for part in parts]
+            return [part.tolist() for part in on_host.split(widths, dim=1)]
+
+        lists = self._ranks.from_first("judging", judge)
         verdicts = []
         for slot, ((k,), tokens, matches, deferrable, targets) in enumerate(zip(*lists)):
             judged = JudgedDraft(

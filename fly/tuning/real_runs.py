@@ -259,10 +259,10 @@ class TunedLM(FlyLM):
         self._records.append(record)
         super().keep(instance, text, record, log)
 
-    def generate(self, requests: list[Instance], disable_tqdm: bool) -> list[str]:
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         turns = self._turns
         if turns is None:
-            return super().generate(requests, disable_tqdm)
+            return super().generate_until(requests, disable_tqdm)
         texts = []
         for count, instance in enumerate(requests):
             key = (instance.task_name, instance.doc_id, instance.idx, instance.args[0])
@@ -279,5 +279,5 @@ class TunedLM(FlyLM):
         texts: dict[int, str] = {}
         for number in [*numbers[first:], *numbers[:first]]:
             self._decode_for(turns.decoded[number])
-            (texts[number],) = super().generate([instance], disable_tqdm=True)
+            (texts[number],) = super().generate_until([instance], disable_tqdm=True)
         return [texts[number] for number in numbers]

@@ -261,14 +261,6 @@ def test_the_namespace_becomes_the_run_s(tmp_path, monkeypatch):
         resume.reopen(args, {"output_path": "else"}, {})
 
 
-def test_several_processes_do_not_resume(tmp_path, monkeypatch):
-    create(tmp_path).release()
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(FlyError, match="WORLD_SIZE=2: only runs of one process"):
-        resume.reopen(argparse.Namespace(resume=str(tmp_path)), {}, {})
-    assert not resume.is_one_process()
-
-
 def test_a_model_is_known_by_its_files(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"1")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from fly.errors import FlyError
 from fly.harness.sandbox.process import Launch, Limits, Outcome, Program, execute
+from fly.launch import processes_here
 
 _logger = logging.getLogger("fly.harness.sandbox")
 _used: str | None = None
@@ -84,7 +85,8 @@ def run_programs(
         _logger.warning("running model-written code isolated by %s", _used)
     if workers is None:
         has_affinity = hasattr(os, "sched_getaffinity")
-        workers = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
+        cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+        workers = max(1, cores // processes_here())
     limits = limits or Limits()
     with ThreadPoolExecutor(workers) as pool:
         outcomes = list(pool.map(lambda item: execute(item, limits, level.launch), programs))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,11 @@ class Draft:
         self._by = by
         self._q = q
         self._free = free
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Other processes are told what was drafted, not what it was drawn from."""
+        count = len(self._padded[1]) if self._padded is not None else len(self.tokens or [])
+        return Draft, ([self.chain(slot) for slot in range(count)], self._by, None, self._free)
 
     def is_free(self, slot: int) -> bool:
         return self._free is not None and self._free[slot]

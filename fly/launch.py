@@ -1,0 +1,32 @@
+"""Which of a run's processes this is, as their launcher says: torchrun, accelerate or mpirun."""
+
+from __future__ import annotations
+
+import os
+
+_RANK = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+_SIZE = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+_SIZE_HERE = (
+    "LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+)  # fmt: skip
+
+
+def processes() -> int:
+    """How many processes the run has, on all machines."""
+    return max(1, _number(_SIZE, 1))
+
+
+def processes_here() -> int:
+    """How many of them share this machine."""
+    return max(1, _number(_SIZE_HERE, 1)) if processes() > 1 else 1
+
+
+def rank() -> int:
+    """The number of this process, from 0. The first one writes and shows what all share."""
+    return _number(_RANK, 0) if processes() > 1 else 0
+
+
+def _number(names: tuple[str, ...], default: int) -> int:
+    found = [value for name in names if (value := os.environ.get(name, "")).isdigit()]
+    return int(found[0]) if found else default
