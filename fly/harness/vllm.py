@@ -25,6 +25,7 @@ if current_platform.is_cpu():
     # By default a process of its own schedules and keeps a core to itself, half of a small machine.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # else vLLM takes one
 
 from lm_eval.models.vllm_causallms import VLLM
 from vllm import SamplingParams, TokensPrompt
