@@ -50,11 +50,12 @@ def write(
     prompt="How many",
     rounds=ROUNDS,
     sources=None,
+    stats=None,
 ) -> Path:
     """Write one run and return its folder. traced: the documents that get the trace `rounds`.
 
     mode `hf` is lm-eval's own backend, without records. sources: of the statistics; None for a run
-    of before they were there.
+    of before they were there. stats: further ones.
     """
     folder.mkdir(parents=True)
     texts = texts or [f"{mode} says {doc_id}" for doc_id in range(len(scores))]
@@ -70,6 +71,7 @@ def write(
         config["fly"] = _entry(mode, records)
         if sources is not None:
             config["fly"]["stats"]["sources"] = sources
+        config["fly"]["stats"] |= stats or {}
     if traced:
         trace = [line for number, i in enumerate(traced) for line in lines(i, number, rounds)]
         write_lines(folder / f"fly_trace_{STARTED}.jsonl", trace)

@@ -178,6 +178,26 @@ def test_sources_differ_without_colour(open_report, pair):
     assert len(styles) == len(set(styles)) == 6
 
 
+def test_acceptance_of_a_run_without_a_trace(open_report, tmp_path):
+    lengths = {"tau": 2.5, "tau_document_mean": 2.25, "al": 3.125, "al_document_mean": 3.5}
+    positions = {"drafted": [8, 8, 4], "reached": [8, 6, 2], "accepted": [6, 4]}
+    stats = {**lengths, "positions": positions, "tasks": {"sums": {"documents": 2, **lengths}}}
+    page = open_report(traced_runs.write(tmp_path / "fly", stats=stats))
+    assert "AL = 1 + accepted / drafts = 3.13; means over documents: tau 2.25, AL 3.50" in (
+        page.locator(".headline").inner_text()
+    )
+    speed = page.get_by_role("table", name="Mean acceptance lengths").inner_text()
+    assert speed.split("\n")[-1].split("\t") == ["fly", "sums", "2", "2.50", "2.25", "3.13", "3.50"]
+    page.locator("#drafts summary").first.click()
+    rows = page.get_by_role("table", name="Acceptance by draft position").inner_text().split("\n")
+    assert [row.split("\t")[-2:] for row in rows[-3:]] == [
+        ["75.0\u00a0%", "75.0\u00a0%"],
+        ["50.0\u00a0%", "66.7\u00a0%"],
+        ["0.0\u00a0%", "0.0\u00a0%"],
+    ]
+    assert "Without a trace" in page.locator("#drafts").inner_text()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_drafts_from_texts(open_report, tmp_path, scheme):
     """Every source that occurs has a name, an underline and a readable colour, and its counts."""

@@ -190,8 +190,8 @@ function lengthFigure({ runs }) {
     name, task, whole(found.documents), ...["tau", "tau_document_mean", "al", "al_document_mean"].map((key) => fixed(found[key]))]));
   if (!rows.length) return null;
   return el("figure", {}, el("figcaption", {}, el("h3", {}, "Mean acceptance lengths"),
-    el("p", { class: "note" }, "tau: tokens per round; AL: 1 + accepted draft tokens per draft. Of all tokens, long outputs weigh more; in the means over documents all count the same.")),
-  table(["run", "task", "documents", "tau", "tau, mean over documents", "AL", "AL, mean over documents"], rows, "Mean acceptance lengths"));
+    el("p", { class: "note" }, "tau: tokens per round; AL: 1 + accepted draft tokens per draft. Of all tokens, long outputs weigh more; /doc: means over documents, which all count the same.")),
+  table(["run", "task", "documents", "tau", "tau/doc", "AL", "AL/doc"], rows, "Mean acceptance lengths"));
 }
 
 function blockFigure(summary) {
