@@ -69,12 +69,13 @@ def write(
     tokens=12,
     machine=None,
     drafts=None,
+    responses=None,
 ) -> Path:
     """Write one run; its folder. scores: of the task `sums`; tasks: by task instead.
 
     A task's scores are a list, or by metric. mode None is lm-eval's own backend. A document takes
     `seconds` of decoding and a tenth of it of prefill, `tokens` in rounds of `round_tokens`.
-    drafts: of every document, by its number, (drafted, accepted) per round.
+    drafts: of every document, by its number, (drafted, accepted) per round. responses: likewise.
     machine: what differs from two threads of a CPU and one sequence: keys of `device`, batch_size.
     """
     tasks = tasks or {"sums": scores}
@@ -101,11 +102,9 @@ def write(
         lines = []
         for doc_id in range(count):
             values = {name: values[doc_id] for name, values in by_metric.items()}
-            lines.append(
-                sample(
-                    doc_id, values, f"{prompt} {doc_id}", filter_name=filter_name, repeats=repeats
-                )
-            )
+            how = {"filter_name": filter_name, "repeats": repeats}
+            how |= {"response": responses[doc_id]} if responses else {}
+            lines.append(sample(doc_id, values, f"{prompt} {doc_id}", **how))
             for _ in range(repeats if mode else 0):
                 record = {"task": task, "doc_id": doc_id, "emitted": tokens}
                 record["rounds"] = tokens // round_tokens

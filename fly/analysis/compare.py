@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from fly.analysis import statistics
+from fly.analysis.noise import NoiseRow, check_noise, noise_rows
 from fly.analysis.scores import Measured, Metric, Task, Work, why_not_reusable
 from fly.analysis.statistics import DEFAULT_DEMAND, Comparison, Demand, Ratio, Verdict
 from fly.errors import FlyError
@@ -114,7 +115,8 @@ class Against:
 
 @dataclass(frozen=True)
 class Result:
-    """All runs against one. verdicts: how many rows were judged. notes: what was left out."""
+    """All runs against one. verdicts: how many rows were judged. notes: what was left out. noise:
+    what rounding alone changes, if that was measured."""
 
     baseline: str
     baseline_speeds: list[Speed]
@@ -122,6 +124,7 @@ class Result:
     demand: Demand
     verdicts: int = 1
     notes: list[str] = field(default_factory=list)
+    noise: list[NoiseRow] = field(default_factory=list)
 
     @property
     def verdict(self) -> Verdict:
@@ -149,8 +152,10 @@ def compare(
     others: Sequence[Measured],
     demand: Demand = DEFAULT_DEMAND,
     metrics: Sequence[str] | None = None,
+    noise: Measured | None = None,
 ) -> Result:
-    """Compare every run with the baseline. metrics: only these, by name or `name,filter`.
+    """Compare every run with the baseline. metrics: only these, by name or `name,filter`. noise:
+    the baseline's decoding again, rounded otherwise.
 
     Raises FlyError if documents, prompts, targets or task versions differ, naming the first.
     """
@@ -170,7 +175,14 @@ def compare(
     verdicts = len(others) * max(1, rows_per_run)
     compared = [against(baseline, other, demand, chosen, verdicts) for other in others]
     notes += dict.fromkeys(note for each in compared for note in each.notes)
-    return Result(baseline.name, _speeds(baseline, None), compared, demand, verdicts, notes)
+    floor: list[NoiseRow] = []
+    if noise is not None:
+        check_pairs(baseline, noise)
+        check_noise(baseline, noise)
+        firsts = {name: first for name, of in chosen.items() if (first := primary(of)) is not None}
+        floor = [*noise_rows(baseline, noise, others, firsts)]
+    speeds = _speeds(baseline, None)
+    return Result(baseline.name, speeds, compared, demand, verdicts, notes, floor)
 
 
 def check_pairs(baseline: Measured, other: Measured) -> None:

@@ -21,6 +21,7 @@ def as_json(result: Result) -> str:
             "speeds": [asdict(speed) for speed in result.baseline_speeds],
         },
         "others": [{**asdict(other), "verdict": other.verdict} for other in result.others],
+        "noise_floor": [asdict(row) for row in result.noise],
         "notes": result.notes,
     }
     return json.dumps(entry, indent=2, ensure_ascii=False, allow_nan=False) + "\n"

@@ -30,6 +30,10 @@ _SPEED: dict[str, int | None] = dict.fromkeys(
 _LENGTHS: dict[str, int | None] = dict.fromkeys(
     ("task", "run", "tau", "tau/doc", "AL", "AL/doc", "accepted by position")
 )
+_NOISE: dict[str, int | None] = dict.fromkeys(
+    ("task", "run", "documents", "scores: rounding", "run's", "p more", "texts: rounding",
+     "the run's", "p more texts")
+)  # fmt: skip
 # a task name may fold, an interval may not
 _UNFOLDED = ("decoding x", "end to end x", "accepted by position")
 _NUMBERS = (
@@ -53,6 +57,9 @@ def print_result(result: Result) -> None:
     if speed := list(_speed_rows(result)):
         console.print(_table(f"time x, against {result.baseline}", _SPEED, speed))
         console.print(_table("mean acceptance lengths", _LENGTHS, list(_length_rows(result))))
+    if result.noise:
+        title = "noise floor: documents that differ from the baseline's"
+        console.print(_table(title, _NOISE, [*_noise_rows(result)]))
     for line in _notes(result):
         console.print(line, markup=False)
 
@@ -69,6 +76,9 @@ def markdown(result: Result) -> str:
         parts += [f"Time x, against {visible(result.baseline)}:", _markdown([*_SPEED], speed)]
         lengths = list(_length_rows(result))
         parts += ["Mean acceptance lengths:", _markdown([*_LENGTHS], lengths)]
+    if result.noise:
+        title = "Noise floor, documents that differ from the baseline's:"
+        parts += [title, _markdown([*_NOISE], [*_noise_rows(result)])]
     return "\n\n".join([*parts, "\n".join(f"- {line}" for line in _notes(result))]) + "\n"
 
 
@@ -192,6 +202,17 @@ def _length_rows(result: Result) -> Iterator[list[str]]:
         yield [label, name, *cells, by_position(pace.positions.unconditional) or "-"]
 
 
+def _noise_rows(result: Result) -> Iterator[list[str]]:
+    for row in result.noise:
+        cells = [row.task, row.run, f"{row.scores.documents:,}"]
+        for changed in (row.scores, row.texts):
+            if changed is None:
+                cells += ["-", "-", "-"]
+            else:
+                cells += [f"{changed.by_rounding:,}", f"{changed.by_run:,}", f"{changed.p:.3f}"]
+        yield cells
+
+
 def _speed_cells(speed: Speed, is_baseline: bool) -> list[str]:
     def ratio(found: Ratio | None) -> str:
         return f"{found.value:.2f}{_interval(found.interval, 2)}" if found else "-"
@@ -219,6 +240,12 @@ def _notes(result: Result) -> list[str]:
         )
     else:
         lines.append(f"no time x: {result.baseline} has no records of requests")
+    if result.noise:
+        lines.append(
+            "noise floor: the baseline's decoding again, with another number of sequences, changes "
+            "so many documents by rounding alone; p more: the chance that a run would change so "
+            "many more if it, too, only rounded. Where p is large, a loss need not be the rule's."
+        )
     if result.verdicts > 1:
         doubt = 1 - result.demand.confidence
         lines.append(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fly.analysis.scores import Measured
     from fly.analysis.statistics import Demand
 
+_READ_HERE = ("model", "tasks", "model_args", "output_path", "include_path", "batch_size")
 STATUS = {"held": 0, "unchanged": 0, "fell": 1, "not enough evidence": 3}
 _USAGE = """fly compare RUN RUN ... [options]
        fly compare --model_args config_path=<pair>.json --tasks <task> ... --output_path <folder>
@@ -67,6 +68,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help="store the baseline's outputs too, for later runs to draft from",
     )
     group.add_argument("--metric", nargs="+", metavar="NAME", help="only these metrics")
+    group.add_argument(
+        "--noise-floor",
+        action="store_true",
+        help="also what rounding alone changes: the baseline again at another batch size, the run "
+        "called noise",
+    )
     group.add_argument("--min-recovery", type=float, metavar="SHARE", help="default: 0.99")
     group.add_argument("--confidence", type=float, metavar="SHARE", help="default: 0.95")
     group.add_argument(
@@ -77,7 +84,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _execute(args: argparse.Namespace) -> None:
-    from fly.analysis import compare, compare_table, scores
+    from fly.analysis import compare, compare_table, noise, scores
 
     demand = _demand(args)
     stored = scores.read(args.baseline) if args.baseline else None
@@ -87,6 +94,9 @@ def _execute(args: argparse.Namespace) -> None:
             raise FlyError("--baseline-run contradicts --baseline: the file is the baseline")
     _check_outputs(args)
     found = _finished(args, stored) if args.runs else _made(args, stored)
+    measured_noise = None
+    if args.noise_floor:
+        measured_noise, found = noise.take_noise(found)
     if stored:
         for run in found:
             if reason := scores.why_not_reusable(stored, run):
@@ -101,7 +111,7 @@ def _execute(args: argparse.Namespace) -> None:
         print(f"baseline {baseline.name} saved: {args.save_baseline}")
     if not others:  # only a baseline was asked for
         return
-    result = compare.compare(baseline, others, demand, args.metric)
+    result = compare.compare(baseline, others, demand, args.metric, measured_noise)
     _write(args, result)
     compare_table.print_result(result)
     gates = args.min_recovery is not None or args.confidence is not None or args.allow_inconclusive
@@ -206,13 +216,14 @@ def _load(
 def _made(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
     """The modes' runs, made now where they have not been before."""
     from fly import registry
+    from fly.analysis import noise
     from fly.cli import run_modes
     from fly.harness.arguments import as_dict, check_run, yaml_values
     from fly.runs import context
 
     values = yaml_values(args.config)
     check_run(args, values)
-    for name in ("model", "tasks", "model_args", "output_path", "include_path", "gen_kwargs"):
+    for name in (*_READ_HERE, "gen_kwargs"):
         setattr(args, name, getattr(args, name) or values.get(name))
     args.model_args, args.gen_kwargs = as_dict(args.model_args), as_dict(args.gen_kwargs)
     for flag in ("tasks", "model_args", "output_path"):
@@ -242,6 +253,12 @@ def _made(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
                 f"--with-outputs: {chosen.name} keeps no token ids: take a mode of fly's own "
                 "backend, with enable_statistics=true"
             )
+    if args.noise_floor:
+        if stored:
+            raise FlyError("--noise-floor: needs the baseline made here: leave --baseline out")
+        alone = [name for name, mode in planned.items() if mode.rule == "target-only"]
+        again = planned[args.baseline_run or next(iter([*alone, *planned]))]
+        planned[noise.NAME] = run_modes.in_other_batches(again, noise.NAME, args.batch_size)
     output = Path(args.output_path)
     context.check_writable(output, "output_path")
     folders = run_modes.run_missing(planned, _run_flags(), output, _files(args, output))

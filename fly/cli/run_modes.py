@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ class Mode:
 
     identity: what the texts depend on; a run of another identity is not reused. models: looks up
     the models' fingerprints, by role. rule: the mode that the run itself will report. records: the
-    configuration's RECORDING_KEYS, with their values.
+    configuration's RECORDING_KEYS, with their values. flags: of `fly run`, after all modes'.
     """
 
     name: str
@@ -52,6 +52,13 @@ class Mode:
     models: Callable[[], dict[str, Any]] = dict
     rule: str = ""
     records: dict[str, bool] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+
+
+def in_other_batches(mode: Mode, name: str, batch_size: Any) -> Mode:
+    """The same decoding with another number of running sequences, whose passes round otherwise."""
+    other = "8" if str(batch_size or 1) == "1" else "1"
+    return replace(mode, name=name, flags=("--batch_size", other))
 
 
 def plan(
@@ -143,7 +150,7 @@ def run_missing(
     for number, (name, mode) in enumerate(modes.items(), 1):
         folder = folders[name]
         mark = {
-            "command": of_value([mode.model, mode.identity, list(flags)]),
+            "command": of_value([mode.model, mode.identity, [*flags, *mode.flags]]),
             "files": dict(files or {}),
             "models": mode.models(),
             "versions": versions(),
@@ -164,6 +171,7 @@ def run_missing(
         print(f"\n--- {name} ({number} of {len(modes)}){how} ---", flush=True)
         arguments = [
             *flags,
+            *mode.flags,
             *("--model", mode.model, "--model_args", json.dumps(mode.model_args)),
             *("--output_path", str(folder), "--log_samples"),
         ]

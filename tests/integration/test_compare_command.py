@@ -94,6 +94,18 @@ def test_modes_are_run_once_compared_and_judged(
     assert (entry["mode"], entry["stats"]["requests"]) == ("exact", 12)
     assert run(*common, "--modes", "target-only", "exact", *gate) == 0
     assert capfd.readouterr().out.count("finished before") == 2
+    assert (
+        run(*common, "--modes", "target-only", "exact", "--noise-floor", "--json", out / "j") == 0
+    )
+    assert (
+        json.loads(next(out.glob("noise/*/results_*.json")).read_text())["config"]["batch_size"]
+        == "8"
+    )
+    (row,) = json.loads((out / "j").read_text())["noise_floor"]
+    # float32 rounds so little that no text of a tiny model differs
+    nothing = {"documents": 12, "by_rounding": 0, "by_run": 0, "p": 1.0}
+    assert (row["run"], row["scores"], row["texts"]) == ("exact", nothing, nothing)
+    assert "noise floor" in capfd.readouterr().out
     junit = tmp_path / "junit.xml"
     code = run(
         *common, "--baseline", stored, "--modes", "exact", "--mode", "any=verification=accept_all",

@@ -1,0 +1,110 @@
+"""The noise floor: what rounding alone changes, and whether a run changes more.
+
+The noise run is the baseline's decoding again, with another number of running sequences, so that
+its passes have another width and round otherwise. What differs between the two is no rule's doing.
+A run is read against it by the share of documents that differ from the baseline's, not by the net
+loss, in which changes for better and worse cancel out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from scipy import stats
+
+from fly.analysis.scores import Measured, Metric
+from fly.errors import FlyError
+
+NAME = "noise"  # of the noise run
+
+
+@dataclass(frozen=True)
+class Changed:
+    """Documents that differ from the baseline's: in the noise run, in the run, and the chance that
+    the run would differ in so many more if it, too, were rounding (one-sided exact McNemar)."""
+
+    documents: int
+    by_rounding: int
+    by_run: int
+    p: float
+
+
+@dataclass(frozen=True)
+class NoiseRow:
+    """One run and task. scores: by the task's first metric. texts: None if they are not known."""
+
+    run: str
+    task: str
+    metric: str
+    scores: Changed
+    texts: Changed | None
+
+
+def take_noise(runs: Sequence[Measured]) -> tuple[Measured, list[Measured]]:
+    """(the noise run, the others). Raises FlyError if none is called so."""
+    found = next((run for run in runs if run.name == NAME), None)
+    if found is None:
+        raise FlyError(
+            f"--noise-floor: no run is called {NAME}: give the baseline's decoding, made again "
+            f"with another --batch_size, as {NAME}=RUN"
+        )
+    return found, [run for run in runs if run is not found]
+
+
+def check_noise(baseline: Measured, noise: Measured) -> None:
+    """Raise FlyError unless the noise run decodes as the baseline does, in other batches."""
+    for what, ours, theirs in (
+        ("mode", baseline.mode, noise.mode),
+        ("target", baseline.target["files"], noise.target["files"]),
+        ("dtype", baseline.target["dtype"], noise.target["dtype"]),
+    ):
+        if ours != theirs:
+            raise FlyError(
+                f"--noise-floor: {noise.name} has the {what} {theirs}, {baseline.name} {ours}: it "
+                "must be the baseline's decoding again"
+            )
+    sizes = [run.machine.get("batch_size") for run in (baseline, noise)]
+    if sizes[0] == sizes[1]:
+        raise FlyError(
+            f"--noise-floor: {noise.name} and {baseline.name} both have batch size {sizes[0]}: "
+            "make the noise run with another one"
+        )
+
+
+def noise_rows(
+    baseline: Measured,
+    noise: Measured,
+    others: Sequence[Measured],
+    primaries: Mapping[str, Metric],
+) -> Iterator[NoiseRow]:
+    """Every run against rounding alone. primaries: the metric that stands for each task."""
+    for run in others:
+        for name, metric in primaries.items():
+            of_runs = [
+                next((m for m in each.tasks[name].metrics if m.label == metric.label), None)
+                for each in (noise, run)
+            ]
+            if any(found is None or found.left_out for found in of_runs):
+                continue
+            scores = [found.scores for found in of_runs if found is not None]
+            texts = [each.tasks[name].texts for each in (baseline, noise, run)]
+            yield NoiseRow(
+                run.name,
+                name,
+                metric.label,
+                _changed(metric.scores, *scores),
+                _changed(*texts) if all(texts) else None,
+            )
+
+
+def _changed(
+    ours: Mapping[int, object], noisy: Mapping[int, object], theirs: Mapping[int, object]
+) -> Changed:
+    by_rounding = {key for key, value in ours.items() if noisy[key] != value}
+    by_run = {key for key, value in ours.items() if theirs[key] != value}
+    more, fewer = len(by_run - by_rounding), len(by_rounding - by_run)
+    p = 1.0
+    if more + fewer:
+        p = float(stats.binomtest(more, more + fewer, alternative="greater").pvalue)
+    return Changed(len(ours), len(by_rounding), len(by_run), p)

@@ -1,0 +1,67 @@
+"""What rounding alone changes, and whether a run changes more."""
+
+import json
+
+import numpy as np
+import pytest
+
+from fly.analysis import noise
+from tests.unit.test_compare import fly
+from tests.written_runs import write
+
+SCORES = [1, 1, 1, 1, 0, 0]
+
+
+def texts(*changed):
+    return [f"{i} {'other' if i in changed else 'text'}" for i in range(len(SCORES))]
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Rounding changes document 0's score and two texts; the run four scores and five texts."""
+    wide = {"batch_size": 8}
+    return [
+        write(tmp_path / "a", "target-only", SCORES, responses=texts()),
+        "noise=" + str(write(tmp_path / "b", "target-only", [0, *SCORES[1:]],
+                             responses=texts(0, 4), machine=wide)),
+        write(tmp_path / "c", "fly", [0, 0, 0, 0, 0, 0], responses=texts(0, 1, 2, 3, 5)),
+    ]  # fmt: skip
+
+
+def test_by_hand(runs, tmp_path, capsys):
+    assert fly("compare", *runs, "--noise-floor", "--json", tmp_path / "j") == 0
+    (row,) = json.loads((tmp_path / "j").read_text())["noise_floor"]
+    # changed by the run only: documents 1, 2 and 3; by rounding only: none. (1/2)^3
+    assert row["scores"] == {"documents": 6, "by_rounding": 1, "by_run": 4, "p": 0.125}
+    # texts: 1, 2, 3 and 5 against 4: P(4 or more of 5) = 6/32
+    assert row["texts"] == {"documents": 6, "by_rounding": 2, "by_run": 5, "p": 0.1875}
+    printed = capsys.readouterr().out
+    assert "noise floor" in printed
+    assert "0.125" in printed
+    assert max(map(len, printed.splitlines())) <= 100
+    assert fly("compare", *runs) == 0  # without the flag it is a run as any other
+    assert "noise floor" not in capsys.readouterr().out
+
+
+def test_what_is_no_noise_run_is_refused(runs, tmp_path, capsys):
+    assert fly("compare", runs[0], runs[2], "--noise-floor") == 2
+    assert "no run is called noise" in capsys.readouterr().err
+    same = write(tmp_path / "d", "target-only", SCORES)
+    assert fly("compare", runs[0], f"noise={same}", runs[2], "--noise-floor") == 2
+    assert "both have batch size 1" in capsys.readouterr().err
+    other = write(tmp_path / "e", "exact", SCORES, machine={"batch_size": 8})
+    assert fly("compare", runs[0], f"noise={other}", runs[2], "--noise-floor") == 2
+    assert "has the mode exact, target-only target-only" in capsys.readouterr().err
+
+
+def test_rounding_is_not_told_from_rounding_more_often_than_chance_says():
+    """Baseline, noise and run are draws of one kind: documents near a tie fall either way."""
+    generator = np.random.default_rng(0)
+    near_a_tie = generator.random(300) < 0.2
+    found = []
+    for _ in range(400):
+        draws = [near_a_tie & (generator.random(300) < 0.5) for _ in range(3)]
+        found.append(noise._changed(*(dict(enumerate(draw)) for draw in draws)).p)
+    assert np.mean(np.array(found) <= 0.05) <= 0.08
+    worse = draws[0] ^ (generator.random(300) < 0.2)
+    assert noise._changed(*(dict(enumerate(d)) for d in (*draws[:2], worse))).p < 0.05
