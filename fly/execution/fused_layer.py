@@ -26,10 +26,16 @@ _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class FusedLayer(nn.Module):
-    """One decoder layer; `original`, whose weights it uses, must be packed by fly's kernels."""
+    """One decoder layer; `original`, whose weights it uses, must be packed by fly's kernels.
 
-    def __init__(self, original: nn.Module, run: kernels.LayerKernels) -> None:
+    is_invariant: a token's bits do not depend on what else is in the pass.
+    """
+
+    def __init__(
+        self, original: nn.Module, run: kernels.LayerKernels, *, is_invariant: bool
+    ) -> None:
         super().__init__()
+        self._is_invariant = is_invariant
         self.original = original
         attention: Any = original.self_attn
         mlp: Any = original.mlp
@@ -70,13 +76,15 @@ class FusedLayer(nn.Module):
         joined = self._normed_heads(self._joined(normed))
         index = self._attention.layer_idx
         keys, values = past_key_values.layer(index, self._kv_heads, self._size, joined.dtype)
-        query = self._run.rotate(
-            joined, position_embeddings, (keys, values), *past_key_values.destination, self._heads
-        )
-        keys, values = past_key_values.readable(index)
-        mixed, _ = grouped_attention(
-            self._attention, query, keys, values, attention_mask, scaling=self._attention.scaling
-        )
+        place, scaling = past_key_values.destination, self._attention.scaling
+        query = self._run.rotate(joined, position_embeddings, (keys, values), *place, self._heads)
+        if self._is_invariant:
+            mixed = self._run.attention(query, (keys, values), *place, scaling)
+        else:
+            keys, values = past_key_values.readable(index)
+            mixed, _ = grouped_attention(
+                self._attention, query, keys, values, attention_mask, scaling=scaling
+            )
         output = self._output(mixed.flatten(-2))
         hidden, normed = self._run.norm(hidden, *self._norms[1], delta=output)
         return hidden.add_(self._down(self._run.gated(self._gate_up(normed))))
@@ -100,13 +108,13 @@ def _norm(norm: Any) -> tuple[Tensor, float]:
 
 
 @torch.inference_mode()
-def replace(model: PreTrainedModel) -> bool:
+def replace(model: PreTrainedModel, *, is_invariant: bool = False) -> bool:
     """Give a model packed by fly's kernels fused layers, in place; returns whether it was done."""
     layers = getattr(model.get_decoder(), "layers", None)
     if layers is None or not all(_fits(layer) for layer in layers):
         return False
     run = kernels.LayerKernels()
-    fused = [FusedLayer(layer, run) for layer in layers]
+    fused = [FusedLayer(layer, run, is_invariant=is_invariant) for layer in layers]
     if not _agrees(model, fused[0]):
         logger.warning(
             "%s: fly's layers do not agree with transformers': the model's own are used",

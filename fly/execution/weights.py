@@ -36,7 +36,7 @@ class PackedWeights:
     target: how its passes are computed: `kernels-amx` (or -avx512, -avx2), `onednn`, `graphs`
     (captured as shapes come up) or `eager`. draft: the same, and its quantisation: `kernels-amx
     int8`. draft_weight: bytes of its weights over the target's. seconds: packing and quantising,
-    never decode time.
+    never decode time. batch_invariant: a token's bits in the target are the same in every pass.
     """
 
     target: str
@@ -46,6 +46,7 @@ class PackedWeights:
     threads: int
     cpu_capability: str
     seconds: float
+    batch_invariant: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -61,7 +62,8 @@ def pack(
     set_threads(settings.threads)
     start = time.perf_counter()
     target_bytes = target.num_parameters() * target.dtype.itemsize
-    how_target = _pack(target, "target", *passes_for(target, settings))
+    invariant = settings.batch_invariant
+    how_target = _pack(target, "target", *passes_for(target, settings), is_invariant=invariant)
     how_draft, parameters, weight = None, None, 0.0
     if draft is not None:
         parameters, stored = draft.num_parameters(), draft.dtype.itemsize
@@ -76,6 +78,7 @@ def pack(
         threads=torch.get_num_threads(),
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
         seconds=time.perf_counter() - start,
+        batch_invariant=invariant,
     )
     logger.info(
         "passes: target %s, draft %s, %d threads (CPU capability %s)",
@@ -127,20 +130,37 @@ def is_sharded(model: PreTrainedModel) -> bool:
 
 
 def _pack(
-    model: PreTrainedModel, role: str, passes: Passes, reason: str | None, kind: str = "none"
+    model: PreTrainedModel,
+    role: str,
+    passes: Passes,
+    reason: str | None,
+    kind: str = "none",
+    *,
+    is_invariant: bool = False,
 ) -> str:
-    """Pack a model on a CPU, quantised to `kind`; returns what was done."""
+    """Pack a model on a CPU, quantised to `kind`; returns what was done. Raises FlyError if a
+    token's bits are to be the same in every pass, and cannot be here."""
     done: str = passes
+    if is_invariant and passes != "kernels":
+        raise _not_invariant(f"its passes are {passes} here{f' ({reason})' if reason else ''}")
     if passes == "kernels":
         is_int8 = kind == "int8"
         packed_linear.use_kernels(model, kernels.Int8Linear if is_int8 else kernels.Bfloat16Linear)
-        fused_layer.replace(model)
+        if not fused_layer.replace(model, is_invariant=is_invariant) and is_invariant:
+            raise _not_invariant(f"{model.config.model_type} keeps transformers' layers")
         done = f"kernels-{kernels.instructions()}"
     elif passes == "onednn":
         packed_linear.replace(model, packed_linear.ONEDNN[kind])
     elif reason is not None:
         logger.info("compile=auto: eager passes for the %s: %s", role, reason)
     return done if kind == "none" else f"{done} {kind}"
+
+
+def _not_invariant(why: str) -> FlyError:
+    return FlyError(
+        f"batch_invariant=true: the target: {why}: it takes fly's kernels (a bfloat16 model of the "
+        "Llama, Mistral, Qwen2 or Qwen3 family on an x86-64 CPU): set it to false"
+    )
 
 
 def quantizations(draft: PreTrainedModel, settings: ExecutionSettings) -> list[Quantization]:

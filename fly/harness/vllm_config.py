@@ -20,6 +20,7 @@ RULES = {"exact": "standard", "fly": "fly"}  # rejection_sample_method, by rule
 _OF_EVERY_RUN: dict[str, tuple[Any, ...]] = {
     "execution": ("auto",),
     "threads": (None,),
+    "batch_invariant": (False,),
     "trace": (False,),
     "verbose": (False,),
 }

@@ -254,6 +254,30 @@ class LayerKernels:
         )  # fmt: skip
         return out
 
+    def attention(
+        self,
+        query: Tensor,
+        cached: tuple[Tensor, Tensor],
+        positions_BQ: Tensor,
+        first_slot: int,
+        scaling: float,
+    ) -> Tensor:
+        """Causal attention of queries [B, heads, Q, D] over the cache's [slots, kv heads, capacity,
+        D], each query up to its own position: [B, Q, heads, D].
+
+        A query's result has the same bits whatever else is in the pass.
+        """
+        rows, heads, width, size = query.shape
+        _, kv_heads, capacity, _ = cached[0].shape
+        out = torch.empty(rows, width, heads, size, dtype=query.dtype)
+        function = build.elementwise_function("attention", size, instructions=_isa())
+        build.run(
+            function, query.data_ptr(), cached[0].data_ptr(), cached[1].data_ptr(),
+            positions_BQ.data_ptr(), out.data_ptr(), rows, width, heads, kv_heads, capacity,
+            first_slot, _float_bits(scaling), 0,
+        )  # fmt: skip
+        return out
+
 
 @functools.cache
 def _float_bits(value: float) -> int:

@@ -106,9 +106,10 @@ def product_of_many(*, int8: bool) -> tuple[int, int]:
 
 
 @functools.cache
-def elementwise_function(name: str, *, instructions: str) -> int:
-    """Address of one of elementwise.py's functions: norm, gated, rotate or quantize."""
-    source = getattr(elementwise, name)("bfloat" if instructions == "amx" else "float")
+def elementwise_function(name: str, *sizes: int, instructions: str) -> int:
+    """Address of one of elementwise.py's functions: norm, gated, rotate, quantize or attention."""
+    element = "bfloat" if instructions == "amx" else "float"
+    source = getattr(elementwise, name)(element, *sizes)
     return _compile(source, instructions, name)
 
 

@@ -186,6 +186,77 @@ def rotate(element: str) -> str:
     return module(f)
 
 
+def attention(element: str, size: int) -> str:
+    """@attention: causal attention of heads of `size`, one query of one head after the other.
+
+    queries [sequences, heads, width, size]; keys and values in the cache's [slots, kv_heads,
+    capacity, size], the query's own position included; out [sequences, width, heads, size]. slot:
+    of the first sequence; scale: a float32's bits. Every sum goes through the keys in their order,
+    so a query's result has the same bits whatever else is in the pass.
+    """
+    f = _Vectors("attention", element)
+    a = f.arguments(
+        "ptr queries, ptr keys, ptr values, ptr positions, ptr out, i64 sequences, i64 width, "
+        "i64 heads, i64 kv_heads, i64 capacity, i64 slot, i64 scale, counter counter"
+    )
+    scale = f.op(f"bitcast i32 {f.op(f'trunc i64 {a.scale} to i32')} to float")
+    scores = f.op(f"alloca float, i64 {f.add(a.capacity, 16)}, align 64")
+    parts = range(0, size, 16)
+    group = f.div(a.heads, a.kv_heads)
+    of_sequence = f.mul(a.heads, a.width)
+    with f.shares(a.counter, f.mul(a.sequences, of_sequence), 4) as first:
+        end = f.min(f.add(first, 4), f.mul(a.sequences, of_sequence))
+        with f.loop(first, end) as item:
+            sequence, rest = f.div(item.index, of_sequence), f.rem(item.index, of_sequence)
+            head, token = f.div(rest, a.width), f.rem(rest, a.width)
+            at = f.add(f.mul(sequence, a.width), token)
+            count = f.add(f.load("i64", f.at(a.positions, at, "i64"), 8), 1)
+            slot_head = f.add(f.mul(f.add(a.slot, sequence), a.kv_heads), f.div(head, group))
+            past = f.mul(f.mul(slot_head, a.capacity), size)
+            query_at = f.mul(item.index, size)
+            query = [f.get(a.queries, f.add(query_at, part)) for part in parts]
+            lowest = [("float", _constant(-3.0e38))]
+            with f.loop(0, count, carried=lowest) as key:
+                row = f.add(past, f.mul(key.index, size))
+                dot = "zeroinitializer"
+                for part, of_query in zip(parts, query):
+                    dot = f.each("fma", of_query, f.get(a.keys, f.add(row, part)), dot)
+                start, products = "float 0.0", f"{_V} {dot}"
+                total = f.call(
+                    "float", "vector.reduce.fadd.v16f32", start, products, flags="reassoc"
+                )
+                score = f.op(f"fmul float {total}, {scale}")
+                f.store("float", score, f.at(scores, key.index, "float"), 4)
+                both = (f"float {key.values[0]}", f"float {score}")
+                key.values = [f.call("float", "maxnum.f32", *both, flags="nnan")]
+            most = key.values[0]
+            lowest_16 = f"splat (float {_constant(-3.0e38)})"
+            f.store(_V, lowest_16, f.at(scores, count, "float"), 4)  # no weight to speak of
+            most_16 = f.splat("float", 16, most)
+            with f.loop(0, count, 16, carried=[(_V, "zeroinitializer")]) as block:
+                place = f.at(scores, block.index, "float")
+                below = f.op(f"fsub {_V} {f.load(_V, place, 4)}, {most_16}")
+                weights = _exp(f, below)
+                f.store(_V, weights, place, 4)
+                block.values = [f.op(f"fadd {_V} {block.values[0]}, {weights}")]
+            start, weights = "float 0.0", f"{_V} {block.values[0]}"
+            whole = f.call("float", "vector.reduce.fadd.v16f32", start, weights, flags="reassoc")
+            zeros = [(_V, "zeroinitializer") for _ in parts]
+            with f.loop(0, count, carried=zeros) as key:
+                row = f.add(past, f.mul(key.index, size))
+                one = f.load("float", f.at(scores, key.index, "float"), 4)
+                weight = f.splat("float", 16, one)
+                key.values = [
+                    f.each("fma", weight, f.get(a.values, f.add(row, part)), before)
+                    for part, before in zip(parts, key.values)
+                ]
+            share = f.splat("float", 16, f.op(f"fdiv float 1.0, {whole}"))
+            to = f.mul(f.add(f.mul(at, a.heads), head), size)
+            for part, mixed in zip(parts, key.values):
+                f.put(f.op(f"fmul {_V} {mixed}, {share}"), a.out, f.add(to, part))
+    return module(f)
+
+
 def quantize(element: str) -> str:
     """@quantize: rows to int8, scaled so that each row's largest magnitude becomes 127.
 

@@ -1,0 +1,134 @@
+"""`batch_invariant`: a token's logits and K/V have the same bits in every pass, in bfloat16."""
+
+import pytest
+import torch
+
+from fly.errors import FlyError
+from fly.execution import kernels, weights
+from fly.execution.kernels import Bfloat16Linear, LayerKernels
+from fly.settings import ExecutionSettings
+from tests import tiny
+from tests.unit.test_kernels import FAMILIES, family_model
+
+pytestmark = pytest.mark.skipif(kernels.why_not() is not None, reason="no kernels here")
+TOKENS = torch.randint(3, 96, (70,), generator=torch.Generator().manual_seed(4)).tolist()
+PROMPT = 40
+
+
+def packed(family, **settings):
+    model = family_model(family)
+    weights.pack(model, None, ExecutionSettings(**{"batch_invariant": True, **settings}))
+    return model
+
+
+def walk(model, slots=1, slot=0, chunk=None, copied=0, widths=(1,) * 30):
+    """(logits after every token from the prompt's end on, K/V of all), on one way to them."""
+    runner = tiny.runner(model, slots, max_length=256)
+    others = [other for other in range(slots) if other != slot]
+    for other in others:
+        runner.prefill(other, TOKENS[: copied or 5 + 3 * other])
+    assert runner.prefill(slot, TOKENS[:PROMPT], chunk, reuse=bool(copied)) == copied
+    logits, start = [], PROMPT
+    for width in widths:
+        feed = [TOKENS[other : other + 1 + other % width] for other in range(slots)]
+        feed[slot] = TOKENS[start : start + width]
+        logits.append(runner.extend(feed)[slot, :width].clone())
+        for other in range(slots):
+            runner.lengths[other] += len(feed[other])
+        start += width
+    stored = (*runner.cache._keys, *runner.cache._values)
+    return torch.cat(logits), [part[slot, :, :start] for part in stored]
+
+
+WAYS = [
+    {"widths": [9, 4, 17]},  # verification
+    {"chunk": 13},  # a prompt in chunks
+    {"slots": 3, "slot": 1, "widths": [9, 9, 12]},  # beside other sequences
+    {"slots": 8, "slot": 6, "widths": [1, 2, 3, 4, 20]},
+    {"slots": 2, "slot": 1, "copied": 25, "widths": [5] * 6},  # a prefix of another's
+]
+
+
+def differing(model):
+    """The ways on which some bit is another than in plain decoding."""
+    logits, cache = walk(model)
+    assert logits.isfinite().all()
+    found = []
+    for way in WAYS:
+        other_logits, other_cache = walk(model, **way)
+        equal = torch.equal(logits, other_logits)
+        if not equal or not all(map(torch.equal, cache, other_cache)):
+            found.append(way)
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bits_do_not_depend_on_the_pass(family):
+    assert not differing(packed(family))
+
+
+def test_torchs_attention_is_caught():
+    assert differing(packed("qwen2", batch_invariant=False))
+
+
+def test_a_product_chosen_by_width_is_caught(monkeypatch):
+    real = Bfloat16Linear.forward
+
+    def by_width(self, x):
+        if x.numel() // x.shape[-1] < 5:
+            return real(self, x)
+        even, odd = x.clone(), x.clone()  # the same sum in another order
+        even[..., 1::2], odd[..., ::2] = 0, 0
+        return real(self, even) + real(self, odd)
+
+    model = packed("qwen2")
+    monkeypatch.setattr(Bfloat16Linear, "forward", by_width)
+    assert differing(model)
+
+
+def test_an_attention_that_sees_the_pass_is_caught(monkeypatch):
+    real = LayerKernels.attention
+
+    def one_key_less(self, query, cached, positions, slot, scaling):
+        shift = int(query.shape[2] > 5)
+        return real(self, query, cached, (positions - shift).clamp_min(0), slot, scaling)
+
+    model = packed("qwen2")
+    monkeypatch.setattr(LayerKernels, "attention", one_key_less)
+    assert differing(model)
+
+
+def test_a_prefix_copied_short_is_caught(monkeypatch):
+    model, real = packed("qwen2"), tiny.ModelRunner._copy_prefix
+
+    def short(self, slot, tokens):
+        count = real(self, slot, tokens)
+        for stored in (*self.cache._keys, *self.cache._values):
+            stored[slot, :, count - 1] = stored[slot, :, count - 2]
+        return count
+
+    monkeypatch.setattr(tiny.ModelRunner, "_copy_prefix", short)
+    assert differing(model) == [WAYS[-1]]
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("name", ["model", "ngram", "cascade"])
+@pytest.mark.parametrize("k", [4, 8])
+def test_exact_equals_target_only_in_bfloat16(name, slots, k):
+    target, draft = packed("qwen2"), tiny.noisy_copy(family_model("qwen2").float(), 0.01)
+
+    def decode(name, k):
+        drafter = tiny.drafter(name, slots, draft)
+        engine = tiny.engine(tiny.runner(target, slots, max_length=256), drafter, k)
+        return [record.tokens for record in tiny.decode_all(engine, tiny.prompts(vocab=96))]
+
+    assert decode(name, k) == decode("none", 0)
+
+
+def test_where_it_cannot_be_had_one_line_says_so():
+    settings = ExecutionSettings(batch_invariant=True)
+    with pytest.raises(FlyError, match=r"batch_invariant=true: .*only bfloat16 is packed.*false"):
+        weights.pack(family_model("qwen2").float(), None, settings)
+    off = settings.model_copy(update={"compile": "off"})
+    with pytest.raises(FlyError, match="batch_invariant=true: the target: its passes are eager"):
+        weights.pack(family_model("qwen2"), None, off)
