@@ -54,10 +54,10 @@ def test_the_weights_counted_without_loading_are_those_in_the_files():
     paths = pairs.locate("qwen2.5-coder")
     pair = memory.pair_of(config.load("qwen2.5-coder.json"), "a test", 2048)
     need = pair.need(memory.ONE_GPU, 1)
-    for folder, weights in ((paths.target, need.target), (paths.draft, need.draft)):
+    for folder, size in ((paths.target, need.target), (paths.draft, need.draft)):
         with open(Path(folder) / "model.safetensors", "rb") as file:
             header = 8 + int.from_bytes(file.read(8), "little")
-            assert weights == file.seek(0, 2) - header
+            assert size == file.seek(0, 2) - header
 
 
 @pytest.mark.parametrize("name", ["none", "model", "ngram", "cascade"])
