@@ -50,8 +50,11 @@ P
     printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "${vllm##*=}" >"$info/METADATA"
     install "$torch" -e ".[dev]" || unable "fly could not be installed beside it"
     # The Python of a vLLM that has FLy, to check the mapping of its keys against (it has no CPU build).
-    install --no-deps --target "$venv/fly-in-vllm" --only-binary :all: "$vllm_with_fly" ||
+    if install --no-deps --target "$venv/fly-in-vllm" --only-binary :all: "$vllm_with_fly"; then
+        rm -rf "$venv/fly-in-vllm"/vllm-*.dist-info # it goes by the CPU build's version
+    else
         echo "$vllm_with_fly could not be had: its keys are not checked" >&2
+    fi
     echo "$key" >"$venv/.made"
 fi
 echo "$venv/bin/python"
