@@ -224,7 +224,7 @@ def _made(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
     values = yaml_values(args.config)
     check_run(args, values)
     for name in (*_READ_HERE, "gen_kwargs"):
-        setattr(args, name, getattr(args, name) or values.get(name))
+        setattr(args, name, getattr(args, name, None) or values.get(name))
     args.model_args, args.gen_kwargs = as_dict(args.model_args), as_dict(args.gen_kwargs)
     for flag in ("tasks", "model_args", "output_path"):
         if not getattr(args, flag):

@@ -330,7 +330,8 @@ def test_a_baseline_keeps_lengths_and_positions(tmp_path):
     own = scores.Drafts(sources=["own_text"], from_earlier_runs=False, same_target=None)
     run = run.model_copy(update={"drafts": own})
     scores.save(run, tmp_path / "base.json")
-    assert scores.read(tmp_path / "base.json").tasks == run.tasks
+    without_texts = {n: t.model_copy(update={"texts": {}}) for n, t in run.tasks.items()}
+    assert scores.read(tmp_path / "base.json").tasks == without_texts
 
 
 def drafted(folder, same_target, matched=3):
