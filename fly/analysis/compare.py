@@ -244,7 +244,7 @@ class _Scores:
 
 
 def _paired(ours: Metric, task: Task) -> _Scores:
-    theirs = next((m for m in task.metrics if m.label == ours.label), None)
+    theirs = task.metric(ours.label)
     base = list(ours.scores.values())
     if theirs is None:
         return _Scores(base, [], "the run has no such metric")

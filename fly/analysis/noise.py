@@ -81,10 +81,7 @@ def noise_rows(
     """Every run against rounding alone. primaries: the metric that stands for each task."""
     for run in others:
         for name, metric in primaries.items():
-            of_runs = [
-                next((m for m in each.tasks[name].metrics if m.label == metric.label), None)
-                for each in (noise, run)
-            ]
+            of_runs = [each.tasks[name].metric(metric.label) for each in (noise, run)]
             if any(found is None or found.left_out for found in of_runs):
                 continue
             scores = [found.scores for found in of_runs if found is not None]

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from fly import reading
 from fly.errors import FlyError
 from fly.models import sources
-from fly.models.fingerprint import WHOLE, as_one, of_model, of_value
+from fly.models.fingerprint import WHOLE, as_one, of_model
 from fly.paths import write_output
 from fly.runs.reader import Run, TaskRun
 from fly.runs.records import DECODING, TIMED, Lengths, Positions
@@ -84,7 +84,7 @@ class Outputs(_Stored):
 class Task(_Stored):
     """documents, work: by document id; work is empty for other backends than fly's. positions: of
     all documents, empty where that is unknown. outputs: only where they were asked for. texts:
-    hashes of the responses, by document id; not of stored runs."""
+    the responses, by document id; not of stored runs."""
 
     version: str
     num_fewshot: int
@@ -94,7 +94,10 @@ class Task(_Stored):
     work: dict[int, Work]
     positions: Positions = Field(default_factory=Positions)
     outputs: Outputs | None = None
-    texts: dict[int, str] = Field(default_factory=dict, exclude=True)
+    texts: dict[int, tuple[str, ...]] = Field(default_factory=dict, exclude=True)
+
+    def metric(self, label: str) -> Metric | None:
+        return next((metric for metric in self.metrics if metric.label == label), None)
 
 
 class Drafts(_Stored):
@@ -169,7 +172,7 @@ def measure(run: Run, *, with_outputs: bool = False) -> Measured:
             work={doc_id: _sum(records) for doc_id, records in requests[name].items()},
             positions=_positions(chain.from_iterable(requests[name].values())),
             outputs=outputs.get(name),
-            texts={i: of_value(sample.responses) for i, sample in first.samples.items()},
+            texts={i: sample.responses for i, sample in first.samples.items()},
         )
     return Measured(
         name=run.name,

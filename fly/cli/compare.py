@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fly.analysis.compare import Result
     from fly.analysis.scores import Measured
     from fly.analysis.statistics import Demand
+    from fly.cli.run_modes import Mode
 
 _READ_HERE = ("model", "tasks", "model_args", "output_path", "include_path", "batch_size")
 STATUS = {"held": 0, "unchanged": 0, "fell": 1, "not enough evidence": 3}
@@ -233,8 +234,9 @@ def _made(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
         name for name in run_modes.DEFAULT if not (stored and name == stored.mode)
     ]
     outputs = args.baseline if stored and stored.has_outputs else None
-    engine = registry.engine_of(args.model or "hf", {**args.model_args, "config_path": None})
-    if engine is None:
+    model = args.model or "hf"
+    engine = registry.IN_PLACE_OF.get(model, model)
+    if engine not in registry.ENGINES:
         raise FlyError(f"--model {args.model}: fly compare makes runs of hf and vllm")
     planned = run_modes.plan(names, args.mode, args.model_args, outputs, engine)
     needed = 1 if stored or args.save_baseline else 2
@@ -245,8 +247,7 @@ def _made(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
     if stored:
         _check_early(args, stored)
     if args.save_baseline:
-        alone = [name for name, mode in planned.items() if mode.rule == "target-only"]
-        chosen = planned[args.baseline_run or next(iter([*alone, *planned]))]
+        chosen = _baseline_mode(args, planned)
         _check_baseline(chosen.rule, f"--save-baseline {args.save_baseline}")
         if args.with_outputs and not chosen.records.get("enable_statistics"):
             raise FlyError(
@@ -256,13 +257,18 @@ def _made(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
     if args.noise_floor:
         if stored:
             raise FlyError("--noise-floor: needs the baseline made here: leave --baseline out")
-        alone = [name for name, mode in planned.items() if mode.rule == "target-only"]
-        again = planned[args.baseline_run or next(iter([*alone, *planned]))]
+        again = _baseline_mode(args, planned)
         planned[noise.NAME] = run_modes.in_other_batches(again, noise.NAME, args.batch_size)
     output = Path(args.output_path)
     context.check_writable(output, "output_path")
     folders = run_modes.run_missing(planned, _run_flags(), output, _files(args, output))
     return _load(list(folders.items()), [stored.name] if stored else [], args.with_outputs)
+
+
+def _baseline_mode(args: argparse.Namespace, planned: dict[str, Mode]) -> Mode:
+    """The mode whose run the others will be compared with."""
+    alone = [name for name, mode in planned.items() if mode.rule == "target-only"]
+    return planned[args.baseline_run or next(iter([*alone, *planned]))]
 
 
 def _files(args: argparse.Namespace, output: Path) -> dict[str, dict[str, str]]:

@@ -38,7 +38,7 @@ from fly.models import sources
 from fly.runs.earlier_outputs import EarlierOutputs
 from fly.runs.resume import parse_pairs
 
-HF_NAMES = ("hf", "hf-auto", "huggingface")
+_HF_NAMES = [name for name, engine in registry.IN_PLACE_OF.items() if engine == "fly"]
 _MODEL_ARGS_FLAGS = ("--model_args", "-a")
 _JSON_FLAGS = ("--model_args", "-a", "--gen_kwargs", "--metadata", "--samples", "-E")
 # what ast.literal_eval raises for invalid text
@@ -365,7 +365,7 @@ def check_run(args: Any, given: Mapping[str, Any]) -> None:
     if "max_batch_size" in model_args and flags.get("max_batch_size") is not None:
         raise FlyError("--max_batch_size is also in model_args: remove one")
     model = flags.get("model") or "hf"
-    if model in HF_NAMES or registry.engine_of(model, model_args):
+    if model in _HF_NAMES or registry.engine_of(model, model_args):
         check_gen_kwargs(as_dict(flags.get("gen_kwargs")), where("gen_kwargs"))
     from fly.harness import evaluate
 

@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Iterator
 from importlib.metadata import version
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -52,12 +53,12 @@ def _installed() -> Installed:
 
 @dataclasses.dataclass
 class _Running:
-    """A request in vLLM's engine. passes: the tokens of each that gave it some, its prefill's
-    included."""
+    """A request in vLLM's engine. lengths: of its output, after each pass that gave it tokens,
+    its prefill's included."""
 
     request: Request
     seconds: dict[str, float] = dataclasses.field(default_factory=zero_seconds)
-    passes: list[int] = dataclasses.field(default_factory=list)
+    lengths: list[int] = dataclasses.field(default_factory=list)
     prefilled_at: float = 0.0
 
 
@@ -239,13 +240,13 @@ class FlyVLLM(Backend, VLLM):
         width = 1 + config.get("num_speculative_tokens", 0)
         states = [running[output.request_id] for output in outputs]
         tokens = [
-            width if state.passes else len(state.request.prompt) - (output.num_cached_tokens or 0)
+            width if state.lengths else len(state.request.prompt) - (output.num_cached_tokens or 0)
             for state, output in zip(states, outputs)
         ]
         for state, output, seconds in zip(states, outputs, shares(elapsed, tokens)):
-            state.seconds["verify" if state.passes else "prefill"] += seconds
-            state.prefilled_at = state.prefilled_at if state.passes else now
-            state.passes.append(len(output.outputs[0].token_ids) - sum(state.passes))
+            state.seconds["verify" if state.lengths else "prefill"] += seconds
+            state.prefilled_at = state.prefilled_at if state.lengths else now
+            state.lengths.append(len(output.outputs[0].token_ids))
 
     def _decode_by_workers(self, missing: list[Request]) -> Iterator[RequestRecord]:
         before = time.perf_counter()
@@ -263,7 +264,7 @@ class FlyVLLM(Backend, VLLM):
             state.seconds["verify"] = (times.last_token_ts - times.first_token_ts) * scale
             widths = [accepted + 1 for _, accepted in self._drafts(state, output)]
             plain = len(output.outputs[0].token_ids) - 1 - sum(widths)
-            state.passes = [1, *widths, *[1] * plain]
+            state.lengths = [*accumulate([1, *widths, *[1] * plain])]
             yield self._record(state, output, times.last_token_ts - times.first_token_ts)
 
     def _sampling_params(self, request: Request) -> SamplingParams:
@@ -298,7 +299,7 @@ class FlyVLLM(Backend, VLLM):
         elif ended == "stop" and tokens and tokens[-1] in self.eos_ids:
             ended = "eos"
         found, positions = counts(
-            len(tokens) - 1, len(state.passes) - 1, self._drafts(state, output)
+            len(tokens) - 1, len(state.lengths) - 1, self._drafts(state, output)
         )
         return RequestRecord(
             request,
@@ -327,7 +328,7 @@ class FlyVLLM(Backend, VLLM):
             return []
         if metrics is not None:
             return list(zip(metrics.per_step_drafted, metrics.per_step_accepted))
-        accepted = [tokens - 1 for tokens in state.passes[1:]]
+        accepted = [after - before - 1 for before, after in pairwise(state.lengths)]
         if config["method"] == METHODS["model"]:
             return [(config["num_speculative_tokens"], count) for count in accepted]
         return [(count, count) for count in accepted if count]

@@ -57,6 +57,15 @@ class _Vectors(Function):
         """A vector of one constant."""
         return f"splat (float {_constant(value)})"
 
+    def total(self, vector: str) -> str:
+        """The sum of a vector's parts, always in the same order."""
+        arguments = ("float 0.0", f"{_V} {vector}")
+        return self.call("float", "vector.reduce.fadd.v16f32", *arguments, flags="reassoc")
+
+    def single(self, bits: str) -> str:
+        """The float32 whose bits an argument holds."""
+        return self.op(f"bitcast i32 {self.op(f'trunc i64 {bits} to i32')} to float")
+
 
 def norm(element: str) -> str:
     """@norm: rows of x, plus those of delta into sum if there are any, normalised to out.
@@ -69,7 +78,7 @@ def norm(element: str) -> str:
         "ptr x, ptr delta, ptr sum, ptr weight, ptr out, i64 rows, i64 width, i64 eps, "
         "counter counter"
     )
-    eps = f.op(f"bitcast i32 {f.op(f'trunc i64 {a.eps} to i32')} to float")
+    eps = f.single(a.eps)
     width = f.op(f"uitofp i64 {a.width} to float")
     is_alone = f.op(f"icmp eq ptr {a.delta}, null")
     source = f.select(is_alone, a.x, a.sum, "ptr")
@@ -85,8 +94,7 @@ def norm(element: str) -> str:
         with f.loop(0, a.width, 16, carried=[(_V, "zeroinitializer")]) as loop:
             x = f.get(source, f.add(base, loop.index))
             loop.values = [f.each("fma", x, x, loop.values[0])]
-        start, squares = "float 0.0", f"{_V} {loop.values[0]}"
-        total = f.call("float", "vector.reduce.fadd.v16f32", start, squares, flags="reassoc")
+        total = f.total(loop.values[0])
         safe = f.op(f"fadd float {f.op(f'fdiv float {total}, {width}')}, {eps}")
         root = f.call("float", "sqrt.f32", f"float {safe}")
         inverse = f.splat("float", 16, f.op(f"fdiv float 1.0, {root}"))
@@ -199,7 +207,7 @@ def attention(element: str, size: int) -> str:
         "ptr queries, ptr keys, ptr values, ptr positions, ptr out, i64 sequences, i64 width, "
         "i64 heads, i64 kv_heads, i64 capacity, i64 slot, i64 scale, counter counter"
     )
-    scale = f.op(f"bitcast i32 {f.op(f'trunc i64 {a.scale} to i32')} to float")
+    scale = f.single(a.scale)
     scores = f.op(f"alloca float, i64 {f.add(a.capacity, 16)}, align 64")
     parts = range(0, size, 16)
     group = f.div(a.heads, a.kv_heads)
@@ -221,11 +229,7 @@ def attention(element: str, size: int) -> str:
                 dot = "zeroinitializer"
                 for part, of_query in zip(parts, query):
                     dot = f.each("fma", of_query, f.get(a.keys, f.add(row, part)), dot)
-                start, products = "float 0.0", f"{_V} {dot}"
-                total = f.call(
-                    "float", "vector.reduce.fadd.v16f32", start, products, flags="reassoc"
-                )
-                score = f.op(f"fmul float {total}, {scale}")
+                score = f.op(f"fmul float {f.total(dot)}, {scale}")
                 f.store("float", score, f.at(scores, key.index, "float"), 4)
                 both = (f"float {key.values[0]}", f"float {score}")
                 key.values = [f.call("float", "maxnum.f32", *both, flags="nnan")]
@@ -239,8 +243,7 @@ def attention(element: str, size: int) -> str:
                 weights = _exp(f, below)
                 f.store(_V, weights, place, 4)
                 block.values = [f.op(f"fadd {_V} {block.values[0]}, {weights}")]
-            start, weights = "float 0.0", f"{_V} {block.values[0]}"
-            whole = f.call("float", "vector.reduce.fadd.v16f32", start, weights, flags="reassoc")
+            whole = f.total(block.values[0])
             zeros = [(_V, "zeroinitializer") for _ in parts]
             with f.loop(0, count, carried=zeros) as key:
                 row = f.add(past, f.mul(key.index, size))
