@@ -1,0 +1,59 @@
+"""Which target id each draft id stands for: heads with a reduced vocabulary, other tokenizers.
+
+Verification sees target ids only. A drafter that speaks other ids draws its tokens from
+`restricted` logits, and says what it drew from by `spread`.
+
+Shapes: N positions, D draft ids, V target ids.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+NONE = -1  # no id of the other vocabulary
+
+
+class DraftVocabulary:
+    """A partial one-to-one map between a draft's ids and the target's.
+
+    to_target_D: by draft id, the target's id of the same token, NONE where the target has none.
+    target_size: V, how many ids the target's logits have. Raises ValueError for target ids that
+    are named twice or do not exist.
+    """
+
+    def __init__(self, to_target_D: Tensor, target_size: int) -> None:
+        known_D = to_target_D != NONE
+        ids = to_target_D[known_D]
+        if bool((to_target_D < NONE).any()) or bool((ids >= target_size).any()):
+            raise ValueError(f"target ids must be from 0 to {target_size - 1}")
+        if len(ids.unique()) != len(ids):
+            raise ValueError("two draft ids stand for the same target id")
+        self.to_target_D = to_target_D
+        self.known_D = known_D
+        self.to_draft_V = torch.full((target_size,), NONE, dtype=torch.long)
+        self.to_draft_V[ids] = known_D.nonzero().flatten()
+        self.share = len(ids) / target_size
+
+    @classmethod
+    def from_offsets(cls, d2t_D: Tensor, target_size: int) -> DraftVocabulary:
+        """From EAGLE-3's `d2t`, where draft id i stands for target id i + d2t[i]."""
+        d2t_D = d2t_D.long()
+        return cls(torch.arange(len(d2t_D)) + d2t_D, target_size)
+
+    def to(self, device: torch.device) -> DraftVocabulary:
+        """The maps on `device`, in place."""
+        self.to_target_D = self.to_target_D.to(device)
+        self.known_D = self.known_D.to(device)
+        self.to_draft_V = self.to_draft_V.to(device)
+        return self
+
+    def restricted(self, logits_ND: Tensor) -> Tensor:
+        """Logits that draw no token which the target does not have."""
+        return logits_ND.masked_fill(~self.known_D, float("-inf"))
+
+    def spread(self, q_ND: Tensor) -> Tensor:
+        """[N, V]: the draft's probabilities over the target's ids, 0 where nothing is drafted."""
+        q_NV = q_ND.new_zeros(*q_ND.shape[:-1], len(self.to_draft_V))
+        q_NV[..., self.to_target_D[self.known_D]] = q_ND[..., self.known_D]
+        return q_NV
