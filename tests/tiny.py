@@ -128,11 +128,12 @@ COSTS = PairCosts(PassCosts((1, 512), (1.0, 2.0)), PassCosts((1, 512), (0.3, 0.6
 
 
 def lookup(
-    slots: int, names=("own",), *, eos=frozenset({EOS}), learns=False, has_model=False, **keys
-) -> Lookup:
-    """Drafts from texts. keys: of DrafterSettings."""
+    slots: int, names=("own",), *, eos=frozenset({EOS}), sequences=None, learns=False,
+    has_model=False, **keys,
+) -> Lookup:  # fmt: skip
+    """Drafts from texts. sequences: of the run, else as many as slots. keys: of DrafterSettings."""
     settings = DrafterSettings(min_ngram_size=1, max_ngram_size=4, **keys)
-    choice = Choice(COSTS, slots, learns=learns, has_model=has_model)
+    choice = Choice(COSTS, sequences or slots, learns=learns, has_model=has_model)
     return Lookup(slots, settings, names, choice, eos)
 
 

@@ -12,12 +12,12 @@ MODES = {"fly": "FLy"}  # names for print; others go by their own
 
 _ALWAYS = (
     "target_model_path", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed",
-    "total_gen_tok", "compile", "execution", "prefix_reuse",
+    "total_gen_tok", "compile", "execution", "prefix_reuse", "batch_invariant",
 )  # fmt: skip
 _WITH_DRAFT = (
     "draft_model_path", "draft_policy", "draft_quantization", "draft_device", "draft_dtype",
 )  # fmt: skip
-_OF_NGRAM = ("max_ngram_size", "min_ngram_size", "num_ngram_pred_tokens")
+_OF_TEXTS = ("max_ngram_size", "min_ngram_size", "num_ngram_pred_tokens", "lookup_k")
 _SHORT = {
     "spd_k": "K", "win_len": "W", "entropy_thre": "\u03b8", "entropy_kind": "entropy",
     "margin_thre": "margin", "draft_ratio_thre": "ratio", "draft_rank_max": "rank",
@@ -25,7 +25,9 @@ _SHORT = {
     "relaxed_top_k": "top", "relaxed_delta": "\u03b4", "draft_quantization": "draft",
     "draft_policy": "policy", "draft_model_path": "draft model", "batch_size": "batch size",
     "max_ngram_size": "n-gram", "num_ngram_pred_tokens": "n-gram tokens",
-    "draft_runs": "earlier runs", "exact_first_tokens": "first exact", "exact_pattern": "exact in",
+    "draft_runs": "earlier runs", "draft_sources": "texts", "lookup_k": "lookup K",
+    "exact_first_tokens": "first exact", "exact_pattern": "exact in",
+    "batch_invariant": "batch invariant",
 }  # fmt: skip
 
 
@@ -45,8 +47,10 @@ def in_force(run: Run) -> dict[str, Any]:
     drafter = run.entry.get("drafter")
     if drafter is not None:
         keys += ["spd_k", *_WITH_DRAFT]
-        keys += _OF_NGRAM if drafter in ("ngram", "cascade") else ()
         found["drafter"] = drafter
+        if drafter in ("ngram", "cascade"):
+            keys += _OF_TEXTS
+            found["draft_sources"] = config.get("draft_sources") or "all"
         found["draft_runs"] = run.draft_runs or None
     found |= {key: config[key] for key in (*keys, *_ALWAYS) if key in config}
     if config.get("abla_no_window") and "win_len" in found:

@@ -193,26 +193,31 @@ def test_comparing_and_tuning_take_one_process(place):
     assert "fly compare: works in one process" in line
 
 
-def torchrun(place, *command):
+LAUNCHERS = {
+    "torchrun": ("torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+    # with --cpu it starts one process
+    "accelerate": ("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"),
+}
+
+
+def launched(name, place, command, shown):
     return subprocess.Popen(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-            "-m", "tests.killing", *map(str, command),
-        ],
+        [sys.executable, "-m", *LAUNCHERS[name], "-m", "tests.killing", *map(str, command)],
         cwd=place,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        stdout=(place / "torchrun.txt").open("w"),
+        stdout=shown.open("w"),
         stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    )
 
 
-def test_torchrun_launches_it_and_ends_it_with_a_process(place, alone):
-    out = place / "torchrun"
-    process = torchrun(place, *arguments(out.name))
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_launcher_starts_it_and_ends_it_with_a_process(place, alone, launcher):
+    out, shown = place / launcher, place / f"{launcher}.txt"
+    process = launched(launcher, place, arguments(out.name), shown)
     deadline = time.monotonic() + killing.PATIENCE
     while killing.count(out) < 6:
         assert time.monotonic() < deadline
-        assert process.poll() is None, (place / "torchrun.txt").read_text()[-6000:]
+        assert process.poll() is None, shown.read_text()[-6000:]
         time.sleep(0.001)
     (second,) = [
         child

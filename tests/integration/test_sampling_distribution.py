@@ -132,7 +132,8 @@ def table_drafter(name, slots, draft=FAR):
     if name == "cascade":
         return CascadeDrafter(TableRunner(draft, slots), NO_EOS, (1, 4, 6))
     if name == "cascade-siblings":
-        lookup = tiny.lookup(slots, ("siblings",), eos=NO_EOS, has_model=True)
+        # beside so many sequences a sibling's text is not worth a wider pass
+        lookup = tiny.lookup(slots, ("siblings",), eos=NO_EOS, sequences=1, has_model=True)
         return CascadeDrafter(TableRunner(draft, slots), NO_EOS, (1, 4, 6), lookup)
     return ModelDrafter(TableRunner(draft, slots), NO_EOS)
 

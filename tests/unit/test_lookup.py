@@ -110,6 +110,15 @@ def test_without_learning_counts_and_neighbours_decide_nothing():
     assert len(alone.tokens) == before == len(both[0].tokens)
 
 
+def test_without_learning_a_rare_text_pays_for_the_whole_pass():
+    """Eight sequences of which one had a sibling's text halved the speed of all."""
+    costs = PairCosts(PassCosts((8, 24), (1.0, 2.0)), PassCosts((8, 24), (0.3, 0.6)), "test")
+    for letter, sequences, is_drafted in (("s", 8, 0), ("s", 1, 1), ("e", 8, 1), ("o", 8, 0)):
+        chosen = choice(costs, learns=False, sequences=sequences)
+        assert (length(chosen, proposal(letter, 16, 8)) > 0) == is_drafted, (letter, sequences)
+    assert length(choice(learns=False, sequences=8), proposal("s", 16, 8))  # wide passes are cheap
+
+
 def test_without_learning_own_text_is_drafted_as_long_as_the_limit_says():
     assert length(choice(learns=False), proposal("n", 1, 6), limit=8) == 6
     assert length(choice(learns=False), proposal("n", 1, 6), limit=3) == 3

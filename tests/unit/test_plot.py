@@ -92,6 +92,17 @@ def test_labels_hold_what_differs_and_what_is_in_force(tmp_path):
     assert settings.labels(reader.load_all(tmp_path / "same")[:1]) == ["FLy"]
 
 
+def test_labels_tell_texts_and_batch_invariance_apart(tmp_path):
+    """Runs that differed in nothing else had one label."""
+    for more in ({}, {"draft_sources": ["siblings", "own"]}, {"batch_invariant": True}):
+        write_run(tmp_path, {"a": SOLVED}, drafter="ngram", enable_fly=False, **more)
+    assert settings.labels(reader.load_all(tmp_path)) == [
+        "texts=all, not batch invariant",
+        "texts siblings, own, not batch invariant",
+        "texts=all, batch invariant",
+    ]
+
+
 def test_a_run_with_drafts_from_earlier_outputs_is_always_told_apart(tmp_path):
     """Alone, beside target-only and beside the same mode: its speed is not the mode's own."""
     target = write_run(tmp_path, {"a": SOLVED}, use_sd=False)

@@ -120,10 +120,15 @@ class Choice:
                     return proposal.cut(limit)
                 continue
             expected = self._expected(proposal)
+            # Rows share the pass's width. All may follow earlier outputs; other texts serve a row
+            # now and then, and what the others are fed beside it only costs.
+            is_shared = proposal.letter == "e" or self._learns
+            rows = 1 if is_shared else sequences
             for length in _lengths(len(expected) - 1):
                 if sequences * (length + 1) > _MOST_IN_PASS and length > 1:
                     break
-                worth = expected[length] / round_cost(length, 0, sequences, self._costs)
+                tokens = (expected[length] + rows - 1) / rows
+                worth = tokens / round_cost(length, 0, sequences, self._costs)
                 if worth > most:
                     best, most = proposal.cut(length), worth
         return best
