@@ -68,7 +68,8 @@ def write_run(
     if drafts:
         records = [record | drafted(drafts) for record in records]
     if backend in ("fly", "vllm"):
-        results["config"]["fly"] = _entry(date, records, settings) | {"devices": devices}
+        told = {"devices": devices, "engine": backend}
+        results["config"]["fly"] = _entry(date, records, settings) | told
         if with_records:
             write_lines(folder / f"fly_requests_{date}.jsonl", records)
         if trace:

@@ -326,9 +326,9 @@ def _machine(run: Run) -> dict[str, Any]:
     if run.entry is None:
         return {}
     entry, device = run.entry, run.entry.get("device") or {}
-    vllm = (entry.get("vllm") or {}).get("version")
+    version = (entry.get("vllm") or {}).get("version")
     found = {
-        "engine": f"vLLM {vllm}" if vllm else "fly",
+        "engine": f"{run.engine} {version}" if version else run.engine,
         "device": device.get("name"),
         "capability": device.get("capability"),
         "threads": device.get("threads") if device.get("type") == "cpu" else None,

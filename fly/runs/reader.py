@@ -30,6 +30,7 @@ from fly.runs.vocabulary import bytes_of
 logger = logging.getLogger(__name__)
 
 _Line = TypeVar("_Line")
+_ENGINES = {"vllm": "vLLM"}  # names for print; others go by their own
 _RESULTS = "*results_[0-9][0-9][0-9][0-9]-*.json"  # lm-eval puts the date behind the name
 
 
@@ -89,6 +90,14 @@ class Run:
         """`target-only`, `exact`, `fly`, ... or the name of another backend, such as `hf`."""
         mode = str(self.entry["mode"] if self.entry else self.results["config"]["model"])
         return "exact" if mode == "strict" else mode  # as runs of November 2026 call it
+
+    @property
+    def engine(self) -> str:
+        """What decoded it: `fly`, `vLLM`, or the name of another backend, such as `hf`."""
+        if self.entry is None:
+            return str(self.results["config"]["model"])
+        engine = str(self.entry.get("engine", "fly"))  # the only one of earlier versions
+        return _ENGINES.get(engine, engine)
 
     @property
     def sources(self) -> list[str]:

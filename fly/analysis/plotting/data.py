@@ -150,10 +150,9 @@ def _curves(runs: list[Run], drafted: list[Run]) -> dict[Path, str]:
     labels = {run.path: TARGET_ONLY for run in runs}
     in_words = settings.labels(drafted, without=("batch_size",))
     labels |= {run.path: label for run, label in zip(drafted, in_words)}
-    engines = {r.path: "vLLM" if "vllm" in r.results["config"]["model"] else "fly" for r in runs}
-    if len({*engines.values()}) == 1:
+    if len({run.engine for run in runs}) == 1:
         return labels
-    return {path: f"{label}, {engines[path]}" for path, label in labels.items()}
+    return {run.path: f"{labels[run.path]}, {run.engine}" for run in runs}
 
 
 def _rates(run: Run, task: str) -> tuple[float | None, float | None]:
