@@ -44,7 +44,7 @@ function traceSection() {
   const shown = summary.traced.shown;
   if (!shown.length) return section("traces", "Where the tokens came from", missing(summary.traced.all ? "Traces were left out: --traces 0." : NO_TRACE));
   const rows = block("documents");
-  const preferred = summary.runs.findIndex((run) => run.acceptance?.positions.length);
+  const preferred = summary.runs.findIndex((run) => run.traced && run.positions.drafted.length);
   const slot = el("span", { class: "slot" }), view = el("div");
   const draw = (number) => slot.replaceChildren(...documentTrace(number, preferred, view));
   const left = summary.traced.all > shown.length ? el("p", { class: "note" }, `${shown.length} of ${plural(summary.traced.all, "traced document")} are in this page (--traces).`) : null;
