@@ -70,6 +70,8 @@ def write(
     machine=None,
     drafts=None,
     responses=None,
+    settings=None,
+    entry=None,
 ) -> Path:
     """Write one run; its folder. scores: of the task `sums`; tasks: by task instead.
 
@@ -77,6 +79,7 @@ def write(
     `seconds` of decoding and a tenth of it of prefill, `tokens` in rounds of `round_tokens`.
     drafts: of every document, by its number, (drafted, accepted) per round. responses: likewise.
     machine: what differs from two threads of a CPU and one sequence: keys of `device`, batch_size.
+    settings: keys of the configuration; entry: of `config.fly`, such as drafter and engine.
     """
     tasks = tasks or {"sums": scores}
     tasks = {name: s if isinstance(s, dict) else {metric: s} for name, s in tasks.items()}
@@ -90,6 +93,8 @@ def write(
             "sampling": [{"temperature": 0.0}],
             "config": {"target_model_path": target, "total_gen_tok": None, "seed": None},
         }
+        config["fly"]["config"] |= settings or {}
+        config["fly"] |= entry or {}
         machine = dict(machine or {})
         config["batch_size"] = machine.pop("batch_size", 1)
         device = {"type": "cpu", "name": "a CPU", "capability": "AVX2", "threads": 2}

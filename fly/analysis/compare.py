@@ -14,9 +14,9 @@ from fly.errors import FlyError
 from fly.runs.records import Positions, mean_lengths
 
 _WEAKEST_FIRST: tuple[Verdict, ...] = ("fell", "not enough evidence", "unchanged", "held")
-# Where these facts differ, seconds do not compare; where those of _METHOD do, a note says so.
-_MACHINE = {"device": "device", "capability": "CPU capability", "threads": "threads"}
-_METHOD = {
+# Where these facts differ, seconds do not compare; where those of METHOD do, a note says so.
+MACHINE = {"device": "device", "capability": "CPU capability", "threads": "threads"}
+METHOD = {
     "engine": "engine", "processes": "processes", "batch_size": "batch size", "dtype": "dtype",
     "passes": "passes of the target", "compile": "compile",
 }  # fmt: skip
@@ -166,7 +166,7 @@ def compare(
     for other in others:
         if reason := why_not_reusable(baseline, other):
             notes.append(f"{other.name} against {baseline.name}: {reason}")
-        if apart := _differences(baseline, other, {"engine": "engine"}):
+        if apart := differences(baseline, other, {"engine": "engine"}):
             notes.append(f"{other.name} against {baseline.name} compares engines ({apart})")
     tasks = [found for found in chosen.values() if found]
     rows_per_run = sum(map(len, tasks)) + (len(tasks) > 1)
@@ -378,7 +378,7 @@ def _speed(run: Measured, baseline: Measured | None, names: list[str]) -> Speed 
         return speed
     pairs = [(base[key], work[key]) for key in work]
     tokens = statistics.compare_sums([b.tokens for _, b in pairs], [a.tokens for a, _ in pairs])
-    if apart := _differences(baseline, run, _MACHINE):
+    if apart := differences(baseline, run, MACHINE):
         return replace(speed, tokens=tokens, withheld=apart)
     return replace(
         speed,
@@ -394,7 +394,7 @@ def _work_of(run: Measured, names: list[str]) -> dict[tuple[str, int], Work]:
     return {(name, i): work for name in names for i, work in run.tasks[name].work.items()}
 
 
-def _differences(baseline: Measured, run: Measured, facts: dict[str, str]) -> str:
+def differences(baseline: Measured, run: Measured, facts: dict[str, str]) -> str:
     """In words, which of these facts both runs tell and differ in; empty if none."""
     ours, theirs = baseline.machine, run.machine
     return "; ".join(
@@ -410,11 +410,11 @@ def _speed_notes(baseline: Measured, run: Measured) -> list[str]:
         return []
     who = f"{baseline.name} and {run.name}"
     notes = [_drafts_note(each) for each in (baseline, run) if each.is_from_earlier_runs]
-    if apart := _differences(baseline, run, _MACHINE):
+    if apart := differences(baseline, run, MACHINE):
         return [*notes, f"no time x: {who} ran on different machines ({apart})"]
     if not baseline.machine or not run.machine:  # a stored baseline of an earlier fly
         return [*notes, f"time x of {who}: it is not known that they ran on one machine"]
-    if apart := _differences(baseline, run, _METHOD):
+    if apart := differences(baseline, run, METHOD):
         return [*notes, f"time x of {who} is not of decoding alone: they differ in {apart}"]
     return notes
 

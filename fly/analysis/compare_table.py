@@ -16,7 +16,7 @@ from fly.analysis.statistics import Comparison, Demand, Interval, Ratio, bound_o
 from fly.runs.records import by_position
 from fly.runs.settings import with_drafts
 
-_WIDTH = 100
+WIDTH = 100
 _COLOURS = {
     "held": "green", "unchanged": "green", "fell": "red", "not enough evidence": "yellow",
 }  # fmt: skip
@@ -50,16 +50,16 @@ def visible(text: str) -> str:
 
 def print_result(result: Result) -> None:
     """A table of scores per task, one of speeds, and the notes. 100 columns suffice."""
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     console.print(f"\n{_title(result)}\n", markup=False)
     for label, rows in _score_rows(result):
-        console.print(_table(label, _SCORES, rows))
+        console.print(table(label, _SCORES, rows))
     if speed := list(_speed_rows(result)):
-        console.print(_table(f"time x, against {result.baseline}", _SPEED, speed))
-        console.print(_table("mean acceptance lengths", _LENGTHS, list(_length_rows(result))))
+        console.print(table(f"time x, against {result.baseline}", _SPEED, speed))
+        console.print(table("mean acceptance lengths", _LENGTHS, list(_length_rows(result))))
     if result.noise:
         title = "noise floor: documents that differ from the baseline's"
-        console.print(_table(title, _NOISE, [*_noise_rows(result)]))
+        console.print(table(title, _NOISE, [*_noise_rows(result)]))
     for line in _notes(result):
         console.print(line, markup=False)
 
@@ -71,18 +71,18 @@ def markdown(result: Result) -> str:
         for label, group in _score_rows(result)
         for index, row in enumerate(group)
     ]
-    parts = [f"### {_title(result)}", _markdown(["task", *_SCORES], rows)]
+    parts = [f"### {_title(result)}", markdown_table(["task", *_SCORES], rows)]
     if speed := list(_speed_rows(result)):
-        parts += [f"Time x, against {visible(result.baseline)}:", _markdown([*_SPEED], speed)]
+        parts += [f"Time x, against {visible(result.baseline)}:", markdown_table([*_SPEED], speed)]
         lengths = list(_length_rows(result))
-        parts += ["Mean acceptance lengths:", _markdown([*_LENGTHS], lengths)]
+        parts += ["Mean acceptance lengths:", markdown_table([*_LENGTHS], lengths)]
     if result.noise:
         title = "Noise floor, documents that differ from the baseline's:"
-        parts += [title, _markdown([*_NOISE], [*_noise_rows(result)])]
+        parts += [title, markdown_table([*_NOISE], [*_noise_rows(result)])]
     return "\n\n".join([*parts, "\n".join(f"- {line}" for line in _notes(result))]) + "\n"
 
 
-def _table(title: str, columns: dict[str, int | None], rows: list[list[str]]) -> Table:
+def table(title: str, columns: dict[str, int | None], rows: list[list[str]]) -> Table:
     table = Table(
         title=Text(visible(title), style="bold"),  # names are no markup
         title_justify="left",
@@ -110,7 +110,7 @@ def _coloured(cell: str) -> Text:
     return text
 
 
-def _markdown(header: Sequence[str], rows: list[list[str]]) -> str:
+def markdown_table(header: Sequence[str], rows: list[list[str]]) -> str:
     def line(cells: Sequence[str]) -> str:
         shown = (visible(cell).replace("\n", "<br>").replace("|", "\\|") for cell in cells)
         return f"| {' | '.join(shown)} |"
@@ -145,7 +145,7 @@ def _score_cells(row: ScoreRow, result: Result) -> list[str]:
         return ["-", "-", "-", "-", f"{row.verdict}\n{scores.reason}"]
     recovery = "undefined"
     if scores.recovery is not None:
-        recovery = f"{scores.recovery:.3f}{_interval(scores.interval, 3)}"
+        recovery = f"{scores.recovery:.3f}{interval_text(scores.interval, 3)}"
     return [
         f"{scores.other:.4g}",
         recovery,
@@ -155,7 +155,7 @@ def _score_cells(row: ScoreRow, result: Result) -> list[str]:
     ]
 
 
-def _interval(interval: Interval | None, digits: int) -> str:
+def interval_text(interval: Interval | None, digits: int) -> str:
     return f" [{interval.low:.{digits}f}, {interval.high:.{digits}f}]" if interval else ""
 
 
@@ -215,7 +215,7 @@ def _noise_rows(result: Result) -> Iterator[list[str]]:
 
 def _speed_cells(speed: Speed, is_baseline: bool) -> list[str]:
     def ratio(found: Ratio | None) -> str:
-        return f"{found.value:.2f}{_interval(found.interval, 2)}" if found else "-"
+        return f"{found.value:.2f}{interval_text(found.interval, 2)}" if found else "-"
 
     pace = speed.pace
     tokens = f"{speed.tokens.value:.2f}" if speed.tokens else "-"

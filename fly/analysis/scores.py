@@ -400,11 +400,8 @@ def why_other_files(stored: str | None, now: str | None) -> str | None:
     return f"another target (files: {stored}, now {now})"
 
 
-def why_not_reusable(baseline: Measured, run: Measured) -> str | None:
-    """Why this baseline's scores are not what the run's own target would score; None if they are.
-
-    Documents, prompts and versions are for `compare.check_pairs` to check.
-    """
+def why_other_target(baseline: Measured, run: Measured) -> str | None:
+    """Why two runs are not of the same target in the same dtype; None if they are."""
     ours, theirs = baseline.target, run.target
     if reason := why_other_files(ours["files"], theirs["files"]):
         return reason
@@ -413,6 +410,16 @@ def why_not_reusable(baseline: Measured, run: Measured) -> str | None:
         known = key != "revision" or None not in (ours[key], theirs[key])
         if ours[key] != theirs[key] and known:
             return f"another target ({key}: {ours[key]}, now {theirs[key]})"
+    return None
+
+
+def why_not_reusable(baseline: Measured, run: Measured) -> str | None:
+    """Why this baseline's scores are not what the run's own target would score; None if they are.
+
+    Documents, prompts and versions are for `compare.check_pairs` to check.
+    """
+    if reason := why_other_target(baseline, run):
+        return reason
     for key, value in run.decoding.items():
         stored = baseline.decoding.get(key)
         if stored != value and not (key in _OF_FLY and None in (stored, value)):

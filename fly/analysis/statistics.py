@@ -173,6 +173,19 @@ def bound_of_no_loss(documents: int, confidence: float = 0.95) -> float:
     return float(stats.binomtest(0, documents).proportion_ci(2 * confidence - 1, "exact").high)
 
 
+def holm(p_values: Sequence[float]) -> list[float]:
+    """P-values corrected for being read together, in their order.
+
+    Whichever of the hypotheses are true, the chance that any of them gets a corrected p of at most
+    a level is no more than that level: Holm (1979), Scandinavian Journal of Statistics 6, 65-70.
+    """
+    corrected, largest = [0.0] * len(p_values), 0.0
+    for rank, at in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[at]))
+        corrected[at] = largest
+    return corrected
+
+
 # ------------------------------------------------------------------------------------ the parts
 
 

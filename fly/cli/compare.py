@@ -5,21 +5,28 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fly.errors import FlyError
 
 if TYPE_CHECKING:
-    from fly.analysis.compare import Result
     from fly.analysis.scores import Measured
     from fly.analysis.statistics import Demand
     from fly.cli.run_modes import Mode
+    from fly.runs.reader import Run
 
 _READ_HERE = ("model", "tasks", "model_args", "output_path", "include_path", "batch_size")
+_FILES = ("json", "markdown", "junit")
+_NOT_OF_MATRIX = (
+    "tasks", "model_args", "modes", "mode", "baseline_run", "baseline", "save_baseline",
+    "with_outputs", "noise_floor", "min_recovery", "confidence", "allow_inconclusive", "junit",
+)  # fmt: skip
 STATUS = {"held": 0, "unchanged": 0, "fell": 1, "not enough evidence": 3}
 _USAGE = """fly compare RUN RUN ... [options]
+       fly compare RUN RUN ... --matrix [options]
        fly compare --model_args config_path=<pair>.json --tasks <task> ... --output_path <folder>
                    [options] [any flag of fly run]"""
 _DESCRIPTION = """Compare runs on the same documents: scores, recovery, time x, and a verdict per
@@ -75,18 +82,27 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help="also what rounding alone changes: the baseline again at another batch size, the run "
         "called noise",
     )
+    group.add_argument(
+        "--matrix",
+        action="store_true",
+        help="finished runs of several targets, drafters and rules as one matrix, each against the "
+        "target-only run of its own target",
+    )
     group.add_argument("--min-recovery", type=float, metavar="SHARE", help="default: 0.99")
     group.add_argument("--confidence", type=float, metavar="SHARE", help="default: 0.95")
     group.add_argument(
         "--allow-inconclusive", action="store_true", help="exit status 0 without enough evidence"
     )
-    for name in ("json", "markdown", "junit"):
+    for name in _FILES:
         group.add_argument(f"--{name}", type=Path, metavar="FILE", help=f"write {name} there")
 
 
 def _execute(args: argparse.Namespace) -> None:
-    from fly.analysis import compare, compare_table, noise, scores
+    from fly.analysis import compare, compare_files, compare_table, noise, scores
 
+    if args.matrix:
+        _matrix(args)
+        return
     demand = _demand(args)
     stored = scores.read(args.baseline) if args.baseline else None
     if stored:
@@ -113,7 +129,12 @@ def _execute(args: argparse.Namespace) -> None:
     if not others:  # only a baseline was asked for
         return
     result = compare.compare(baseline, others, demand, args.metric, measured_noise)
-    _write(args, result)
+    _write(
+        args,
+        json=lambda: compare_files.as_json(result),
+        markdown=lambda: compare_table.markdown(result),
+        junit=lambda: compare_files.as_junit(result, args.allow_inconclusive),
+    )
     compare_table.print_result(result)
     gates = args.min_recovery is not None or args.confidence is not None or args.allow_inconclusive
     inconclusive = result.verdict == "not enough evidence"
@@ -154,7 +175,7 @@ def _check_outputs(args: argparse.Namespace) -> None:
         raise FlyError(
             "--with-outputs: says what a stored baseline holds: add --save-baseline FILE"
         )
-    for name in ("json", "markdown", "junit", "save_baseline"):
+    for name in (*_FILES, "save_baseline"):
         path = getattr(args, name)
         if path is None:
             continue
@@ -164,15 +185,33 @@ def _check_outputs(args: argparse.Namespace) -> None:
         context.check_writable(path.absolute().parent, flag)
 
 
-def _write(args: argparse.Namespace, result: Result) -> None:
-    from fly.analysis import compare_files, compare_table
+def _matrix(args: argparse.Namespace) -> None:
+    """The command's other answer: no verdict, but every run against its own target."""
+    from fly.analysis import matrix, matrix_table, scores
+    from fly.runs import reader
+
+    for name in _NOT_OF_MATRIX:
+        if getattr(args, name) not in (None, False, []):
+            raise FlyError(
+                f"--matrix: leave --{name.replace('_', '-')} out: a matrix compares finished runs "
+                "(fly compare RUN RUN ... --matrix), each with its own target's, without verdicts"
+            )
+    _check_outputs(args)
+    named = [reader.named(text) for text in args.runs]
+    runs = [(run, scores.measure(run)) for run in _read(named, [])]
+    found = matrix.build(runs, args.metric)
+    _write(
+        args,
+        json=lambda: matrix_table.as_json(found),
+        markdown=lambda: matrix_table.markdown(found),
+    )
+    matrix_table.print_matrix(found)
+
+
+def _write(args: argparse.Namespace, **texts: Callable[[], str]) -> None:
+    """The files that were asked for, by the names of their flags."""
     from fly.paths import write_output
 
-    texts = {
-        "json": lambda: compare_files.as_json(result),
-        "markdown": lambda: compare_table.markdown(result),
-        "junit": lambda: compare_files.as_junit(result, args.allow_inconclusive),
-    }
     for name, text in texts.items():
         path = getattr(args, name)
         if path is not None:
@@ -198,20 +237,24 @@ def _finished(args: argparse.Namespace, stored: Measured | None) -> list[Measure
 def _load(
     paths: Sequence[tuple[str | None, str | Path]], taken: list[str], with_outputs: bool
 ) -> list[Measured]:
-    """The runs' scores under unique names: a second `fly` becomes `fly-2`."""
+    """The scores of the runs at these paths, as `_read` names them."""
     from fly.analysis import scores
+
+    return [scores.measure(run, with_outputs=with_outputs) for run in _read(paths, taken)]
+
+
+def _read(paths: Sequence[tuple[str | None, str | Path]], taken: list[str]) -> Iterator[Run]:
+    """The runs under unique names: a second `fly` becomes `fly-2`."""
     from fly.runs import reader
 
-    found: list[Measured] = []
     names = list(taken)
     for name, path in paths:
-        run = scores.measure(reader.load(path, name), with_outputs=with_outputs)
+        run = reader.load(path, name)
         unique, number = run.name, 2
         while unique in names:
             unique, number = f"{run.name}-{number}", number + 1
         names.append(unique)
-        found.append(run.model_copy(update={"name": unique}))
-    return found
+        yield replace(run, name=unique)
 
 
 def _made(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:

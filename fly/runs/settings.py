@@ -40,9 +40,7 @@ def in_force(run: Run) -> dict[str, Any]:
     if run.entry is None:
         return {}
     config, device = run.entry["config"], run.entry.get("device") or {}
-    of_rule = [*RULE_SETTINGS.get(run.mode, Settings).model_fields]
-    of_rule += [key for key in config if key not in FlyConfig.model_fields]  # a further rule's
-    keys = [key for key in of_rule if key != "abla_no_window"]
+    keys: list[str] = []
     found: dict[str, Any] = {}
     drafter = run.entry.get("drafter")
     if drafter is not None:
@@ -52,35 +50,56 @@ def in_force(run: Run) -> dict[str, Any]:
             keys += _OF_TEXTS
             found["draft_sources"] = config.get("draft_sources") or "all"
         found["draft_runs"] = run.draft_runs or None
-    found |= {key: config[key] for key in (*keys, *_ALWAYS) if key in config}
-    if config.get("abla_no_window") and "win_len" in found:
-        found["win_len"] = 0
+    found |= of_rule(run) | {key: config[key] for key in (*keys, *_ALWAYS) if key in config}
     found |= {"dtype": run.entry["dtype"], "device": device.get("name")}
     found |= {key: device[key] for key in ("threads", "capability") if key in device}
     found["batch_size"] = run.results["config"].get("batch_size")
     return found
 
 
+def of_rule(run: Run) -> dict[str, Any]:
+    """The settings of the run's verification rule, by key; empty for models that are not fly's."""
+    if run.entry is None:
+        return {}
+    config = run.entry["config"]
+    keys = [*RULE_SETTINGS.get(run.mode, Settings).model_fields]
+    keys += [key for key in config if key not in FlyConfig.model_fields]  # a further rule's
+    found = {key: config[key] for key in keys if key in config and key != "abla_no_window"}
+    if config.get("abla_no_window") and "win_len" in found:
+        found["win_len"] = 0
+    return found
+
+
+def distinctions(all_settings: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """Of every run's settings in force, by key: those in which not all runs agree, in words.
+
+    Earlier runs that were drafted from are always among them: the speed is not the mode's own.
+    """
+    return [
+        {
+            key: _in_words(key, value)
+            for key, value in settings.items()
+            if _differs(key, all_settings) or _is_always_said(key, settings)
+        }
+        for settings in all_settings
+    ]
+
+
 def labels(runs: list[Run], without: tuple[str, ...] = ()) -> list[str]:
-    """One short label per run: its mode if modes differ, and the settings that differ. Earlier runs
-    that were drafted from are always in it: the speed is not the mode's own.
+    """One short label per run: its mode if modes differ, and the settings that do (`distinctions`).
 
     without: keys that no label may hold. Runs that differ in nothing have equal labels.
     """
-    all_settings = [in_force(run) for run in runs]
+    all_settings = [
+        {key: value for key, value in in_force(run).items() if key not in without} for run in runs
+    ]
     several_modes = len({run.mode for run in runs}) > 1
     result = []
-    for run, settings in zip(runs, all_settings):
-        differing = [
-            key
-            for key in settings
-            if key not in without
-            and (_differs(key, all_settings) or _is_always_said(key, settings))
-        ]
-        parts = [_in_words(key, settings[key]) for key in differing]
+    for run, settings, found in zip(runs, all_settings, distinctions(all_settings)):
         mode = MODES.get(run.mode, run.mode)
-        is_alone = all(_is_always_said(key, settings) for key in differing)
-        result.append(", ".join([mode, *parts] if several_modes or is_alone else parts))
+        is_alone = all(_is_always_said(key, settings) for key in found)
+        parts = [mode, *found.values()] if several_modes or is_alone else found.values()
+        result.append(", ".join(parts))
     return result
 
 

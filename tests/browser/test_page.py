@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests import traced_runs
+from tests import traced_runs, written_runs
 
 pytestmark = pytest.mark.browser
 EVIL = "<img src=x onerror=alert(1)></script><script>alert(2)</script><b id=pwned>x</b>"
@@ -45,6 +45,24 @@ def test_headline_and_sections(open_report, pair):
     for heading in ("Scores", "Speed", "Where the tokens came from", "Documents", "Runs"):
         assert page.get_by_role("heading", name=heading, exact=True).first.is_visible()
     assert page.locator("figure svg[role=img]").count() >= 6
+
+
+def test_drafters_by_rules_are_a_shaded_matrix(open_report, tmp_path):
+    """The content security policy must let the cells have their shade."""
+    scores = {"exact": [1.0] * 20, "fly": [0.0] + [1.0] * 19}
+    folders = [written_runs.write(tmp_path / "alone", "target-only", [1.0] * 20)]
+    for mode, values in scores.items():
+        told = {"entry": {"drafter": "ngram"}, "settings": {"spd_k": 4}, "seconds": 0.5}
+        folders.append(written_runs.write(tmp_path / mode, mode, values, **told))
+    matrix = open_report(*folders).locator("#matrix")
+    assert matrix.locator("thead th").all_inner_texts() == ["target, drafter", "exact", "FLy"]
+    kept, lost = (matrix.locator(".cell").nth(at) for at in (0, 1))
+    assert "1 lost, 0 won; p 1.000" in lost.inner_text()
+    assert "time x 2.00\u00d7" in lost.inner_text()
+    shades = [
+        cell.evaluate("cell => getComputedStyle(cell).backgroundColor") for cell in (kept, lost)
+    ]
+    assert shades[0] != shades[1]
 
 
 def test_times_of_different_machines_are_not_shown(open_report, pair):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fly.runs import reader
 from tests.integration.test_cli import run
 
 OLD = Path(__file__).parents[1] / "fixtures" / "runs_of_2026_11"
@@ -18,6 +19,18 @@ def test_old_runs_are_compared(capsys):
     for expected in ("tiny_task: as_target", "6 documents", "0.333 [0.000, 0.833]", "4 / 0",
                      "0.55 [0.46, 0.78]", "62%", "3.43"):  # fmt: skip
         assert expected in printed, expected
+
+
+def test_the_engine_of_old_runs_is_known():
+    """They do not say it: there was one besides lm-eval's own backends."""
+    assert [reader.load(OLD / mode).engine for mode in MODES] == ["fly"] * 3
+
+
+def test_old_runs_are_a_matrix(capsys):
+    assert run("compare", *(OLD / mode for mode in MODES), "--matrix") == 0
+    printed = capsys.readouterr().out
+    assert "over all 2 cells" in printed
+    assert "4 / 0, p 0.250" in printed  # twice McNemar's
 
 
 def test_an_old_baseline_is_compared_with(capsys):

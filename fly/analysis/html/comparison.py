@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from fly.analysis import matrix
 from fly.analysis.compare import Against, ScoreRow, check_pairs, compare
 from fly.analysis.scores import Measured
 from fly.errors import FlyError
@@ -27,6 +28,20 @@ def against_first(runs: Sequence[Measured]) -> list[dict[str, Any]]:
     return [
         entries.get(run.name) or {"name": run.name, "refused": refused[run.name]} for run in others
     ]
+
+
+def of_families(runs: Sequence[matrix.Scored]) -> dict[str, Any] | None:
+    """The matrix of fly's runs, as `fly compare --matrix` makes it; None unless several draft.
+
+    `refused` says why there is none.
+    """
+    own = [each for each in runs if each[0].entry is not None]
+    if sum(run.mode != "target-only" for run, _ in own) < 2:
+        return None
+    try:
+        return matrix.build(own).as_dict
+    except FlyError as error:
+        return {"refused": str(error)}
 
 
 def _why_not(baseline: Measured, other: Measured) -> str | None:

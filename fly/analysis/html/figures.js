@@ -124,6 +124,43 @@ function comparisonFigure({ runs: [base], comparisons }) {
   table(["run: task and metric", base.name, "score", "recovery", "95 % interval", "lost / won", "p", "verdict"], lines, "Recovery"));
 }
 
+const unique = (values) => [...new Set(values)];
+
+/** Drafters by rules, for every target by itself: a table per task. Null unless several runs draft. */
+function matrixSection({ matrix }) {
+  if (!matrix) return null;
+  if (matrix.refused) return section("matrix", "Drafters and rules", missing(`No matrix of these runs. ${matrix.refused}.`));
+  const titleOf = (cell) => `${cell.task}: ${cell.metric}`;
+  return section("matrix", "Drafters and rules",
+    el("p", { class: "note" }, `Every run against its target alone: recovery of the score with a paired 95 % bootstrap interval, documents lost and won, time x end to end, and tau. The darker, the more of the score was lost; darkest from 10 %. p: that both score the same, corrected by Holm for ${plural(matrix.tests, "cell")}. A large p does not say that scores held.`),
+    unique(matrix.cells.map(titleOf)).map((title) => matrixFigure(title, matrix.cells.filter((cell) => titleOf(cell) === title))),
+    matrix.notes.map((note) => el("p", { class: "note" }, `Note: ${note}`)));
+}
+
+function matrixFigure(title, cells) {
+  const rules = unique(cells.map((cell) => cell.rule));
+  const rows = unique(cells.map((cell) => cell.target)).flatMap((target) => {
+    const family = cells.filter((cell) => cell.target === target), [{ baseline_score, documents, baseline_speed }] = family;
+    const rate = baseline_speed?.pace.end_to_end_tok_s;
+    const alone = `alone ${score(baseline_score)}, ${plural(documents, "document")}${rate ? `, ${fixed(rate, 1)} tok/s` : ""}`;
+    return [[el("b", {}, target), alone, ...rules.slice(1).map(() => "")],
+      ...unique(family.map((cell) => cell.drafter)).map((drafter) =>
+        [drafter, ...rules.map((rule) => matrixCell(family.find((cell) => cell.drafter === drafter && cell.rule === rule)))])];
+  });
+  return el("figure", {}, el("figcaption", {}, el("h3", {}, title.replace(",", ", "))), table(["target, drafter", ...rules], rows, title));
+}
+
+function matrixCell(cell) {
+  if (!cell) return "";
+  if (!isNumber(cell.p)) return cell.reason;
+  const ratio = cell.speed?.end_to_end;
+  const node = el("div", { class: "cell" }, el("b", {}, percent(cell.recovery)), ` (${between(cell.interval, percent)})`,
+    el("p", {}, `${cell.lost} lost, ${cell.won} won; p ${fixed(cell.p, 3)}`),
+    el("p", {}, `time x ${times(ratio?.value)}${ratio?.interval ? ` (${between(ratio.interval, times)})` : ""}; tau ${fixed(cell.speed?.pace.tau)}`));
+  if (isNumber(cell.recovery)) node.style.setProperty("--loss", Math.min(1, Math.max(0, 10 * (1 - cell.recovery))));
+  return node;
+}
+
 function speedFigure({ runs: [base, ...others], comparisons }) {
   const timed = [base, ...others].filter((run) => run.stats);
   if (!timed.length) return missing("No run has fly\u2019s records: lm-eval\u2019s own backends, and enable_statistics=false, keep no times.");

@@ -4,7 +4,7 @@ const summary = block("summary");
 summary.runs.forEach((run, number) => { run.number = number; });
 const NO_TRACE = "No run has a trace. Run with trace=true in model_args and --output_path DIR to see where every token came from; it changes no text.";
 
-const LINKS = { scores: "Scores", speed: "Speed", drafts: "Drafts", traces: "Tokens", documents: "Documents", runs: "Runs" };
+const LINKS = { scores: "Scores", matrix: "Matrix", speed: "Speed", drafts: "Drafts", traces: "Tokens", documents: "Documents", runs: "Runs" };
 
 function section(id, title, ...content) {
   return el("section", { id, "aria-labelledby": `${id}-title` }, el("h2", { id: `${id}-title` }, title), content);
@@ -117,6 +117,7 @@ function build() {
   const untraced = summary.runs.filter((run) => !run.traced).map((run) => run.name);
   const sections = [
     section("scores", "Scores", comparisonFigure(summary), el("div", { class: "grid" }, scoreFigures(summary))),
+    matrixSection(summary),
     section("speed", "Speed", el("div", { class: "grid" }, speedFigure(summary), timeFigure(summary), lengthFigure(summary))),
     section("drafts", "What was drafted, and what stood",
       charts.length && untraced.length ? el("p", { class: "note" }, `Without a trace (trace=true), which tells deferrals from matches and has entropies: ${untraced.join(", ")}.`) : null,
@@ -124,7 +125,7 @@ function build() {
     traceSection(),
     section("documents", "Documents", documentTable(summary, openDocument)),
     section("runs", "Runs", settings(summary)),
-  ];
+  ].filter(Boolean);
   document.getElementById("main").replaceChildren(
     el("h1", { class: "hidden" }, document.title), el("div", { class: "headlines" }, headline(summary)), ...sections);
   document.getElementById("sections").append(...sections.map((one) => el("a", { href: `#${one.id}` }, LINKS[one.id])));

@@ -36,6 +36,7 @@ def page(runs: list[Run], max_traces: int = 200) -> str:
                 "runs": [summary.of_run(*each) for each in zip(runs, measured, per_run)],
                 "scores": summary.scores(runs),
                 "comparisons": comparison.against_first(measured),
+                "matrix": comparison.of_families(found),
                 "traced": {"shown": [numbers[key] for key in shown], "all": len(traced)},
             },
             "data-documents": documents.rows(runs, measured, samples),

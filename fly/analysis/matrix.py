@@ -1,0 +1,262 @@
+"""Families of runs in one matrix: drafters by verification rules, for every target by itself.
+
+A run is compared with the run of its own target alone, as `fly compare` compares two runs. The
+p-values are corrected together, over all cells. docs/compare.md defines the matrix.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from fly import registry
+from fly.analysis import compare
+from fly.analysis.compare import ScoreRow, Speed
+from fly.analysis.scores import Measured, why_not_reusable, why_other_target
+from fly.analysis.statistics import holm
+from fly.errors import FlyError
+from fly.runs import settings
+from fly.runs.reader import Run
+
+Scored = tuple[Run, Measured]  # a run and its scores, under a name that no other run has
+_NAMED = (
+    "drafter",
+    "target_model_path",
+    "draft_model_path",
+)  # in labels whether they differ or not
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run on one task (or `overall`), against its target alone, the run `baseline`.
+
+    target, drafter, rule: the cell's place. speed, alone: the run's pace and its target's; None
+    without records. p: of equal scores, corrected for all cells; None without a test.
+    """
+
+    target: str
+    drafter: str
+    rule: str
+    run: str
+    baseline: str
+    row: ScoreRow
+    speed: Speed | None
+    alone: Speed | None
+    p: float | None = None
+
+    @property
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values, by the keys that docs/compare.md lists."""
+        scores = self.row.scores
+        return {
+            **{key: getattr(self, key) for key in ("target", "drafter", "rule", "run", "baseline")},
+            **{key: getattr(self.row, key) for key in ("task", "metric", "higher_is_better")},
+            "documents": scores.documents,
+            "score": scores.other,
+            "baseline_score": scores.baseline,
+            "recovery": scores.recovery,
+            "interval": asdict(scores.interval) if scores.interval else None,
+            "lost": scores.lost,
+            "won": scores.won,
+            "test": scores.test,
+            "p_uncorrected": scores.p,
+            "p": self.p,
+            "reason": "" if scores.other is not None else scores.reason,
+            "speed": asdict(self.speed) if self.speed else None,
+            "baseline_speed": asdict(self.alone) if self.alone else None,
+        }
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """tests: how many p-values were corrected together. notes: what a reader has to know."""
+
+    cells: list[Cell]
+    tests: int
+    notes: list[str]
+
+    @property
+    def tables(self) -> dict[tuple[str, str], list[Cell]]:
+        """The cells by task and metric."""
+        found: dict[tuple[str, str], list[Cell]] = {}
+        for cell in self.cells:
+            found.setdefault((cell.row.task, cell.row.metric), []).append(cell)
+        return found
+
+    @property
+    def as_dict(self) -> dict[str, Any]:
+        cells = [cell.as_dict for cell in self.cells]
+        return {"tests": self.tests, "cells": cells, "notes": self.notes}
+
+
+@dataclass
+class _Family:
+    """A target's own run, and the runs that are compared with it."""
+
+    alone: Scored
+    runs: list[Scored] = field(default_factory=list)
+
+
+def build(runs: Sequence[Scored], metrics: Sequence[str] | None = None) -> Matrix:
+    """The matrix of these runs. metrics: only these, by name or `name,filter`; None for each task's
+    first by which its target alone scores anything.
+
+    Raises FlyError for runs that have no place in it: of another backend, without a target-only run
+    of their target or with several, or where another run is already; and as `compare.compare`.
+    """
+    families = _families(runs)
+    targets, drafters, rules = _targets(families), _drafters(families), _rules(families)
+    cells: list[Cell] = []
+    notes: list[str] = []
+    for family in families:
+        base = family.alone[1]
+        result = compare.compare(base, [measured for _, measured in family.runs], metrics=metrics)
+        alone = {speed.task: speed for speed in result.baseline_speeds}
+        for found in result.others:
+            speeds = {speed.task: speed for speed in found.speeds}
+            place = (targets[base.name], drafters[found.name], rules[found.name], found.name)
+            cells += [
+                Cell(*place, base.name, row, speeds.get(row.task), alone.get(row.task))
+                for row in found.all_rows
+                if metrics or row.primary or row is found.overall
+            ]
+        notes += result.notes
+    _check_places(cells)
+    p_values = iter(holm([cell.row.scores.p for cell in cells if _is_tested(cell)]))
+    cells = [replace(cell, p=next(p_values)) if _is_tested(cell) else cell for cell in cells]
+    return Matrix(cells, sum(map(_is_tested, cells)), list(dict.fromkeys(notes)))
+
+
+def _is_tested(cell: Cell) -> bool:
+    return cell.row.scores.other is not None
+
+
+def _check_places(cells: Iterable[Cell]) -> None:
+    taken: dict[tuple[str, ...], str] = {}
+    for cell in cells:
+        place = (cell.row.task, cell.row.metric, cell.target, cell.drafter, cell.rule)
+        other = taken.setdefault(place, cell.run)
+        if other != cell.run:
+            raise FlyError(
+                f"{other} and {cell.run} belong in one cell of the matrix ({cell.target}; "
+                f"{cell.drafter}; {cell.rule}): leave one of them out"
+            )
+
+
+# ----------------------------------------------------------------------------------- families
+
+
+def _families(runs: Sequence[Scored]) -> list[_Family]:
+    """Every run beside its target's own; targets without other runs are left out."""
+    for run, measured in runs:
+        if run.entry is None:
+            raise FlyError(
+                f"{measured.name}: a matrix is of fly's runs, and this is one of {run.engine}: "
+                "leave it out"
+            )
+    families = [_Family(each) for each in runs if each[0].mode == "target-only"]
+    for each in runs:
+        if each[0].mode != "target-only":
+            _family_of(each, families).runs.append(each)
+    found = [family for family in families if family.runs]
+    if not found:
+        raise FlyError("a matrix needs runs that draft, besides those of the targets alone")
+    return found
+
+
+def _family_of(each: Scored, families: list[_Family]) -> _Family:
+    """By target, dtype, engine and tasks; of several such, by all that seconds and texts depend on.
+
+    Raises FlyError unless there is just one.
+    """
+    run, measured = each
+    fitting = [
+        family
+        for family in families
+        if family.alone[0].engine == run.engine
+        and family.alone[1].tasks.keys() == measured.tasks.keys()
+        and not why_other_target(family.alone[1], measured)
+    ]
+    what = f"target-only run of {measured.target['name']} ({measured.target['dtype']}, {run.engine}"
+    what += f"; {', '.join(measured.tasks)})"
+    if not fitting:
+        raise FlyError(f"{measured.name}: no {what} is among the runs: add one (use_sd=false)")
+    if len(fitting) == 1:
+        return fitting[0]
+    facts = compare.MACHINE | compare.METHOD
+    alike = [
+        family
+        for family in fitting
+        if not compare.differences(family.alone[1], measured, facts)
+        and not why_not_reusable(family.alone[1], measured)
+    ]
+    if len(alike) == 1:
+        return alike[0]
+    names = " and ".join(family.alone[1].name for family in alike or fitting)
+    raise FlyError(f"{measured.name}: {names} could each be its {what}: give only one of them")
+
+
+# ------------------------------------------------------------------------------------- labels
+
+
+def _targets(families: list[_Family]) -> dict[str, str]:
+    """By the name of a target's own run: the target, and in what the targets' own runs differ."""
+    alone = [family.alone for family in families]
+    models = _short(str(measured.target["name"]) for _, measured in alone)
+    several_engines = len({run.engine for run, _ in alone}) > 1
+    apart = settings.distinctions([_without(settings.in_force(run), _NAMED) for run, _ in alone])
+    labels = []
+    for (run, measured), found in zip(alone, apart):
+        engine = [run.engine] if several_engines else []
+        labels.append(", ".join([models[str(measured.target["name"])], *engine, *found.values()]))
+    counts = Counter(labels)
+    return {
+        measured.name: label if counts[label] == 1 else f"{label} ({measured.name})"
+        for (_, measured), label in zip(alone, labels)
+    }
+
+
+def _drafters(families: list[_Family]) -> dict[str, str]:
+    """By the name of a run: its drafter, draft model, and the settings besides the rule's in which
+    runs differ, unless the run has them of its target's own run, whose label says them."""
+    pairs = [(each, family.alone[0]) for family in families for each in family.runs]
+    in_force = [settings.in_force(run) for (run, _), _ in pairs]
+    models = _short(str(found.get("draft_model_path")) for found in in_force)
+    labels = {}
+    apart = settings.distinctions(in_force)
+    for ((run, measured), alone), found, words in zip(pairs, in_force, apart):
+        drafter, base = str(found.get("drafter")), settings.in_force(alone)
+        known = registry.DRAFTERS.get(drafter)
+        model = [models[str(found.get("draft_model_path"))]]
+        said = [
+            text
+            for key, text in _without(words, (*_NAMED, *settings.of_rule(run))).items()
+            if found[key] != base.get(key)
+        ]
+        has_model = known is None or known.needs_draft_model
+        labels[measured.name] = ", ".join([drafter, *(model if has_model else []), *said])
+    return labels
+
+
+def _rules(families: list[_Family]) -> dict[str, str]:
+    """By the name of a run: its rule, and the rule's settings in which runs differ."""
+    runs = [each for family in families for each in family.runs]
+    apart = settings.distinctions([settings.of_rule(run) for run, _ in runs])
+    return {
+        measured.name: ", ".join([settings.MODES.get(run.mode, run.mode), *found.values()])
+        for (run, measured), found in zip(runs, apart)
+    }
+
+
+def _without(values: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    left_out = set(keys)
+    return {key: value for key, value in values.items() if key not in left_out}
+
+
+def _short(models: Iterable[str]) -> dict[str, str]:
+    """Models by the last two parts of their paths; whole where two end alike."""
+    ends = {model: "/".join(model.rstrip("/").split("/")[-2:]) for model in models}
+    counts = Counter(ends.values())
+    return {model: end if counts[end] == 1 else model for model, end in ends.items()}
