@@ -65,6 +65,17 @@ def test_drafters_by_rules_are_a_shaded_matrix(open_report, tmp_path):
     assert shades[0] != shades[1]
 
 
+def test_the_tokens_shown_first_are_of_a_run_that_drafted(open_report, tmp_path):
+    alone = [
+        {**traced_runs.ROUNDS[-1], "start": 0, "draft": [], "by": "", "native": "", "length": 1}
+    ]
+    alone[0] |= {"choice": [1], "entropy": [0.1]}
+    base = traced_runs.write(tmp_path / "base", "target-only", traced=[0], rounds=alone)
+    page = open_report(base, traced_runs.write(tmp_path / "fly", traced=[0]))
+    box = page.locator("#traces").get_by_label("Run")
+    assert box.evaluate("box => box.selectedOptions[0].text") == "fly"
+
+
 def test_times_of_different_machines_are_not_shown(open_report, pair):
     for folder, name in zip(pair, ("a CPU", "another CPU")):
         (path,) = folder.glob("results_*.json")
