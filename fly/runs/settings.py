@@ -19,10 +19,10 @@ _WITH_DRAFT = (
 )  # fmt: skip
 _OF_TEXTS = ("max_ngram_size", "min_ngram_size", "num_ngram_pred_tokens", "lookup_k")
 _SHORT = {
-    "spd_k": "K", "win_len": "W", "entropy_thre": "\u03b8", "entropy_kind": "entropy",
+    "spd_k": "K", "win_len": "W", "entropy_thre": "theta", "entropy_kind": "entropy",
     "margin_thre": "margin", "draft_ratio_thre": "ratio", "draft_rank_max": "rank",
-    "defer_across_rounds": "across rounds", "typical_epsilon": "\u03b5", "typical_delta": "\u03b4",
-    "relaxed_top_k": "top", "relaxed_delta": "\u03b4", "draft_quantization": "draft",
+    "defer_across_rounds": "across rounds", "typical_epsilon": "epsilon", "typical_delta": "delta",
+    "relaxed_top_k": "top", "relaxed_delta": "delta", "draft_quantization": "draft",
     "draft_policy": "policy", "draft_model_path": "draft model", "batch_size": "batch size",
     "max_ngram_size": "n-gram", "num_ngram_pred_tokens": "n-gram tokens",
     "draft_runs": "earlier runs", "draft_sources": "texts", "lookup_k": "lookup K",

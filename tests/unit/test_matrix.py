@@ -205,6 +205,19 @@ def test_more_rules_than_fit_are_tables_below_each_other(tmp_path, capsys):
     assert all(f"FLy, W={w}" in printed for w in range(5))
 
 
+def test_labels_can_be_printed_everywhere(tmp_path, capsys):
+    """A Greek letter ended the command with a traceback where the output had no such letter."""
+    folders = [write(tmp_path / "alone", "target-only", SOLVED)]
+    for theta in (0.1, 0.3):
+        settings = {"entropy_thre": theta}
+        folders.append(drafting(tmp_path / str(theta), mode="fly", settings=settings))
+    assert fly("compare", *folders, "--matrix") == 0
+    printed = capsys.readouterr().out
+    assert "FLy, theta=0.1" in printed
+    table = printed[: printed.index("Every run")]
+    assert {character for character in table if ord(character) > 127} <= {"\u2500"}  # rich's own
+
+
 def test_the_report_holds_the_matrix(family, tmp_path):
     def data(*folders):
         text = report.page([reader.load(folder, folder.name) for folder in folders])

@@ -84,7 +84,7 @@ def test_labels_hold_what_differs_and_what_is_in_force(tmp_path):
         write_run(tmp_path, {"a": SOLVED}, spd_k=8, **more)
     write_run(tmp_path, {"a": SOLVED}, spd_k=8, entropy_thre=0.1, abla_no_window=True)
     assert settings.labels(reader.load_all(tmp_path)) == [
-        "FLy, \u03b8=0.1, W=6", "FLy, \u03b8 off, W=6", "exact", "FLy, \u03b8=0.1, W=0",
+        "FLy, theta=0.1, W=6", "FLy, theta off, W=6", "exact", "FLy, theta=0.1, W=0",
     ]  # fmt: skip
     write_run(tmp_path / "same", {"a": SOLVED}, spd_k=8)
     write_run(tmp_path / "same", {"a": SOLVED}, spd_k=9)
