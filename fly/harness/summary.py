@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fly.runs.records import TIMED, Positions, by_position
+from fly.runs.settings import rule_in_words
 from fly.runs.shapes import DraftedFrom, DraftRuns
 
 _TARGETS = {True: " (of this target)", False: " (of another target)", None: ""}
@@ -119,29 +120,9 @@ def _earlier_runs_in_words(earlier: DraftRuns) -> str:
 
 
 def in_words(mode: str, drafter: str | None, config: dict[str, Any]) -> str:
-    """How a run decodes, such as `fly, drafter model, K=15, W=6, theta=0.3`."""
+    """How a run decodes, such as `fly, drafter model, K=15, theta=0.3, W=6`."""
     drafts = [f"drafter {drafter}", f"K={config['spd_k']}"] if drafter else []
     sources = config.get("draft_sources")
     if drafter and config.get("draft_runs") and (sources is None or "runs" in sources):
         drafts.append("drafts from earlier runs")
-    return ", ".join([mode, *drafts, *_rule_in_words(mode, config)])
-
-
-def _rule_in_words(mode: str, config: dict[str, Any]) -> list[str]:
-    """The settings of the rule in force, so that runs under different rules do not look alike."""
-    if mode == "typical":
-        return [f"epsilon={config['typical_epsilon']}", f"delta={config['typical_delta']}"]
-    if mode == "top_k":
-        return [f"top_k={config['relaxed_top_k']}", f"delta={config['relaxed_delta']}"]
-    if mode != "fly":
-        return []
-    parts = ["W=0" if config["abla_no_window"] else f"W={config['win_len']}"]
-    gates = {"theta": "entropy_thre", "margin": "margin_thre", "ratio": "draft_ratio_thre"}
-    gates["rank"] = "draft_rank_max"
-    parts += [f"{name}={config[key]}" for name, key in gates.items() if config[key] is not None]
-    parts += ["across rounds"] if config["defer_across_rounds"] else []
-    if config.get("exact_first_tokens"):
-        parts.append(f"first {config['exact_first_tokens']} exact")
-    if config.get("exact_pattern"):
-        parts.append(f"exact in {', '.join(config['exact_pattern'])}")
-    return parts + (["reference windows"] if config["window_rule"] == "reference" else [])
+    return ", ".join([mode, *drafts, *rule_in_words(mode, config)])

@@ -59,15 +59,27 @@ def in_force(run: Run) -> dict[str, Any]:
 
 def of_rule(run: Run) -> dict[str, Any]:
     """The settings of the run's verification rule, by key; empty for models that are not fly's."""
-    if run.entry is None:
-        return {}
-    config = run.entry["config"]
-    keys = [*RULE_SETTINGS.get(run.mode, Settings).model_fields]
+    return _of_rule(run.mode, run.entry["config"]) if run.entry else {}
+
+
+def _of_rule(mode: str, config: dict[str, Any]) -> dict[str, Any]:
+    keys = [*RULE_SETTINGS.get(mode, Settings).model_fields]
     keys += [key for key in config if key not in FlyConfig.model_fields]  # a further rule's
     found = {key: config[key] for key in keys if key in config and key != "abla_no_window"}
     if config.get("abla_no_window") and "win_len" in found:
         found["win_len"] = 0
     return found
+
+
+def rule_in_words(mode: str, config: dict[str, Any]) -> list[str]:
+    """The rule's settings, so that one run says how it verified: numbers and switches that are in
+    use, and whatever else is not the default."""
+    known = RULE_SETTINGS.get(mode, Settings).model_fields
+    return [
+        _in_words(key, value)
+        for key, value in _of_rule(mode, config).items()
+        if (value and not isinstance(value, str)) or (key in known and value != known[key].default)
+    ]
 
 
 def distinctions(all_settings: list[dict[str, Any]]) -> list[dict[str, str]]:
@@ -125,8 +137,9 @@ def _in_words(key: str, value: Any) -> str:
     name = _SHORT.get(key, key)
     if value is None:
         return f"{name} off"
-    if isinstance(value, list):
-        return f"{name} {', '.join(_last_part(item) for item in value)}"
+    if isinstance(value, (list, tuple)):
+        parts = map(_last_part, value) if key == "draft_runs" else value
+        return f"{name} {', '.join(parts)}"
     if isinstance(value, bool):
         return name if value else f"not {name}"
     if isinstance(value, float):

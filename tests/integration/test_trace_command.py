@@ -176,7 +176,7 @@ def test_a_prompt_on_the_command_line(pair_file, capsys):
     )  # fmt: skip
     assert code == 0
     printed = capsys.readouterr().out
-    assert "W=3, theta=0.0, across rounds, no chat template" in printed.replace("\n", " ")
+    assert "theta=0, W=3, across rounds, no chat template" in printed.replace("\n", " ")
     assert "\x1b" not in printed
     assert "w deferred and stood" in printed
     assert "earlier run" not in printed  # nor are there siblings: there is but this one request

@@ -4,6 +4,7 @@ from dataclasses import fields
 
 import pytest
 
+from fly import config as fly_config
 from fly.harness.summary import in_words, print_summary
 from fly.runs.records import PHASES, Counts, RunStats
 from tests.written_runs import drafted
@@ -98,3 +99,29 @@ def test_earlier_runs_are_named_only_if_they_are_drafted_from(drafter, config, i
     words = in_words("exact", drafter, CONFIG | config)
     assert words.endswith(", drafts from earlier runs") == is_named
     assert ("earlier" in words) == is_named
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({}, "theta=0.3, W=6"),
+        ({"entropy_thre": None, "win_len": 0}, "theta off, W=0"),
+        ({"abla_no_window": True}, "theta=0.3, W=0"),
+        (
+            {"margin_thre": 0.1, "defer_across_rounds": True, "exact_first_tokens": 4,
+             "exact_pattern": ["numbers", "a/b"]},
+            "theta=0.3, W=6, margin=0.1, across rounds, first exact=4, exact in numbers, a/b",
+        ),
+        ({"entropy_kind": "full", "window_rule": "reference"},
+         "theta=0.3, W=6, entropy=full, window_rule=reference"),
+        ({"verification": "typical"}, "epsilon=0.09, delta=0.3"),
+        ({"verification": "exact"}, ""),
+    ],
+)  # fmt: skip
+def test_a_run_says_how_it_verified(values, words):
+    """Runs under different rules must not look alike, and what is off is not said."""
+    given = {"target_model_path": "t", "draft_model_path": "d", **values}
+    found = fly_config.build(given, "a test")
+    shown = in_words(found.mode, found.drafter_name, found.model_dump())
+    start = f"{found.mode}, drafter {found.drafter_name}, K={found.spd_k}"
+    assert shown == ", ".join(filter(None, [start, words]))
