@@ -6,7 +6,6 @@ refusal is one line with the field, the value and the fix.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import logging
@@ -219,8 +218,7 @@ def _keys_of_further_rules(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unknown_key(key: str, where: str) -> str:
-    nearest = difflib.get_close_matches(key, _known_keys(), n=1, cutoff=0.4)
-    hint = f"did you mean {nearest[0]!r}?" if nearest else "`fly config schema` lists the keys"
+    hint = reading.hint(key, _known_keys(), "`fly config schema` lists the keys", cutoff=0.4)
     return f"unknown key {key!r} ({where}): {hint}"
 
 

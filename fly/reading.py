@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import reprlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +23,12 @@ _shortened.maxstring = _shortened.maxother = _shortened.maxlong = 200
 def shown(value: Any) -> str:
     """`repr`, cut where it would be long or deep."""
     return _shortened.repr(value)
+
+
+def hint(name: str, known: Iterable[str], otherwise: str, cutoff: float = 0.6) -> str:
+    """For a name that is not known: the nearest one that is, or what else helps."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"did you mean {near[0]!r}?" if near else otherwise
 
 
 def parse(text: str, where: str) -> Any:

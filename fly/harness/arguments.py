@@ -6,7 +6,6 @@ misread without a word.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -190,9 +189,9 @@ def check_model_args(config: FlyConfig, hf_args: Mapping[str, Any]) -> None:
         )
     known = inspect.signature(HFLM.__init__).parameters
     for key in hf_args:
-        near = difflib.get_close_matches(key, FlyConfig.model_fields, n=1, cutoff=0.75)
-        if key not in known and near:
-            raise FlyError(f"unknown model_args key {key!r}: did you mean {near[0]!r}?")
+        hint = reading.hint(key, FlyConfig.model_fields, "", cutoff=0.75)
+        if key not in known and hint:
+            raise FlyError(f"unknown model_args key {key!r}: {hint}")
     reading.check_shape(dict(hf_args), _MODEL_ARGS, "model_args")
     autocast = hf_args.get("mixed_precision_dtype")
     if autocast not in (None, ""):  # HFLM runs its passes under it
@@ -246,8 +245,7 @@ def yaml_values(path: str | None) -> dict[str, Any]:
     known = [field.name for field in fields(EvaluatorConfig)]
     for name in values:
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "`fly run --help` lists the flags"
+            hint = reading.hint(str(name), known, "`fly run --help` lists the flags")
             raise FlyError(f"{where}: unknown key {reading.shown(name)}: {hint}")
     return values
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import logging
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from lm_eval import simple_evaluate
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
+from fly import reading
 from fly.errors import FlyError
 from fly.paths import data_dir
 
@@ -147,8 +147,7 @@ def _load(manager: TaskManager, name: str) -> dict[str, Task]:
 
 
 def _no_such_task(name: str, known: Sequence[str]) -> FlyError:
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else "`fly ls tasks` lists them"
+    hint = reading.hint(name, known, "`fly ls tasks` lists them")
     return FlyError(f"task {name!r}: no such task: {hint}")
 
 

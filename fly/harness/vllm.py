@@ -7,7 +7,6 @@ vLLM's engine, one pass after the other, so that each response is kept when it e
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import math
 import os
@@ -34,6 +33,7 @@ from vllm.config import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from fly import config as fly_config
+from fly import reading
 from fly.config import FlyConfig
 from fly.errors import FlyError
 from fly.harness.backend import Backend
@@ -126,8 +126,7 @@ class FlyVLLM(Backend, VLLM):
             if key in ("speculative_config", "per_request_spec_decode_metrics"):
                 raise FlyError(f"model_args {key}: fly makes it from the pair's file: leave it out")
             if key not in known:
-                near = difflib.get_close_matches(key, [*FlyConfig.model_fields, *known], n=1)
-                hint = f"did you mean {near[0]!r}?" if near else "remove it"
+                hint = reading.hint(key, [*FlyConfig.model_fields, *known], "remove it")
                 raise FlyError(
                     f"unknown model_args key {key!r}: neither fly nor vLLM {installed.version} "
                     f"has it: {hint}"
