@@ -13,6 +13,7 @@ from rich.table import Table
 
 import fly
 from fly import config as fly_config
+from fly.analysis.compare_table import interval_text
 from fly.analysis.statistics import Ratio
 from fly.execution.device import device_facts
 from fly.paths import write_output
@@ -68,8 +69,8 @@ def write_record(
             "scores": tuning.baseline.scores,
         },
         "costs": {
-            "target": machine.target.as_dict(),
-            "draft": {name: found.as_dict() for name, found in machine.draft.items()},
+            "target": asdict(machine.target),
+            "draft": {name: asdict(found) for name, found in machine.draft.items()},
             "round_overhead": machine.overhead,
         },
         "replays": {
@@ -177,8 +178,8 @@ def _confirmation(tuning: Tuning, least: float) -> list[str]:
     )
     lines = [
         f"run again beside the given configuration on {documents} documents {which}: "
-        f"{_name(best)}: time x {_interval(found.over_given)} over the given one, "
-        f"{_interval(found.over_target)} over the target alone"
+        f"{_name(best)}: time x {_time_x(found.over_given)} over the given one, "
+        f"{_time_x(found.over_target)} over the target alone"
     ]
     for name, recoveries in (("it", found.recoveries), ("the given one", found.given_recoveries)):
         parts = [f"{r.name} {_recovery(r, '.3f')}" for r in _decisive(recoveries)]
@@ -186,12 +187,10 @@ def _confirmation(tuning: Tuning, least: float) -> list[str]:
     return lines
 
 
-def _interval(ratio: Ratio | None) -> str:
+def _time_x(ratio: Ratio | None) -> str:
     if ratio is None:
         return "unknown"
-    if ratio.interval is None:
-        return f"{ratio.value:.2f} (no interval)"
-    return f"{ratio.value:.2f} [{ratio.interval.low:.2f}, {ratio.interval.high:.2f}]"
+    return f"{ratio.value:.2f}{interval_text(ratio.interval, 2) or ' (no interval)'}"
 
 
 def _name(run: RealRun) -> str:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -57,13 +56,6 @@ class PassSeconds:
             count * self.at(width, passes.context[width] / count)
             for width, count in passes.count.items()
         )
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "contexts": self.contexts,
-            "by_width": {str(width): seconds for width, seconds in self.by_width.items()},
-            "anchor": self.anchor,
-        }
 
 
 def timed(
