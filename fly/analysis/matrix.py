@@ -21,11 +21,7 @@ from fly.runs import settings
 from fly.runs.reader import Run
 
 Scored = tuple[Run, Measured]  # a run and its scores, under a name that no other run has
-_NAMED = (
-    "drafter",
-    "target_model_path",
-    "draft_model_path",
-)  # in labels whether they differ or not
+_NAMED = ("drafter", "target_model_path", "draft_model_path")  # whether they differ or not
 
 
 @dataclass(frozen=True)
@@ -206,11 +202,12 @@ def _targets(families: list[_Family]) -> dict[str, str]:
     alone = [family.alone for family in families]
     models = _short(str(measured.target["name"]) for _, measured in alone)
     several_engines = len({run.engine for run, _ in alone}) > 1
-    apart = settings.distinctions([_without(settings.in_force(run), _NAMED) for run, _ in alone])
     labels = []
-    for (run, measured), found in zip(alone, apart):
-        engine = [run.engine] if several_engines else []
-        labels.append(", ".join([models[str(measured.target["name"])], *engine, *found.values()]))
+    apart = settings.distinctions([settings.in_force(run) for run, _ in alone])
+    for (run, measured), words in zip(alone, apart):
+        parts = [models[str(measured.target["name"])]] + [run.engine] * several_engines
+        parts += [text for key, text in words.items() if key not in _NAMED]
+        labels.append(", ".join(parts))
     counts = Counter(labels)
     return {
         measured.name: label if counts[label] == 1 else f"{label} ({measured.name})"
@@ -220,23 +217,23 @@ def _targets(families: list[_Family]) -> dict[str, str]:
 
 def _drafters(families: list[_Family]) -> dict[str, str]:
     """By the name of a run: its drafter, draft model, and the settings besides the rule's in which
-    runs differ, unless the run has them of its target's own run, whose label says them."""
-    pairs = [(each, family.alone[0]) for family in families for each in family.runs]
-    in_force = [settings.in_force(run) for (run, _), _ in pairs]
-    models = _short(str(found.get("draft_model_path")) for found in in_force)
+    runs differ, unless they are those of its target's own run, whose label says them."""
+    runs = [(each, family.alone[0]) for family in families for each in family.runs]
+    in_force = [settings.in_force(run) for (run, _), _ in runs]
+    models = _short(str(own.get("draft_model_path")) for own in in_force)
     labels = {}
-    apart = settings.distinctions(in_force)
-    for ((run, measured), alone), found, words in zip(pairs, in_force, apart):
-        drafter, base = str(found.get("drafter")), settings.in_force(alone)
-        known = registry.DRAFTERS.get(drafter)
-        model = [models[str(found.get("draft_model_path"))]]
-        said = [
-            text
-            for key, text in _without(words, (*_NAMED, *settings.of_rule(run))).items()
-            if found[key] != base.get(key)
+    for ((run, measured), alone), own, words in zip(
+        runs, in_force, settings.distinctions(in_force)
+    ):
+        known = registry.DRAFTERS.get(str(own.get("drafter")))
+        parts = [str(own.get("drafter"))]
+        if known is None or known.needs_draft_model:
+            parts.append(models[str(own.get("draft_model_path"))])
+        base, left_out = settings.in_force(alone), {*_NAMED, *settings.of_rule(run)}
+        parts += [
+            text for key, text in words.items() if key not in left_out and own[key] != base.get(key)
         ]
-        has_model = known is None or known.needs_draft_model
-        labels[measured.name] = ", ".join([drafter, *(model if has_model else []), *said])
+        labels[measured.name] = ", ".join(parts)
     return labels
 
 
@@ -248,11 +245,6 @@ def _rules(families: list[_Family]) -> dict[str, str]:
         measured.name: ", ".join([settings.MODES.get(run.mode, run.mode), *found.values()])
         for (run, measured), found in zip(runs, apart)
     }
-
-
-def _without(values: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    left_out = set(keys)
-    return {key: value for key, value in values.items() if key not in left_out}
 
 
 def _short(models: Iterable[str]) -> dict[str, str]:

@@ -197,7 +197,7 @@ def _matrix(args: argparse.Namespace) -> None:
                 "(fly compare RUN RUN ... --matrix), each with its own target's, without verdicts"
             )
     _check_outputs(args)
-    named = [reader.named(text) for text in args.runs]
+    named = [(name or path, path) for name, path in map(reader.named, args.runs)]
     runs = [(run, scores.measure(run)) for run in _read(named, [])]
     found = matrix.build(runs, args.metric)
     _write(

@@ -99,6 +99,7 @@ class _Entry(TypedDict):
     dtype: str
     config: _PairConfig
     started: NotRequired[Name]
+    engine: NotRequired[str]
     drafter: NotRequired[str | None]
     sampling: NotRequired[list[_Sampling] | None]
     device: NotRequired[dict[str, Any]]

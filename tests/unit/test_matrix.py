@@ -185,6 +185,7 @@ def test_the_command_prints_and_writes_the_matrix(family, tmp_path, capsys):
     written = json.loads(files["json"].read_text())
     assert written["tests"] == len(written["cells"]) == 5
     cell = next(cell for cell in written["cells"] if cell["rule"] == "FLy, W=6")
+    assert (cell["run"], cell["baseline"]) == (str(family[3]), str(family[0]))  # as given
     assert (cell["p"], cell["p_uncorrected"]) == pytest.approx((0.125, 2 / 2**6))
     assert cell["drafter"] == "model, org/small, K=4"
     assert cell["speed"]["end_to_end"]["value"] == pytest.approx(4)
