@@ -11,10 +11,12 @@ function figure(title, note, draw, numbers, legend = null) {
       holder.replaceChildren(draw(width));
     }
   }).observe(holder);
-  return el("figure", {},
-    el("figcaption", {}, el("h3", {}, title), note ? el("p", { class: "note" }, note) : null),
-    legend, holder,
+  return el("figure", {}, caption(title, note), legend, holder,
     numbers ? el("details", {}, el("summary", {}, "Numbers"), numbers) : null);
+}
+
+function caption(title, note = null) {
+  return el("figcaption", {}, el("h3", {}, title), note && el("p", { class: "note" }, note));
 }
 
 function legend(entries) {

@@ -119,8 +119,8 @@ function comparisonFigure({ runs: [base], comparisons }) {
       [el("b", { class: style }, `${sign} ${row.verdict}`), more]];
   }));
   if (!lines.length) return null;
-  return el("figure", {}, el("figcaption", {}, el("h3", {}, "Did the scores hold?"),
-    el("p", { class: "note" }, `Against ${base.name}, in pairs of the same documents. Recovery is the share of its score that is kept, with a paired 95 % bootstrap interval; docs/compare.md defines the verdicts.`)),
+  return el("figure", {}, caption("Did the scores hold?",
+    `Against ${base.name}, in pairs of the same documents. Recovery is the share of its score that is kept, with a paired 95 % bootstrap interval; docs/compare.md defines the verdicts.`),
   table(["run: task and metric", base.name, "score", "recovery", "95 % interval", "lost / won", "p", "verdict"], lines, "Recovery"));
 }
 
@@ -147,7 +147,7 @@ function matrixFigure(title, cells) {
       ...unique(family.map((cell) => cell.drafter)).map((drafter) =>
         [drafter, ...rules.map((rule) => matrixCell(family.find((cell) => cell.drafter === drafter && cell.rule === rule)))])];
   });
-  return el("figure", {}, el("figcaption", {}, el("h3", {}, title.replace(",", ", "))), table(["target, drafter", ...rules], rows, title));
+  return el("figure", {}, caption(title.replace(",", ", ")), table(["target, drafter", ...rules], rows, title));
 }
 
 function matrixCell(cell) {
@@ -226,8 +226,8 @@ function lengthFigure({ runs }) {
   const rows = runs.flatMap(({ name, stats }) => Object.entries(stats?.tasks || {}).map(([task, found]) => [
     name, task, whole(found.documents), ...["tau", "tau_document_mean", "al", "al_document_mean"].map((key) => fixed(found[key]))]));
   if (!rows.length) return null;
-  return el("figure", {}, el("figcaption", {}, el("h3", {}, "Mean acceptance lengths"),
-    el("p", { class: "note" }, "tau: tokens per round; AL: 1 + accepted draft tokens per draft. Of all tokens, long outputs weigh more; /doc: means over documents, which all count the same.")),
+  return el("figure", {}, caption("Mean acceptance lengths",
+    "tau: tokens per round; AL: 1 + accepted draft tokens per draft. Of all tokens, long outputs weigh more; /doc: means over documents, which all count the same."),
   table(["run", "task", "documents", "tau", "tau/doc", "AL", "AL/doc"], rows, "Mean acceptance lengths"));
 }
 
