@@ -37,6 +37,14 @@ def _listed(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _numbers(value: Any) -> Any:
+    """As `_listed`, of whole numbers; those of a command line may be texts."""
+    values = _listed(value)
+    if not isinstance(values, tuple):
+        return values
+    return tuple(int(n) if isinstance(n, str) and n.isdecimal() else n for n in values)
+
+
 def _check_known(names: Mapping[str, Any]) -> Callable[[str], str]:
     def check(name: str) -> str:
         if name not in names:
@@ -140,6 +148,18 @@ class ModelSettings(Settings):
     )
     draft_dtype: str | None = Field(
         None, description="dtype of the draft model, e.g. bfloat16. null: the target's."
+    )
+    head_layer_ids: (
+        Annotated[
+            tuple[Annotated[int, Field(ge=0)], ...],
+            BeforeValidator(_numbers, json_schema_input_type=list[int] | str),
+        ]
+        | None
+    ) = Field(
+        None,
+        description="Hidden states of the target that a trained head reads, as transformers "
+        "numbers them: 0 the embeddings, i the output of layer i - 1. null: as the head's files "
+        "say (docs/heads.md).",
     )
     dual_tok: bool = Field(
         False,
