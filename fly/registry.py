@@ -32,6 +32,10 @@ DRAFTERS = {
         "fly.speculation.drafters.from_texts:TextDrafter", needs_draft_model=False, from_texts=True
     ),
     "cascade": Drafter("fly.speculation.drafters.cascade:CascadeDrafter", from_texts=True),
+    "eagle3": Drafter(
+        "fly.speculation.drafters.eagle3:Eagle3Drafter",
+        head="fly.execution.heads.eagle3:Eagle3Head",
+    ),
 }
 RULES: dict[str, str] = {
     "fly": "fly.speculation.rules.fly:FlyRule",

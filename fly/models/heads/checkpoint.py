@@ -26,8 +26,8 @@ _OF_SNAPSHOTS = ("revision", "token", "cache_dir", "local_files_only", "force_do
 _SCALE = ".weight_scale"
 # what producers store beside a head's own tensors: training's leftovers, scales of activations
 _LEFTOVERS = (
-    "rotary_emb.inv_freq", ".input_scale", ".output_scale", ".weight_zero_point", "verifier_norm.weight",
-    "verifier_lm_head.weight",
+    "rotary_emb.inv_freq", ".input_scale", ".output_scale", ".weight_zero_point",
+    "verifier_norm.weight", "verifier_lm_head.weight",
 )  # fmt: skip
 
 
