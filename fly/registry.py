@@ -36,6 +36,9 @@ DRAFTERS = {
         "fly.speculation.drafters.eagle3:Eagle3Drafter",
         head="fly.execution.heads.eagle3:Eagle3Head",
     ),
+    "block": Drafter(
+        "fly.speculation.drafters.block:BlockDrafter", head="fly.execution.heads.block:BlockHead"
+    ),
 }
 RULES: dict[str, str] = {
     "fly": "fly.speculation.rules.fly:FlyRule",

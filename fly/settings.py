@@ -178,14 +178,22 @@ class DrafterSettings(Settings):
         None,
         description="model: the draft model. ngram: texts alone (draft_sources), no second model. "
         "cascade: what a text promises is drafted from it, else the draft model drafts, with "
-        "n-grams that it verifies. null: cascade if use_ngram, else model; with draft_runs cascade "
-        "if there is a draft model, else ngram.",
+        "n-grams that it verifies. block: a DFlash or DSpark head of the target (docs/heads.md). "
+        "null: cascade if use_ngram, else model; with draft_runs cascade if there is a draft "
+        "model, else ngram.",
     )
     use_ngram: bool = Field(
         False, description="Accelerate the draft model by n-gram lookup (the cascade)."
     )
     spd_k: int = Field(
         15, ge=0, le=256, description="K: most draft tokens per round. 0 is the target alone."
+    )
+    confidence_thre: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="drafter=block with a DSpark head: a draft ends before the first token that "
+        "its confidence head gives less than this of being accepted (docs/heads.md). null: never.",
     )
     max_ngram_size: int = Field(
         4, ge=1, le=32, description="Longest suffix that is looked up, in tokens."

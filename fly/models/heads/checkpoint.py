@@ -23,6 +23,7 @@ from fly.models.sources import ModelSource
 
 _FILES = ("config.json", "*.safetensors", "pytorch_model*.bin")
 _OF_SNAPSHOTS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
+_FIXED_ROPE = ("llama3", "linear", "yarn")  # scaling that does not depend on a text's length
 _SCALE = ".weight_scale"
 # what producers store beside a head's own tensors: training's leftovers, scales of activations
 _LEFTOVERS = (
@@ -89,6 +90,19 @@ class Checkpoint:
                 "choose the head of this target, or set head_layer_ids"
             )
         return layers
+
+    def rope(self, shape: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
+        """(theta, scaling or None), which transformers 4 keeps apart and 5 in `rope_parameters`."""
+        parameters = shape.get("rope_parameters") or {}
+        theta = shape.get("rope_theta") or parameters.get("rope_theta") or 10000.0
+        scaling = dict(shape.get("rope_scaling") or parameters)
+        kind = scaling.pop("type", None)
+        kind = scaling.get("rope_type") or kind or "default"
+        if kind == "default":
+            return float(theta), None
+        if kind not in _FIXED_ROPE:
+            raise self.refuse(f"heads with {kind} RoPE scaling are not supported")
+        return float(theta), {**scaling, "rope_type": kind, "rope_theta": float(theta)}
 
 
 def read(source: ModelSource, name: str, hub: Mapping[str, Any]) -> Checkpoint:

@@ -28,7 +28,6 @@ from fly.models.heads.checkpoint import Checkpoint, TargetShape
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _FAMILIES = ("llama", "qwen2", "qwen3")
 _PADDING = 512  # ids that models of one tokenizer may pad their vocabularies by
-_FIXED_ROPE = ("llama3", "linear", "yarn")  # scaling that does not depend on a text's length
 _PREFIXES = re.compile(r"^(?:model\.)?(?:midlayer\.|layers\.0\.)?")
 
 
@@ -126,7 +125,7 @@ def _layers(
 
 def _llama(checkpoint: Checkpoint, shape: Mapping[str, Any]) -> LlamaConfig:
     """The layer's shape for transformers' modules; biases as its tensors have them."""
-    theta, scaling = _rope(checkpoint, shape)
+    theta, scaling = checkpoint.rope(shape)
     optional: dict[str, Any] = {
         key: shape[key]
         for key in ("num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps")
@@ -147,20 +146,6 @@ def _llama(checkpoint: Checkpoint, shape: Mapping[str, Any]) -> LlamaConfig:
         )
     except KeyError as error:
         raise checkpoint.refuse(f"its config.json lacks {error}") from None
-
-
-def _rope(checkpoint: Checkpoint, shape: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """(theta, scaling or None), which transformers 4 keeps apart and 5 in `rope_parameters`."""
-    parameters = shape.get("rope_parameters") or {}
-    theta = shape.get("rope_theta") or parameters.get("rope_theta") or 10000.0
-    scaling = dict(shape.get("rope_scaling") or parameters)
-    kind = scaling.pop("type", None)
-    kind = scaling.get("rope_type") or kind or "default"
-    if kind == "default":
-        return float(theta), None
-    if kind not in _FIXED_ROPE:
-        raise checkpoint.refuse(f"heads with {kind} RoPE scaling are not supported")
-    return float(theta), {**scaling, "rope_type": kind, "rope_theta": float(theta)}
 
 
 def _check_fits(
