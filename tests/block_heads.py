@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import torch
+from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 
 from fly.execution.heads.block import BlockHead, BlockRunner
@@ -89,6 +93,14 @@ def as_published(head: BlockHead) -> dict:
         else:
             found[name] = tensor.clone()
     return found
+
+
+def save(checkpoint: Checkpoint, folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(dict(checkpoint.config)))
+    tensors = {name: tensor.contiguous() for name, tensor in checkpoint.tensors.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
 
 
 def runner(checkpoint: Checkpoint, target, slots: int, layers=None) -> BlockRunner:

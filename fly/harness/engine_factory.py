@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -193,11 +193,12 @@ class EngineFactory:
         timed = self._may_adapt and config.head_class is None  # heads read what no timing has
         if timed and adapts and not _drafts_change_texts(config, wanted):
             return calibrate(target, draft, self._deciding_costs(config))
-        way = draft.way if draft is not None else None
+        way, block = draft.way if draft is not None else None, None
         if config.head_class is not None and self.draft is not None:
             way = pass_costs.way_of(self.draft, self.draft.device)
+            block = getattr(self.draft, "block_size", None)  # of heads that draft in one pass
         weight = self.packed.draft_weight if way is not None else 0.0
-        return pass_costs.by_rule(target.way, way, weight)
+        return replace(pass_costs.by_rule(target.way, way, weight), block=block)
 
     def _draft_length(
         self, config: FlyConfig, wanted: list[Request], costs: PairCosts

@@ -145,6 +145,11 @@ class BlockHead(PreTrainedModel):
         return head
 
     @property
+    def block_size(self) -> int:
+        """Positions of the one pass that drafts."""
+        return self.spec.block_size
+
+    @property
     def bytes_per_token(self) -> int:
         """Of a sequence's K/V."""
         config = self.config
@@ -218,7 +223,7 @@ class BlockRunner:
         if width == 0:
             return
         positions_BN = self._begin(first_slot, len(counts), width).to(self.device)
-        features_BNF = features_BNF[:, :width].to(self.device, self.dtype)
+        features_BNF = features_BNF[:, :width].to(self.device, self.dtype).contiguous()
         self.head.write_context(features_BNF, positions_BN, self.cache)
         for slot, count in enumerate(counts, start=first_slot):
             self.lengths[slot] += count
@@ -256,7 +261,7 @@ class BlockRunner:
         if lm_head is None:
             lm_head = self._target.get_output_embeddings()
             states_BKD = states_BKD.to(self._target.device, self._target.dtype)
-        logits_BKD: Tensor = lm_head(states_BKD)
+        logits_BKD: Tensor = lm_head(states_BKD.contiguous())
         return logits_BKD.to(self.device)
 
     @torch.inference_mode()
