@@ -4,11 +4,15 @@ Heads that learned a tiny target's texts by heart draft well, so that feeding th
 acceptance, while exact texts stay the target's own.
 """
 
+import copy
 import random
 
 import pytest
 import torch
 
+from fly.errors import FlyError
+from fly.settings import DrafterSettings
+from fly.speculation.drafters.base import DrafterContext
 from fly.speculation.drafters.block import BlockDrafter
 from fly.speculation.sampling import Sampling
 from fly.speculation.sequence import Request
@@ -207,6 +211,29 @@ def test_confidence_cuts_drafts_before_the_first_doubtful_token(target, heads, e
         assert (tiny.total(cut, "drafted") == 0) == (threshold == 1.0)
 
 
+def test_what_a_head_cannot_do_is_refused_at_once(target, heads):
+    head = block_heads.runner(heads["dflash"], target, 1).head
+
+    def create(target=target, **keys):
+        settings = DrafterSettings(**{"spd_k": 5, **keys})
+        ends = frozenset({tiny.EOS})
+        runs_none = lambda: None  # noqa: E731
+        context = DrafterContext(
+            1, 1, settings, ends, runs_none, tiny.COSTS, False, (), target, 512, head
+        )
+        return BlockDrafter.create(context)
+
+    assert create().wants_features == (1, 2)
+    with pytest.raises(FlyError, match=r"spd_k=6: .* at most 5 tokens .*: set spd_k to 5 or lower"):
+        create(spd_k=6)
+    with pytest.raises(FlyError, match=r"confidence_thre=0.5: this head has no confidence head"):
+        create(confidence_thre=0.5)
+    sharded = copy.copy(target)
+    sharded._tp_size = 2
+    with pytest.raises(FlyError, match=r"drafter=block: tp_plan shards"):
+        create(sharded)
+
+
 # Sampling
 
 
@@ -225,16 +252,21 @@ def sampled(small, kind, settings, count=1200, drafted=None):
     return joint(records, continuations(small, PROMPT, 3, settings, frozenset({tiny.EOS})))
 
 
+TOP_P, PENALTY = Sampling(0.8, top_p=0.9), Sampling(1.5, top_k=6, repetition_penalty=1.3)
+
+
 @pytest.mark.parametrize(
-    ("kind", "drafted"),
-    [("dflash", None), ("dspark", None), ("speculators", [2, 3, 6]), ("dspark", [0, 2, 5, 7])],
-)
-@pytest.mark.parametrize(
-    "settings",
-    [Sampling(0.8, top_p=0.9), Sampling(1.5, top_k=6, repetition_penalty=1.3)],
-    ids=["top-p", "penalty"],
+    ("kind", "drafted", "settings"),
+    [
+        ("dflash", None, TOP_P),
+        ("dspark", None, PENALTY),
+        ("dspark", [0, 2, 5, 7], TOP_P),
+        ("speculators", [2, 3, 6], PENALTY),
+    ],
+    ids=["dflash", "dspark", "dspark-reduced", "speculators-reduced"],
 )
 def test_sampled_outputs_follow_the_target(small, kind, drafted, settings):
+    """Ids that a head does not know are sampled all the same."""
     test = sampled(small, kind, settings, drafted=drafted)
     assert test.freedom > 30
     assert test.p_value > HONEST

@@ -25,7 +25,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from fly.execution.grouped_attention import grouped_attention
 from fly.execution.kv_cache import SlotCache
 from fly.execution.model_runner import causal_mask, input_device
-from fly.models.heads.block import BlockSpec, parse
+from fly.models.heads.block import BlockSpec, own_tensors, parse
 from fly.models.heads.checkpoint import Checkpoint, TargetShape
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines of positions
@@ -135,13 +135,13 @@ class BlockHead(PreTrainedModel):
         """See `fly.models.heads.block.parse`. Raises FlyError, too, for tensors that are not what
         the checkpoint's own config.json says."""
         spec = parse(checkpoint, target, layers)
+        own = own_tensors(checkpoint)
         head = cls(spec, target.vocabulary)
         wanted = head.state_dict()
-        spec.checkpoint.check_names(wanted)
+        own.check_names(wanted)
         for name, tensor in wanted.items():
-            shape = tuple(tensor.shape)
-            spec.checkpoint.check_shape(name, shape, "by its config.json and the target")
-        head.load_state_dict(spec.checkpoint.tensors)
+            own.check_shape(name, tuple(tensor.shape), "by its config.json and the target")
+        head.load_state_dict(dict(own.tensors))
         return head
 
     @property

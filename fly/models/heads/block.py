@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from transformers import Qwen3Config
 
 from fly.models.draft_vocabulary import DraftVocabulary
@@ -43,8 +42,7 @@ class BlockSpec:
     block, the last committed token first, then masks. from_anchor: whether that token's position
     drafts the first token, and every position the token after it; else every mask drafts the token
     in its own place. vocabulary: of a head that has ids of its own. markov_rank: 0 without a Markov
-    head. confidence: what the confidence head reads; None without one. checkpoint:
-    with the tensors that are its own, keys and values of a layer as one (`kv_proj`).
+    head. confidence: what the confidence head reads; None without one.
     """
 
     decoder: Qwen3Config
@@ -55,7 +53,6 @@ class BlockSpec:
     vocabulary: DraftVocabulary | None
     markov_rank: int
     confidence: Literal["hidden", "hidden and markov"] | None
-    checkpoint: Checkpoint
 
     @property
     def most_drafts(self) -> int:
@@ -99,7 +96,6 @@ def parse(
             vocabulary=_vocabulary(checkpoint, target),
             markov_rank=int(keys.get("markov_rank") or 0),
             confidence=_confidence(keys),
-            checkpoint=replace(checkpoint, tensors=_own_tensors(checkpoint)),
         )
         _check_fits(checkpoint, spec, target)
     except KeyError as error:
@@ -168,9 +164,9 @@ def _vocabulary(checkpoint: Checkpoint, target: TargetShape) -> DraftVocabulary 
         raise checkpoint.refuse(f"its d2t: {error}") from None
 
 
-def _own_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Without copies of the target's embedding and output head. Keys and values become one
-    product, apart from the queries, which the context has none of."""
+def own_tensors(checkpoint: Checkpoint) -> Checkpoint:
+    """Without copies of the target's embedding and output head. Keys and values of a layer become
+    one product (`kv_proj`), apart from the queries, which the context has none of."""
     shared = {"embed_tokens.weight", "d2t", "t2d"}
     if "d2t" not in checkpoint.tensors:
         shared.add("lm_head.weight")
@@ -180,7 +176,7 @@ def _own_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
         if values is not None:
             keys = found.pop(name)
             found[name.replace("k_proj", "kv_proj")] = torch.cat([keys, values])
-    return found
+    return replace(checkpoint, tensors=found)
 
 
 def _refuse_unsupported(checkpoint: Checkpoint, keys: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from fly.errors import FlyError
 from fly.execution.argmax import NotFiniteError, greedy, marked
 from fly.execution.heads.block import BlockHead, BlockRunner
+from fly.execution.weights import is_sharded
 from fly.speculation.drafters.base import Draft, Drafter, DrafterContext
 from fly.speculation.drafters.draft_model import Chain, own_draws, stacked
 from fly.speculation.sequence import Sequence, Verdict
@@ -31,6 +32,11 @@ class BlockDrafter(Drafter):
             raise FlyError(
                 f"spd_k={spd_k}: this head drafts at most {most} tokens (block_size="
                 f"{head.spec.block_size}): set spd_k to {most} or lower"
+            )
+        if is_sharded(context.target):
+            raise FlyError(
+                "drafter=block: tp_plan shards the embedding and output head that it shares with "
+                "the target: leave tp_plan out, or choose another drafter"
             )
         confidence = context.settings.confidence_thre
         if confidence is not None and head.spec.confidence is None:
