@@ -35,6 +35,9 @@ def test_dflash_drafts_in_place_and_dspark_the_token_after():
     assert (parse("dspark").from_anchor, parse("dspark").most_drafts) == (True, 5)
     assert (parse("speculators").from_anchor, parse("speculators").most_drafts) == (False, 4)
     assert parse("speculators", sample_from_anchor=True).most_drafts == 5
+    config = block_heads.config("speculators", TARGET)
+    del config["sample_from_anchor"]  # saved before there was the key
+    assert not block.parse(Checkpoint("x", config, {}), SHAPE).from_anchor
 
 
 def test_deepspecs_dflash_is_a_dspark_without_its_heads():

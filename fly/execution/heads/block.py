@@ -189,7 +189,6 @@ class BlockRunner:
     `lengths[slot]` is how many of a sequence's tokens the cache holds, by their features; a lower
     one rolls back. A block's own K/V are written behind them and overwritten by what comes next:
     nothing of a block stays.
-
     """
 
     def __init__(self, head: BlockHead, target: PreTrainedModel, slots: int) -> None:

@@ -123,11 +123,9 @@ def _decoder(checkpoint: Checkpoint, shape: Mapping[str, Any]) -> Qwen3Config:
 
 def _is_from_anchor(config: Mapping[str, Any]) -> bool:
     """Where files do not say it: true of DSpark, and of DeepSpec's DFlash, a DSpark without its
-    heads; false of z-lab's and speculators' DFlash."""
+    heads. False of z-lab's DFlash, and of what speculators saved before it had the key (#760)."""
     kind = config.get("speculators_model_type")
-    if kind is not None:
-        return bool(kind == "dspark")
-    return "DFlashDraftModel" not in config["architectures"]
+    return kind is None and "DFlashDraftModel" not in config["architectures"]
 
 
 def _layers(keys: Mapping[str, Any]) -> list[int]:
