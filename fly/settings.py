@@ -178,9 +178,9 @@ class DrafterSettings(Settings):
         None,
         description="model: the draft model. ngram: texts alone (draft_sources), no second model. "
         "cascade: what a text promises is drafted from it, else the draft model drafts, with "
-        "n-grams that it verifies. block: a DFlash or DSpark head of the target (docs/heads.md). "
-        "null: cascade if use_ngram, else model; with draft_runs cascade if there is a draft "
-        "model, else ngram.",
+        "n-grams that it verifies. eagle3: draft_model_path is a trained EAGLE-3 head of the "
+        "target, block: a DFlash or DSpark head (docs/heads.md). null: cascade if use_ngram, else "
+        "model; with draft_runs cascade if there is a draft model, else ngram.",
     )
     use_ngram: bool = Field(
         False, description="Accelerate the draft model by n-gram lookup (the cascade)."

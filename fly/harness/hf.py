@@ -23,6 +23,8 @@ from fly import launch, registry
 from fly.errors import FlyError
 from fly.execution import self_check, weights
 from fly.execution.argmax import NotFiniteError
+from fly.execution.heads import layer_check
+from fly.execution.heads.eagle3 import Eagle3Head
 from fly.execution.model_runner import input_device
 from fly.execution.ranks import Ranks
 from fly.harness.backend import Backend
@@ -101,6 +103,9 @@ class FlyLM(Backend, HFLM):
             self_check.check_cache_agrees(draft_model, "pretrained")
         self.packed = weights.pack(self.model, draft_model, config.part(ExecutionSettings))
         self_check.check_cache_agrees(self.model, "target_model_path")
+        if isinstance(draft_model, Eagle3Head) and shared.size == 1:
+            tokens = self.tokenizer.encode(layer_check.TEXT)
+            layer_check.warn_if_layers_are_shifted(draft_model, self.model, tokens)
         if shared.size > 1:
             shared.watch(self.model)
         self.eos_ids = tokenizers.eos_token_ids(self.model, self.tokenizer)

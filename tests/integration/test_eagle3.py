@@ -8,9 +8,13 @@ import copy
 import pytest
 import torch
 
+from fly.errors import FlyError
+from fly.execution import weights
+from fly.execution.heads import layer_check
 from fly.execution.heads.eagle3 import Eagle3Head, Eagle3Runner
 from fly.execution.oom import is_out_of_memory
 from fly.models.heads.checkpoint import Checkpoint, TargetShape
+from fly.settings import ExecutionSettings
 from fly.speculation.draft_length import FixedLength
 from fly.speculation.drafters.eagle3 import Eagle3Drafter
 from fly.speculation.sequence import Request
@@ -212,3 +216,36 @@ def test_logits_that_are_not_finite_are_named(perfect):
         broken.norm.weight[0] = float("nan")
     with pytest.raises(ArithmeticError, match="draft's logits are not finite"):
         decode(target, heads.drafter(target, broken), 1)
+
+
+@pytest.mark.parametrize("read", [1, 2, 3])
+def test_layers_that_are_one_off_are_noticed(perfect, read, caplog):
+    """The head is made for hidden state 2; 3 is the same but for what the head does not read."""
+    target, head = perfect
+    _, tensors, config = heads.perfect(DRAFTED)
+    checkpoint = Checkpoint("a head", config, tensors)
+    reading = Eagle3Head.from_checkpoint(checkpoint, TargetShape.of(target.config), (read,)).eval()
+    text = [*PROMPTS[4], *tiny.generate(target, PROMPTS[4], 60)]
+    with caplog.at_level("WARNING"):
+        layer_check.warn_if_layers_are_shifted(reading, target, text)
+    if read == 1:
+        assert "head_layer_ids=[2]" in caplog.text
+    else:
+        assert not caplog.text
+    assert layer_check.agreements(head, target, text)[0] > 45
+
+
+@pytest.mark.parametrize("execution", ["kernels", "onednn"])
+def test_a_packed_head_drafts(perfect, execution):
+    """Of 8 or 4 bits; this head, whose numbers differ by 1e3 in size, suffers more than others."""
+    target, head = perfect
+    packed = copy.deepcopy(head).to(torch.bfloat16)
+    try:
+        done = weights.pack_draft(packed, ExecutionSettings(execution=execution))
+    except FlyError as error:
+        pytest.skip(str(error))
+    assert "int" in done
+    honest, found = (
+        share(decode(target, heads.drafter(target, one, 3), 3)) for one in (head, packed)
+    )
+    assert found > 0.5 * honest

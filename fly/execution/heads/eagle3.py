@@ -217,6 +217,11 @@ class Eagle3Runner:
         last_B = torch.tensor([max(0, len(row) - 1) for row in tokens])
         return self.head.predict(hidden_BQH[torch.arange(len(tokens)), last_B])
 
+    @torch.inference_mode()
+    def score(self, tokens: list[int], states_QH: Tensor) -> Tensor:
+        """Logits [Q, D] after each pair fed to slot 0."""
+        return self.head.predict(self._pass(0, [tokens], [states_QH])[0])[0]
+
     def _pass(self, first_slot: int, tokens: list[list[int]], states: list[Tensor]) -> Tensor:
         ids_BQ = padded(tokens)
         states_BQH = pad_sequence(states, batch_first=True)
