@@ -24,7 +24,6 @@ from fly.errors import FlyError
 from fly.execution import self_check, weights
 from fly.execution.argmax import NotFiniteError
 from fly.execution.heads import layer_check
-from fly.execution.heads.eagle3 import Eagle3Head
 from fly.execution.model_runner import input_device
 from fly.execution.ranks import Ranks
 from fly.harness.backend import Backend
@@ -103,9 +102,10 @@ class FlyLM(Backend, HFLM):
             self_check.check_cache_agrees(draft_model, "pretrained")
         self.packed = weights.pack(self.model, draft_model, config.part(ExecutionSettings))
         self_check.check_cache_agrees(self.model, "target_model_path")
-        if isinstance(draft_model, Eagle3Head) and shared.size == 1:
+        if draft_model is not None and config.head_class is not None and shared.size == 1:
+            head: Any = draft_model
             tokens = self.tokenizer.encode(layer_check.TEXT)
-            layer_check.warn_if_layers_are_shifted(draft_model, self.model, tokens)
+            layer_check.warn_if_layers_are_shifted(head, self.model, tokens)
         if shared.size > 1:
             shared.watch(self.model)
         self.eos_ids = tokenizers.eos_token_ids(self.model, self.tokenizer)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fly.errors import FlyError
+from fly.execution.heads import layer_check
 from fly.settings import DrafterSettings
 from fly.speculation.drafters.base import DrafterContext
 from fly.speculation.drafters.block import BlockDrafter
@@ -209,6 +210,18 @@ def test_confidence_cuts_drafts_before_the_first_doubtful_token(target, heads, e
         assert [record.tokens for record in cut] == expected
         assert tiny.total(cut, "drafted") < tiny.total(whole, "drafted")
         assert (tiny.total(cut, "drafted") == 0) == (threshold == 1.0)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_layers_that_are_one_off_are_noticed_at_load(heads, kind, caplog):
+    """As are EAGLE-3's; on a text that the head knows."""
+    target = tiny.model(seed=0)
+    text = PROMPTS[3] + tiny.generate(target, PROMPTS[3], BUDGET + 8, eos=None)
+    for layers, is_told in (((1, 2), False), ((0, 1), True)):
+        caplog.clear()
+        head = block_heads.runner(heads[kind], target, 1, layers).head
+        layer_check.warn_if_layers_are_shifted(head, target, text)
+        assert ("set head_layer_ids=[1, 2]" in caplog.text) == is_told
 
 
 def test_what_a_head_cannot_do_is_refused_at_once(target, heads):

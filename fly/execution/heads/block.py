@@ -29,6 +29,7 @@ from fly.models.heads.block import BlockSpec, own_tensors, parse
 from fly.models.heads.checkpoint import Checkpoint, TargetShape
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines of positions
+_CONTEXT, _STRIDE = 8, 4  # of a text that is looked at: tokens before the first block, and between
 
 
 class BlockAttention(nn.Module):
@@ -143,6 +144,22 @@ class BlockHead(PreTrainedModel):
             own.check_shape(name, tuple(tensor.shape), "by its config.json and the target")
         head.load_state_dict(dict(own.tensors))
         return head
+
+    @property
+    def layers_read(self) -> tuple[int, ...]:
+        return self.spec.layers
+
+    def next_tokens(
+        self, target: PreTrainedModel, tokens: list[int], features_1NF: Tensor
+    ) -> dict[int, int]:
+        """See `fly.execution.heads.layer_check.Head`."""
+        places = range(_CONTEXT, len(tokens), _STRIDE)
+        last = [tokens[at] for at in places]
+        runner = BlockRunner(self, target, len(places))
+        runner.extend(0, features_1NF.expand(len(places), -1, -1), list(places))
+        first_BD = runner.logits(runner.draft(last)[:, :1])[:, 0]
+        logits_BV = runner.after(first_BD, torch.tensor(last, device=first_BD.device))
+        return dict(zip(places, logits_BV.argmax(dim=-1).tolist()))
 
     @property
     def block_size(self) -> int:

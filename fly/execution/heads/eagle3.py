@@ -139,6 +139,15 @@ class Eagle3Head(PreTrainedModel):
         numbers = 2 * self.config.num_key_value_heads * self.config.head_dim
         return (numbers + self.config.hidden_size) * self.dtype.itemsize
 
+    def next_tokens(
+        self, target: PreTrainedModel, tokens: list[int], features_1NF: Tensor
+    ) -> dict[int, int]:
+        """See `fly.execution.heads.layer_check.Head`."""
+        runner = Eagle3Runner(self, target, 1, len(tokens))
+        logits_ND = runner.score(tokens[1:], runner.project(features_1NF[0, :-1]))
+        to_target_D = self.vocabulary.to(logits_ND.device).to_target_D
+        return dict(enumerate(to_target_D[logits_ND.argmax(dim=-1)].tolist(), start=1))
+
     def project(self, features: Tensor) -> Tensor:
         """The target's features [.., F] as states [.., H]."""
         features = features.to(self.device, self.dtype)

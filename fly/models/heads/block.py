@@ -26,7 +26,7 @@ _KNOWN: Mapping[str, tuple[Any, ...]] = {
     "is_causal": (None, False),
     "use_swa": (None, False),
     "attention_sink_bias": (None, False),
-    "attention_mode": (None, "gqa"),
+    "attention_mode": (None, "gqa", "mha"),
     "projector_type": (None, "dflash", "dspark"),
     "shift_label": (None, False),
     "final_logit_softcapping": (None,),
