@@ -178,8 +178,8 @@ class DrafterSettings(Settings):
         None,
         description="model: the draft model. ngram: texts alone (draft_sources), no second model. "
         "cascade: what a text promises is drafted from it, else the draft model drafts, with "
-        "n-grams that it verifies. eagle3: draft_model_path is a trained EAGLE-3 head of the target "
-        "(docs/heads.md). null: cascade if use_ngram, else model; with draft_runs cascade "
+        "n-grams that it verifies. eagle3: draft_model_path is a trained EAGLE-3 head of the "
+        "target (docs/heads.md). null: cascade if use_ngram, else model; with draft_runs cascade "
         "if there is a draft model, else ngram.",
     )
     use_ngram: bool = Field(
