@@ -172,7 +172,7 @@ def _check_tunable(config: fly_config.FlyConfig, where: str) -> None:
         )
     if config.head_class is not None:
         raise FlyError(
-            f"{where}: drafter={config.drafter_name}: fly tune's walks are of a draft model's texts: "
+            f"{where}: drafter={config.drafter_name}: fly tune walks over a draft model's texts: "
             "set drafter to model or cascade, or compare settings by fly compare"
         )
     if config.exact_pattern:

@@ -42,7 +42,8 @@ _OF_MODELS = (*_OF_THE_HUB, "use_safetensors", "attn_implementation")
 
 
 class HeadClass(Protocol):
-    """A class that fly/registry.py names as a drafter's `head`."""
+    """A class that fly/registry.py names as a drafter's `head`. Its `bytes_per_token` is what one
+    token of a sequence takes, for `batch_size=auto`."""
 
     @classmethod
     def from_checkpoint(
@@ -219,8 +220,9 @@ class FlyLM(Backend, HFLM):
                 checkpoint, TargetShape.of(self.model.config), config.head_layer_ids
             )
         dtype = getattr(torch, config.draft_dtype or self._loaded_dtype)
-        head.eval().to(dtype).to(config.draft_device or self.device)
-        return head
+        for parameter in head.parameters():  # not buffers: RoPE's frequencies stay exact
+            parameter.data = parameter.data.to(dtype)
+        return head.eval().to(config.draft_device or self.device)
 
     def _create_model(self, pretrained: str, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("gguf_file") and hasattr(transformers, "GgufConfig"):

@@ -47,10 +47,30 @@ def test_texts_are_the_targets(pair, alone, keys):
     assert lm.get_model_info()["fly"]["draft_dtype"] is not None
 
 
+@pytest.mark.parametrize("execution", ["eager", "auto"])
+def test_a_head_in_bfloat16_keeps_the_frequencies_of_rope(pair, execution):
+    """In bfloat16 they would be wrong by a radian after some hundred tokens."""
+    lm = fly_lm(pair, drafter="eagle3", dtype="bfloat16", execution=execution)
+    assert lm.draft_model.rotary.inv_freq.dtype == torch.float32
+    exact = 10000.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
+    assert torch.allclose(lm.draft_model.rotary.inv_freq.double(), exact, rtol=1e-6)
+    assert len(lm.generate_until(instances({"max_gen_toks": 10}))) > 0
+
+
 def test_a_head_that_does_not_fit_is_named(pair, tmp_path):
     folder = heads.save(tmp_path, {**CONFIG, "hidden_size": 64}, heads.tensors())
     with pytest.raises(FlyError, match=r"pretrained=.*hidden size 64, and the target's is 32"):
         fly_lm(pair, drafter="eagle3", pretrained=str(folder))
+
+
+@pytest.mark.parametrize(("keys", "message"), [
+    ({"win_len": 6, "enable_fly": True}, "win_len=6 needs spd_k >= 7, got 4"),
+    ({"head_layer_ids": [0, 1]}, "the head reads 3 hidden states"),
+    ({"head_layer_ids": [0, 1, 3]}, "the target has 0 to 2"),
+])  # fmt: skip
+def test_settings_that_do_not_fit_are_named(pair, keys, message):
+    with pytest.raises(FlyError, match=message):
+        fly_lm(pair, drafter="eagle3", **keys)
 
 
 def test_a_run_of_eight_sequences_is_killed_and_resumed(pair, tmp_path):
