@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from fly.errors import FlyError
+from fly.execution import weights
 from fly.execution.heads import layer_check
-from fly.settings import DrafterSettings
+from fly.execution.heads.block import BlockRunner
+from fly.settings import DrafterSettings, ExecutionSettings
 from fly.speculation.drafters.base import DrafterContext
 from fly.speculation.drafters.block import BlockDrafter
 from fly.speculation.sampling import Sampling
@@ -210,6 +212,26 @@ def test_confidence_cuts_drafts_before_the_first_doubtful_token(target, heads, e
         assert [record.tokens for record in cut] == expected
         assert tiny.total(cut, "drafted") < tiny.total(whole, "drafted")
         assert (tiny.total(cut, "drafted") == 0) == (threshold == 1.0)
+
+
+@pytest.mark.parametrize("execution", ["kernels", "onednn"])
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_a_packed_head_of_fewer_bits_drafts_as_well(heads, kind, execution):
+    target = tiny.model(seed=0).to(torch.bfloat16)
+    found = []
+    for settings in (None, ExecutionSettings(execution=execution, draft_quantization="int8")):
+        drafter = block_heads.drafter(heads[kind], target, 1)
+        runner = drafter._runner
+        for parameter in runner.head.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+        if settings is not None:
+            try:
+                assert weights.pack_draft(runner.head, settings).endswith("int8")
+            except FlyError as error:
+                pytest.skip(str(error))
+        drafter._runner = BlockRunner(runner.head, target, 1)
+        found.append(accepted(tiny.decode_all(tiny.engine(target, drafter, 5), PROMPTS[:5], 20)))
+    assert found[1] > 0.8 * found[0] > 20
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
