@@ -86,7 +86,7 @@ def test_drafts_and_logits_are_speculators(name, slots):
             for slot, (one, end) in enumerate(zip(group, ends)):
                 assert drafts[slot] == one["drafts"][round_].tolist()
                 logits_KD = torch.stack([logits_BD[slot] for logits_BD in runner.passes])
-                torch.testing.assert_close(logits_KD, one["logits"][round_], atol=2e-4, rtol=2e-4)
+                torch.testing.assert_close(logits_KD, one["logits"][round_], atol=2e-5, rtol=2e-5)
                 before, after = end[round_], end[round_ + 1]
                 running[slot].tokens = one["tokens"][:after].tolist()
                 told[slot, : after - before] = one["features"][before - 1 : after - 1].float()

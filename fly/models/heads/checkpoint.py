@@ -57,13 +57,13 @@ class Checkpoint:
     def refuse(self, why: str) -> FlyError:
         return FlyError(f"pretrained={self.name}: {why}")
 
-    def check_names(self, wanted: Iterable[str], known: Iterable[str] = ()) -> None:
-        """Raise FlyError unless all `wanted` tensors are here, and no others but those `known`:
-        a tensor that nothing reads is a part of the head that would be left out."""
+    def check_names(self, wanted: Iterable[str]) -> None:
+        """Raise FlyError unless all `wanted` tensors are here, and no others: a tensor that nothing
+        reads is a part of the head that would be left out."""
         names = set(wanted)
         if missing := sorted(names - self.tensors.keys()):
             raise self.refuse(f"the checkpoint lacks {_some(missing)}")
-        if unread := sorted(self.tensors.keys() - names - set(known)):
+        if unread := sorted(self.tensors.keys() - names):
             raise self.refuse(f"a head with {_some(unread)} is not supported")
 
     def check_shape(self, name: str, shape: tuple[int, ...], why: str) -> None:
