@@ -76,6 +76,12 @@ class FlyConfig(
         return name is not None and registry.DRAFTERS[name].needs_draft_model
 
     @property
+    def head_class(self) -> str | None:
+        """Where the draft's class is, if it is a head of the target; see fly/registry.py."""
+        name = self.drafter_name
+        return None if name is None else registry.DRAFTERS[name].head
+
+    @property
     def rule(self) -> str:
         """The verification in force.
 
@@ -326,7 +332,9 @@ def coerce(key: str, value: Any) -> Any:
 
 
 # A key whose value is a list, in a text of several `key=value`: its value ends at the next key.
-_LISTS = re.compile(r"(^|,)(draft_runs|draft_sources)=(\[[^\]]*\]|[^=\[\]]*?)(?=,[^,=]+=|$)")
+_LISTS = re.compile(
+    r"(^|,)(draft_runs|draft_sources|head_layer_ids)=(\[[^\]]*\]|[^=\[\]]*?)(?=,[^,=]+=|$)"
+)
 
 
 def bracket_lists(text: str) -> str:

@@ -17,11 +17,13 @@ from fly.errors import FlyError
 @dataclass(frozen=True)
 class Drafter:
     """Where a drafter's class is, whether it needs the draft model to be loaded, and whether it
-    drafts from texts, earlier runs' outputs among them."""
+    drafts from texts, earlier runs' outputs among them. head: where the class of its draft is, if
+    that is no language model but a head of the target (fly/execution/heads)."""
 
     where: str
     needs_draft_model: bool = True
     from_texts: bool = False
+    head: str | None = None
 
 
 DRAFTERS = {
@@ -30,6 +32,13 @@ DRAFTERS = {
         "fly.speculation.drafters.from_texts:TextDrafter", needs_draft_model=False, from_texts=True
     ),
     "cascade": Drafter("fly.speculation.drafters.cascade:CascadeDrafter", from_texts=True),
+    "eagle3": Drafter(
+        "fly.speculation.drafters.eagle3:Eagle3Drafter",
+        head="fly.execution.heads.eagle3:Eagle3Head",
+    ),
+    "block": Drafter(
+        "fly.speculation.drafters.block:BlockDrafter", head="fly.execution.heads.block:BlockHead"
+    ),
 }
 RULES: dict[str, str] = {
     "fly": "fly.speculation.rules.fly:FlyRule",

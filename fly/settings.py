@@ -37,6 +37,14 @@ def _listed(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _numbers(value: Any) -> Any:
+    """As `_listed`, of whole numbers; those of a command line may be texts."""
+    values = _listed(value)
+    if not isinstance(values, tuple):
+        return values
+    return tuple(int(n) if isinstance(n, str) and n.isdecimal() else n for n in values)
+
+
 def _check_known(names: Mapping[str, Any]) -> Callable[[str], str]:
     def check(name: str) -> str:
         if name not in names:
@@ -141,6 +149,18 @@ class ModelSettings(Settings):
     draft_dtype: str | None = Field(
         None, description="dtype of the draft model, e.g. bfloat16. null: the target's."
     )
+    head_layer_ids: (
+        Annotated[
+            tuple[Annotated[int, Field(ge=0)], ...],
+            BeforeValidator(_numbers, json_schema_input_type=list[int] | str),
+        ]
+        | None
+    ) = Field(
+        None,
+        description="Hidden states of the target that a trained head reads, as transformers "
+        "numbers them: 0 the embeddings, i the output of layer i - 1. null: as the head's files "
+        "say (docs/heads.md).",
+    )
     dual_tok: bool = Field(
         False,
         description="Draft and target with different tokenizers. --model vllm only: fly's own "
@@ -158,14 +178,22 @@ class DrafterSettings(Settings):
         None,
         description="model: the draft model. ngram: texts alone (draft_sources), no second model. "
         "cascade: what a text promises is drafted from it, else the draft model drafts, with "
-        "n-grams that it verifies. null: cascade if use_ngram, else model; with draft_runs cascade "
-        "if there is a draft model, else ngram.",
+        "n-grams that it verifies. eagle3: draft_model_path is a trained EAGLE-3 head of the "
+        "target, block: a DFlash or DSpark head (docs/heads.md). null: cascade if use_ngram, else "
+        "model; with draft_runs cascade if there is a draft model, else ngram.",
     )
     use_ngram: bool = Field(
         False, description="Accelerate the draft model by n-gram lookup (the cascade)."
     )
     spd_k: int = Field(
         15, ge=0, le=256, description="K: most draft tokens per round. 0 is the target alone."
+    )
+    confidence_thre: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="drafter=block with a DSpark head: a draft ends before the first token that "
+        "its confidence head gives less than this of being accepted (docs/heads.md). null: never.",
     )
     max_ngram_size: int = Field(
         4, ge=1, le=32, description="Longest suffix that is looked up, in tokens."

@@ -170,6 +170,11 @@ def _check_tunable(config: fly_config.FlyConfig, where: str) -> None:
             f"spd_k={config.spd_k}, drafter {drafter}): set use_sd=true, spd_k >= 1 and drafter to "
             "model or cascade"
         )
+    if config.head_class is not None:
+        raise FlyError(
+            f"{where}: drafter={config.drafter_name}: fly tune walks over a draft model's texts: "
+            "set drafter to model or cascade, or compare settings by fly compare"
+        )
     if config.exact_pattern:
         raise FlyError(
             f"{where}: exact_pattern={list(config.exact_pattern)}: fly tune's walks have no texts: "

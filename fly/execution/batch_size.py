@@ -7,13 +7,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from fly.execution import oom
+from fly.execution.kv_cache import SlotCache
 from fly.execution.model_runner import ModelRunner
 
 USABLE = 0.85  # the rest is for fragmentation, other processes, and the scores' own work
+
+
+class Work(Protocol):
+    """What one sequence asks of a model on `device`."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def bytes_for(self, tokens: int) -> int: ...
+
+
+@dataclass(frozen=True)
+class HeadWork:
+    """What one sequence asks of a trained head. per_token: bytes of K/V and of kept states."""
+
+    device: torch.device
+    per_token: int
+
+    def bytes_for(self, tokens: int) -> int:
+        return self.per_token * SlotCache.rounded(tokens)
 
 
 @dataclass(frozen=True)
@@ -28,6 +50,10 @@ class SequenceWork:
     runner: ModelRunner
     width: int
     kept: int = 0
+
+    @property
+    def device(self) -> torch.device:
+        return self.runner.device
 
     def bytes_for(self, tokens: int) -> int:
         """Bytes of a sequence: K/V of `tokens` tokens, the widest pass's workspace, distributions.
@@ -53,14 +79,14 @@ class SequenceWork:
         return cached + workspace + self.kept * logits.shape[-1] * torch.float32.itemsize
 
 
-def sequences_that_fit(works: Iterable[SequenceWork], tokens: int, at_most: int) -> int:
+def sequences_that_fit(works: Iterable[Work], tokens: int, at_most: int) -> int:
     """Sequences of `tokens` tokens that fit beside the loaded models; 1 to `at_most`.
 
     Models on one device share its memory.
     """
     needed: dict[torch.device, int] = {}
     for work in works:
-        device = work.runner.device
+        device = work.device
         try:
             needed[device] = needed.get(device, 0) + work.bytes_for(tokens)
         except (RuntimeError, MemoryError) as error:

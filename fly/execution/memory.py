@@ -191,6 +191,12 @@ def pair_of(config: FlyConfig, where: str, context: int) -> Pair:
     target, draft = sources.sources(config, where)
     found = _shape(target, "target_model_path", config.target_model_path)
     drafts = None
+    if draft is not None and config.head_class is not None:
+        raise FlyError(
+            f"draft_model_path={config.draft_model_path}: the memory of heads is not counted yet: "
+            "set use_sd=false to count the target's, and add the head's files and its K/V, of one "
+            "layer"
+        )
     if draft is not None:  # it is loaded in the target's dtype, unless its own is given
         dtype = config.draft_dtype or str(stored_dtype(found.config)).removeprefix("torch.")
         bits = _DRAFT_BITS.get(config.draft_quantization)

@@ -187,7 +187,7 @@ class ModelRunner:
         `commit`. The tensor may be a graph's own: it is valid until the next pass.
         """
         if self.static is not None:
-            output = self.static.extend(_padded(tokens).to(self.device))
+            output = self.static.extend(padded(tokens).to(self.device))
             if output is not None:
                 self._note_written(0, tokens)
                 return self._kept(output)
@@ -219,7 +219,7 @@ class ModelRunner:
             return None
         counts = [len(feed) for feed in feeds]
         counts_B = torch.tensor(counts).to(self.device)
-        drafted_BK = self.static.chain(_padded(feeds).to(self.device), counts_B, steps)
+        drafted_BK = self.static.chain(padded(feeds).to(self.device), counts_B, steps)
         if drafted_BK is not None:
             self._note_written(0, feeds)
             for slot, count in enumerate(counts):
@@ -249,7 +249,9 @@ class ModelRunner:
         """One pass over slots 0..B-1 whose shapes do not depend on any value."""
         positions_BQ = lengths_B[:, None] + torch.arange(ids_BQ.shape[1], device=self.device)
         self.cache.begin(0, positions_BQ, read_length)
-        return self._call(ids_BQ, positions_BQ, self._mask(positions_BQ, read_length), 0)
+        return self._call(
+            ids_BQ, positions_BQ, causal_mask(positions_BQ, read_length, self.model.dtype), 0
+        )
 
     @torch.inference_mode()
     def move(self, source: int, destination: int) -> None:
@@ -262,14 +264,14 @@ class ModelRunner:
     def _forward(
         self, first_slot: int, tokens: list[list[int]], logits_to_keep: int | Tensor
     ) -> Tensor:
-        ids_BQ = _padded(tokens)
+        ids_BQ = padded(tokens)
         lengths_B = torch.tensor(self.lengths[first_slot : first_slot + len(tokens)])
         positions_BQ = lengths_B[:, None] + torch.arange(ids_BQ.shape[1])
         read_length = int(positions_BQ.max()) + 1
         self.reserve(read_length)
         self.cache.begin(first_slot, positions_BQ)
         self._note_written(first_slot, tokens)
-        mask = self._mask(positions_BQ, read_length)
+        mask = causal_mask(positions_BQ, read_length, self.model.dtype)
         on_device = (ids_BQ.to(self.device), positions_BQ.to(self.device), mask.to(self.device))
         output = self._call(*on_device, logits_to_keep)
         if output.hidden is not None:
@@ -295,16 +297,16 @@ class ModelRunner:
             logits[..., : self._vocabulary], torch.cat(hidden, dim=-1) if hidden else None
         )
 
-    def _mask(self, positions_BQ: Tensor, read_length: int) -> Tensor:
-        """[B, 1, Q, T], additive: a query sees every position up to its own."""
-        dtype = self.model.dtype
-        keys_T = torch.arange(read_length, device=positions_BQ.device)
-        hidden_BQT = keys_T > positions_BQ[:, :, None]
-        mask_BQT = torch.zeros(hidden_BQT.shape, dtype=dtype, device=positions_BQ.device)
-        return mask_BQT.masked_fill_(hidden_BQT, torch.finfo(dtype).min)[:, None]
+
+def causal_mask(positions_BQ: Tensor, read_length: int, dtype: torch.dtype) -> Tensor:
+    """[B, 1, Q, T], additive: a query sees every position up to its own."""
+    keys_T = torch.arange(read_length, device=positions_BQ.device)
+    hidden_BQT = keys_T > positions_BQ[:, :, None]
+    mask_BQT = torch.zeros(hidden_BQT.shape, dtype=dtype, device=positions_BQ.device)
+    return mask_BQT.masked_fill_(hidden_BQT, torch.finfo(dtype).min)[:, None]
 
 
-def _padded(tokens: list[list[int]]) -> Tensor:
+def padded(tokens: list[list[int]]) -> Tensor:
     """[B, Q] on the host, zeros after each row's own tokens."""
     width = max(len(row) for row in tokens)
     return torch.tensor([row + [0] * (width - len(row)) for row in tokens])

@@ -52,11 +52,19 @@ class PassCosts:
 @dataclass(frozen=True)
 class PairCosts:
     """Costs of both models' passes, in target passes over one token. `source`: rule, calibration
-    or cache, for the log and the results."""
+    or cache, for the log and the results. block: the draft's one pass of a round is over so many
+    tokens of a sequence and drafts all; None where every drafted token takes a pass over one."""
 
     target: PassCosts
     draft: PassCosts
     source: str
+    block: int | None = None
+
+    def drafting(self, steps: int, sequences: int) -> float:
+        """Of a draft of `steps` tokens that the draft makes."""
+        if self.block is None:
+            return steps * self.draft.at(sequences)
+        return self.draft.at(sequences * self.block) if steps else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from fly import registry
 from fly.config import FlyConfig
 from fly.execution import pass_costs
-from fly.execution.batch_size import SequenceWork, sequences_that_fit
+from fly.execution.batch_size import HeadWork, SequenceWork, Work, sequences_that_fit
 from fly.execution.calibration import calibrate
 from fly.execution.model_runner import ModelRunner
 from fly.execution.pass_costs import PairCosts
@@ -71,7 +71,7 @@ class EngineFactory:
         """For `missing`, which of all `wanted` requests are not there yet."""
         slots = max(1, min(self._running_sequences(config, missing), len(missing)))
         target = self.target_runner(config, slots)
-        drafts = config.needs_draft_model and self.ranks.rank == 0
+        drafts = config.needs_draft_model and self.ranks.rank == 0 and config.head_class is None
         draft = self.draft_runner(config, slots) if drafts else None
         costs = self._costs(config, wanted, target, draft)
         drafter = self._drafter(config, slots, wanted, draft, costs)
@@ -146,6 +146,9 @@ class EngineFactory:
                 costs,
                 _drafts_change_texts(config, wanted),
                 _text_sources(config, wanted),
+                self.target,
+                self.max_length,
+                self.draft if config.head_class is not None else None,
             )
         )
         return drafter
@@ -159,8 +162,11 @@ class EngineFactory:
         width = 1
         if config.drafter_name is not None:
             width += max(config.spd_k, _widest_from_texts(config, requests))
-        works = [SequenceWork(ModelRunner(self.target, 1, self.max_length), width)]
-        if self.draft is not None:
+        works: list[Work] = [SequenceWork(ModelRunner(self.target, 1, self.max_length), width)]
+        if self.draft is not None and config.head_class is not None:
+            head: Any = self.draft
+            works.append(HeadWork(head.device, head.bytes_per_token))
+        elif self.draft is not None:
             runner = ModelRunner(self.draft, 1, self.max_length)
             sampled = any(not request.sampling.is_greedy for request in requests)
             kept = config.spd_k if sampled else 0
@@ -184,10 +190,15 @@ class EngineFactory:
         """Of both models' passes. Calibrated where texts do not depend on what they decide; else by
         a rule that is the same on every machine of a kind."""
         adapts = config.drafter_name is not None and config.draft_policy == "auto"
-        if self._may_adapt and adapts and not _drafts_change_texts(config, wanted):
+        timed = self._may_adapt and config.head_class is None  # heads read what no timing has
+        if timed and adapts and not _drafts_change_texts(config, wanted):
             return calibrate(target, draft, self._deciding_costs(config))
-        weight = self.packed.draft_weight if draft is not None else 0.0
-        return pass_costs.by_rule(target.way, draft.way if draft is not None else None, weight)
+        way, block = draft.way if draft is not None else None, None
+        if config.head_class is not None and self.draft is not None:
+            way = pass_costs.way_of(self.draft, self.draft.device)
+            block = getattr(self.draft, "block_size", None)  # of heads that draft in one pass
+        weight = self.packed.draft_weight if way is not None else 0.0
+        return replace(pass_costs.by_rule(target.way, way, weight), block=block)
 
     def _draft_length(
         self, config: FlyConfig, wanted: list[Request], costs: PairCosts

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import transformers
@@ -19,15 +19,17 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
 from fly import config as fly_config
-from fly import launch
+from fly import launch, registry
 from fly.errors import FlyError
 from fly.execution import self_check, weights
 from fly.execution.argmax import NotFiniteError
+from fly.execution.heads import layer_check
 from fly.execution.model_runner import input_device
 from fly.execution.ranks import Ranks
 from fly.harness.backend import Backend
 from fly.harness.engine_factory import EngineFactory, context_of
 from fly.models import compatibility, loading, sources, tokenizers
+from fly.models.heads.checkpoint import Checkpoint, TargetShape, read
 from fly.runs.records import Observer, RequestRecord
 from fly.settings import ExecutionSettings
 from fly.speculation.sequence import Request
@@ -37,6 +39,17 @@ _OF_THE_HUB = (
     "token", "use_auth_token", "cache_dir", "local_files_only", "force_download", "proxies",
 )  # fmt: skip
 _OF_MODELS = (*_OF_THE_HUB, "use_safetensors", "attn_implementation")
+
+
+class HeadClass(Protocol):
+    """A class that fly/registry.py names as a drafter's `head`. Its `bytes_per_token` is what one
+    token of a sequence takes, for `batch_size=auto`."""
+
+    @classmethod
+    def from_checkpoint(
+        cls, checkpoint: Checkpoint, target: TargetShape, layers: tuple[int, ...] | None
+    ) -> transformers.PreTrainedModel:
+        """layers: the configuration's `head_layer_ids`. Raises FlyError if it does not fit."""
 
 
 @register_model("fly")
@@ -81,11 +94,19 @@ class FlyLM(Backend, HFLM):
         shared = Ranks() if self.world_size > 1 else self.processes  # who shares the target
         draft_model = None
         if draft is not None and shared.rank == 0:
-            draft_model = self.load_draft(draft, hf_args)
-        if draft_model is not None:  # before quantisation, whose errors only cost speed
+            if config.head_class is not None:
+                draft_model = self.load_head(registry.load(config.head_class), draft, hf_args)
+            else:
+                draft_model = self.load_draft(draft, hf_args)
+        if draft_model is not None and config.head_class is None:
+            # before quantisation, whose errors only cost speed
             self_check.check_cache_agrees(draft_model, "pretrained")
         self.packed = weights.pack(self.model, draft_model, config.part(ExecutionSettings))
         self_check.check_cache_agrees(self.model, "target_model_path")
+        if draft_model is not None and config.head_class is not None and shared.size == 1:
+            head: Any = draft_model
+            tokens = self.tokenizer.encode(layer_check.TEXT)
+            layer_check.warn_if_layers_are_shifted(head, self.model, tokens)
         if shared.size > 1:
             shared.watch(self.model)
         self.eos_ids = tokenizers.eos_token_ids(self.model, self.tokenizer)
@@ -185,6 +206,23 @@ class FlyLM(Backend, HFLM):
             self._model = target_model
         compatibility.refuse_unsupported(draft, "pretrained", context_of(draft, self.max_length))
         return draft
+
+    def load_head(
+        self, kind: HeadClass, source: sources.ModelSource, hf_args: dict[str, Any]
+    ) -> transformers.PreTrainedModel:
+        """Load a head of the target, whose tokenizer and context are the target's."""
+        config = self.fly_config
+        name = str(config.draft_model_path)
+        with self._loading("pretrained", name):
+            hub = {key: hf_args[key] for key in _OF_THE_HUB if key in hf_args}
+            checkpoint = read(source, name, {"revision": config.draft_revision, **hub})
+            head = kind.from_checkpoint(
+                checkpoint, TargetShape.of(self.model.config), config.head_layer_ids
+            )
+        dtype = getattr(torch, config.draft_dtype or self._loaded_dtype)
+        for parameter in head.parameters():  # not buffers: RoPE's frequencies stay exact
+            parameter.data = parameter.data.to(dtype)
+        return head.eval().to(config.draft_device or self.device)
 
     def _create_model(self, pretrained: str, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("gguf_file") and hasattr(transformers, "GgufConfig"):

@@ -1,9 +1,9 @@
 """How many tokens to draft: as many as pay for so many running sequences on this machine.
 
 A round over n sequences with K draft tokens each costs a target pass over n (K + 1) tokens and K
-draft passes over n; it emits 1 + a + ... + a^K tokens a sequence, if a draft token is accepted with
-probability a. The K with the most tokens per cost is taken; 0, the target alone, unless drafting
-gains a few percent.
+draft passes over n, or one over n blocks; it emits 1 + a + ... + a^K tokens a sequence, if a draft
+token is accepted with probability a. The K with the most tokens per cost is taken; 0, the target
+alone, unless drafting gains a few percent.
 
 What decides are relative pass costs in coarse steps (fly/execution/pass_costs.py) and counts of
 accepted tokens, never the clock of a round: the same run decides the same way again.
@@ -95,7 +95,7 @@ def expected_tokens(k: int, acceptance: float) -> float:
 
 
 def round_cost(width: int, steps: int, sequences: int, costs: PairCosts) -> float:
-    """Of a round of `steps` draft passes and a target pass over `width` draft tokens, in target
-    passes over one token."""
-    drafting = steps * costs.draft.at(sequences)
+    """Of a round of `steps` tokens from the draft and a target pass over `width` draft tokens, in
+    target passes over one token."""
+    drafting = costs.drafting(steps, sequences)
     return costs.target.at(sequences * (width + 1)) + drafting + _ROUND

@@ -23,7 +23,7 @@ from fly.speculation.drafters.draft_model import ModelDrafter
 from fly.speculation.rules.gates import RankGate
 from fly.speculation.sampling import Noise, Sampling, draw, rejection_sample
 from fly.speculation.sequence import Request, Sequence
-from tests import tiny
+from tests import heads, tiny
 
 V = 8
 SCALE = float(os.environ.get("FLY_TEST_TOKENS", "1"))
@@ -351,6 +351,46 @@ def test_whole_continuations_of_a_real_model(models, name, draft, settings):
     assert test.freedom > 30
     assert test.p_value > HONEST
     assert settled(records) or name == "none"
+
+
+HEAD_SETTINGS = [
+    Sampling(1.0), Sampling(0.8, top_p=0.9), Sampling(1.5, top_k=6, repetition_penalty=1.3)
+]  # fmt: skip
+DRAFTED = torch.tensor([0, 2, 3, 5, 6])  # of 8 tokens; the others are the target's alone
+
+
+@pytest.fixture(scope="module")
+def head():
+    """(a target, a head of it that drafts 5 of its 8 tokens)."""
+    target = tiny.model(1, vocab=V, layers=3)
+    keys = {"vocab_size": V, "eagle_aux_hidden_state_layer_ids": [2, 3, 3]}
+    return target, heads.load(target, heads.tensors(0, DRAFTED, vocab=V), **keys)
+
+
+@pytest.mark.parametrize("settings", HEAD_SETTINGS, ids=["plain", "top-p", "penalty"])
+def test_a_head_with_a_reduced_vocabulary_samples_from_the_target(head, settings):
+    """q is 0 for what it cannot draft, which only the target's own draws give."""
+    target, eagle3 = head
+    eos = frozenset({tiny.EOS})
+    expected = continuations(target, PROMPT, 3, settings, eos)
+    drafter = heads.drafter(target, eagle3, 64, eos)
+    requests = table_requests(1200, 3, (settings,), seed=3)
+    records = list(tiny.engine(target, drafter, 3, slots=64, eos=eos).run(requests))
+    test = joint(records, expected)
+    assert test.freedom > 30
+    assert test.p_value > HONEST
+    assert settled(records)
+
+
+def test_q_of_another_draft_is_noticed(head, monkeypatch):
+    """The mutant: tokens are drawn from sharper logits than q is made of."""
+    target, eagle3 = head
+    settings = Sampling(1.0)
+    expected = continuations(target, PROMPT, 3, settings, NO_EOS)
+    monkeypatch.setattr(IN_DRAFTER, drawn_colder)
+    drafter = heads.drafter(target, eagle3, 64, NO_EOS)
+    engine = tiny.engine(target, drafter, 3, slots=64, eos=NO_EOS)
+    assert joint(list(engine.run(table_requests(4000, 3, (settings,)))), expected).p_value < REFUTED
 
 
 def test_a_draft_penalised_as_a_whole_is_noticed(models, monkeypatch):

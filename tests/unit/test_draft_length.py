@@ -4,6 +4,7 @@ them."""
 import json
 import os
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -37,6 +38,16 @@ def test_drafts_are_as_long_as_they_pay():
     assert best_length(15, 1, 0.8, STEEP) == 0
     assert best_length(15, 1, 0.1, FLAT) == 0
     assert best_length(15, 1, 0.95, FLAT) > expected
+
+
+def test_a_block_costs_the_same_however_much_of_it_is_drafted():
+    """All of it is drafted where the target's width costs nothing."""
+    block = replace(FLAT, block=8)
+    assert [block.drafting(steps, 3) for steps in (0, 1, 7)] == [0.0, 0.2, 0.2]
+    growing = pair_costs(((1,), (1.0,)), ((1, 8), (0.25, 1.0)))
+    assert replace(growing, block=8).drafting(7, 1) == 1.0
+    assert best_length(7, 1, 0.5, block) == 7 > best_length(7, 1, 0.5, FLAT)
+    assert best_length(7, 1, 0.8, replace(STEEP, block=8)) == 0
 
 
 def test_many_sequences_draft_less_where_width_costs():

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from fly.execution.model_runner import ModelRunner
 from fly.execution.pass_costs import PairCosts
@@ -93,7 +94,8 @@ class DrafterContext:
 
     slots: how many sequences run at most. sequences: the same for the whole run, of which a part
     may be there already. draft_runner: the draft model's runner with so many slots; only for
-    drafters that need one (fly/registry.py). costs: of both models' passes.
+    drafters that need one (fly/registry.py). target, max_length, head: for drafters whose draft is
+    a head of the target; its class is the registry's `head`. costs: of both models' passes.
     changes_texts: what is drafted, and how much, may change a text (lossy rules; tokens drawn from
     a draft model), so that it must not depend on what other requests were like. text_sources: see
     fly/speculation/drafters/texts.py.
@@ -107,6 +109,9 @@ class DrafterContext:
     costs: PairCosts
     changes_texts: bool
     text_sources: tuple[TextSourceName, ...]
+    target: PreTrainedModel
+    max_length: int
+    head: PreTrainedModel | None
 
 
 class Drafter:

@@ -8,6 +8,7 @@ rounding of passes of another width (quantised drafts round more than others).
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import torch
@@ -86,7 +87,7 @@ class ModelDrafter(Drafter):
         return Draft(
             [list(chain.tokens) for chain in self._chains],
             by=[chain.by for chain in self._chains],
-            q=[_stacked(chain.q) for chain in self._chains],
+            q=[stacked(chain.q) for chain in self._chains],
         )
 
     def _within_context(self, sequence: Sequence, limit: int) -> int:
@@ -129,7 +130,7 @@ class ModelDrafter(Drafter):
             if unseen[slot] and not sequence.request.sampling.is_plain:
                 last = len(unseen[slot]) - 1
                 logits_NV = logits_BQV[slot, last : last + len(guesses[slot]) + 1]
-                own_tokens[slot][last : last + len(logits_NV)] = self._draw(
+                own_tokens[slot][last : last + len(logits_NV)] = own_draws(
                     sequence, self._chains[slot], logits_NV, guesses[slot]
                 )
         for slot, (fed, guess) in enumerate(zip(unseen, guesses)):
@@ -148,26 +149,6 @@ class ModelDrafter(Drafter):
             del chain.q[len(chain.tokens) :]
             chain.ended = new[-1] in self._eos_ids
             self.runner.truncate(slot, self.runner.lengths[slot] + len(fed) + agreed)
-
-    def _draw(
-        self, sequence: Sequence, chain: Chain, logits_NV: Tensor, guess: list[int]
-    ) -> list[int]:
-        """The draft's own tokens at the chain's end and after each guessed token, sampled.
-
-        Each place in the chain has one random number, so that a guess, which stands if it is what
-        was drawn there, changes neither the tokens nor their distribution q.
-        """
-        before = [*sequence.tokens, *chain.tokens]
-        scores_NV = sequence.request.sampling.process(logits_NV, before, guess)
-        noise = sequence.noise(len(chain.tokens) + len(scores_NV))
-        if noise is None:
-            own_N = scores_NV.argmax(dim=-1)
-        else:
-            q_NV = torch.softmax(scores_NV, dim=-1)
-            chain.q.extend(q_NV)
-            own_N = draw(q_NV, noise.draft[len(chain.tokens) :])
-        result: list[int] = marked(own_N, logits_NV).tolist()
-        return result
 
     def _guess(self, running: list[Sequence], unseen: list[list[int]]) -> list[list[int]]:
         """Tokens that the draft model only has to verify; none in the plain drafter."""
@@ -190,7 +171,28 @@ class ModelDrafter(Drafter):
         self.runner.resize(slots)
 
 
-def _stacked(parts: list[Tensor]) -> Tensor | None:
+def own_draws(
+    sequence: Sequence, chain: Chain, logits_NV: Tensor, guess: Seq[int] = ()
+) -> list[int]:
+    """The draft's own tokens at the chain's end and after each guessed token, sampled.
+
+    Each place in the chain has one random number, so that a guess, which stands if it is what
+    was drawn there, changes neither the tokens nor their distribution q.
+    """
+    before = [*sequence.tokens, *chain.tokens]
+    scores_NV = sequence.request.sampling.process(logits_NV, before, guess)
+    noise = sequence.noise(len(chain.tokens) + len(scores_NV))
+    if noise is None:
+        own_N = scores_NV.argmax(dim=-1)
+    else:
+        q_NV = torch.softmax(scores_NV, dim=-1)
+        chain.q.extend(q_NV)
+        own_N = draw(q_NV, noise.draft[len(chain.tokens) :])
+    result: list[int] = marked(own_N, logits_NV).tolist()
+    return result
+
+
+def stacked(parts: list[Tensor]) -> Tensor | None:
     """[K, V]; frees the parts: with a large vocabulary, both at once would be much memory."""
     if not parts:
         return None

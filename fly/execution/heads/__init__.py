@@ -1,0 +1,1 @@
+"""Trained draft heads: their passes, over the target's hidden states."""

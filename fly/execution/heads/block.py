@@ -1,0 +1,304 @@
+"""Block heads: one pass over the last token and a row of masks drafts several tokens.
+
+DFlash (arXiv 2602.06036): Qwen3-like layers whose keys and values come from the target's hidden
+states for the context and from the block itself for the block; every position of the block sees
+all of it. DSpark adds a bias by the token before, so that one drafted token follows from another,
+and a confidence for every position.
+
+Shapes: B sequences, N context tokens, P positions of the block, K drafted tokens, F features: the
+target's hidden states side by side, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+)
+
+from fly.execution.grouped_attention import grouped_attention
+from fly.execution.kv_cache import SlotCache
+from fly.execution.model_runner import causal_mask, input_device
+from fly.models.heads.block import BlockSpec, own_tensors, parse
+from fly.models.heads.checkpoint import Checkpoint, TargetShape
+
+Rotary = tuple[Tensor, Tensor]  # cosines and sines of positions
+_CONTEXT, _STRIDE = 8, 4  # of a text that is looked at: tokens before the first block, and between
+
+
+class BlockAttention(nn.Module):
+    """Attention to the context's keys and values, which are in a cache, and to the block's own."""
+
+    def __init__(self, config: Any, index: int) -> None:
+        super().__init__()
+        self.index, self.size = index, config.head_dim
+        hidden, bias = config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(hidden, config.num_attention_heads * self.size, bias=bias)
+        self.kv_proj = nn.Linear(hidden, 2 * config.num_key_value_heads * self.size, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * self.size, hidden, bias=bias)
+        self.q_norm = Qwen3RMSNorm(self.size, config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(self.size, config.rms_norm_eps)
+
+    def write(self, x_BND: Tensor, rotary: Rotary, cache: SlotCache) -> tuple[Tensor, Tensor]:
+        """Keys and values of x into the cache; returns all that may be read."""
+        keys, values = self.kv_proj(x_BND).unflatten(-1, (2, -1, self.size)).unbind(dim=2)
+        keys = _rotated(self.k_norm(keys).transpose(1, 2), rotary)
+        return cache.update(keys, values.transpose(1, 2), self.index)
+
+    def forward(self, x_BPD: Tensor, rotary: Rotary, mask: Tensor, cache: SlotCache) -> Tensor:
+        queries = self.q_norm(self.q_proj(x_BPD).unflatten(-1, (-1, self.size)))
+        queries = _rotated(queries.transpose(1, 2), rotary)
+        keys, values = self.write(x_BPD, rotary, cache)
+        mixed, _ = grouped_attention(self, queries, keys, values, mask, scaling=self.size**-0.5)
+        result: Tensor = self.o_proj(mixed.flatten(2))
+        return result
+
+
+class BlockLayer(nn.Module):
+    def __init__(self, config: Qwen3Config, index: int) -> None:
+        super().__init__()
+        self.self_attn = BlockAttention(config, index)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x_BPD: Tensor, rotary: Rotary, mask: Tensor, cache: SlotCache) -> Tensor:
+        x_BPD = x_BPD + self.self_attn(self.input_layernorm(x_BPD), rotary, mask, cache)
+        result: Tensor = x_BPD + self.mlp(self.post_attention_layernorm(x_BPD))
+        return result
+
+
+class MarkovHead(nn.Module):
+    """A bias on a token's logits by the token before it, of low rank."""
+
+    def __init__(self, vocabulary: int, draft_vocabulary: int, rank: int) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocabulary, rank)
+        self.markov_w2 = nn.Linear(rank, draft_vocabulary, bias=False)
+
+    def forward(self, previous_B: Tensor) -> Tensor:
+        bias_BV: Tensor = self.markov_w2(self.markov_w1(previous_B))
+        return bias_BV
+
+
+class Probe(nn.Linear):
+    """A linear that is too narrow to be packed."""
+
+
+class ConfidenceHead(nn.Module):
+    """The logit of the probability that a token is accepted, if all before it are."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.proj = Probe(width, 1)
+
+
+class BlockHead(PreTrainedModel):
+    """The head's own weights; the embedding and most often the output head are the target's.
+
+    vocabulary: ids of the target.
+    """
+
+    config_class = Qwen3Config
+
+    def __init__(self, spec: BlockSpec, vocabulary: int) -> None:
+        config = spec.decoder
+        super().__init__(config)
+        self.spec = spec
+        hidden = config.hidden_size
+        draft_vocabulary = len(spec.vocabulary.to_target_D) if spec.vocabulary else vocabulary
+        self.fc = nn.Linear(len(spec.layers) * hidden, hidden, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(hidden, config.rms_norm_eps)
+        self.layers = nn.ModuleList(
+            BlockLayer(config, index) for index in range(config.num_hidden_layers)
+        )
+        self.norm = Qwen3RMSNorm(hidden, config.rms_norm_eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.lm_head = self.markov_head = self.confidence_head = None
+        if spec.vocabulary is not None:
+            self.lm_head = nn.Linear(hidden, draft_vocabulary, bias=False)
+        if spec.markov_rank:
+            self.markov_head = MarkovHead(vocabulary, draft_vocabulary, spec.markov_rank)
+        if spec.confidence is not None:
+            reads_markov = spec.confidence == "hidden and markov"
+            self.confidence_head = ConfidenceHead(hidden + spec.markov_rank * reads_markov)
+
+    @classmethod
+    def from_checkpoint(
+        cls, checkpoint: Checkpoint, target: TargetShape, layers: tuple[int, ...] | None = None
+    ) -> BlockHead:
+        """See `fly.models.heads.block.parse`. Raises FlyError, too, for tensors that are not what
+        the checkpoint's own config.json says."""
+        spec = parse(checkpoint, target, layers)
+        own = own_tensors(checkpoint)
+        head = cls(spec, target.vocabulary)
+        wanted = head.state_dict()
+        own.check_names(wanted)
+        for name, tensor in wanted.items():
+            own.check_shape(name, tuple(tensor.shape), "by its config.json and the target")
+        head.load_state_dict(dict(own.tensors))
+        return head
+
+    @property
+    def layers_read(self) -> tuple[int, ...]:
+        return self.spec.layers
+
+    def next_tokens(
+        self, target: PreTrainedModel, tokens: list[int], features_1NF: Tensor
+    ) -> dict[int, int]:
+        """See `fly.execution.heads.layer_check.Head`."""
+        places = range(_CONTEXT, len(tokens), _STRIDE)
+        last = [tokens[at] for at in places]
+        runner = BlockRunner(self, target, len(places))
+        runner.extend(0, features_1NF.expand(len(places), -1, -1), list(places))
+        first_BD = runner.logits(runner.draft(last)[:, :1])[:, 0]
+        logits_BV = runner.after(first_BD, torch.tensor(last, device=first_BD.device))
+        return dict(zip(places, logits_BV.argmax(dim=-1).tolist()))
+
+    @property
+    def block_size(self) -> int:
+        """Positions of the one pass that drafts."""
+        return self.spec.block_size
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of a sequence's K/V."""
+        config = self.config
+        size = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        return size * self.dtype.itemsize
+
+    def write_context(self, features_BNF: Tensor, positions_BN: Tensor, cache: SlotCache) -> None:
+        """Keys and values of the target's hidden states at these positions."""
+        x_BND = self.hidden_norm(self.fc(features_BNF))
+        rotary = self.rotary_emb(x_BND, positions_BN)
+        for layer in self.layers:
+            layer.self_attn.write(x_BND, rotary, cache)  # type: ignore[union-attr, operator]
+
+    def forward(
+        self, x_BPD: Tensor, positions_BP: Tensor, mask: Tensor, cache: SlotCache
+    ) -> Tensor:
+        """A block of embeddings to its states, [B, P, D], for the output head.
+
+        mask: additive, [B, 1, P, T], over what the cache holds, the block at its end.
+        """
+        rotary = self.rotary_emb(x_BPD, positions_BP)
+        for layer in self.layers:
+            x_BPD = layer(x_BPD, rotary, mask, cache)
+        result: Tensor = self.norm(x_BPD)
+        return result
+
+
+def _rotated(x_BHND: Tensor, rotary: Rotary) -> Tensor:
+    cos, sin = (part[:, None] for part in rotary)
+    first, second = x_BHND.chunk(2, dim=-1)
+    return x_BHND * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+class BlockRunner:
+    """A block head with its K/V of the running sequences' context.
+
+    `lengths[slot]` is how many of a sequence's tokens the cache holds, by their features; a lower
+    one rolls back. A block's own K/V are written behind them and overwritten by what comes next:
+    nothing of a block stays.
+    """
+
+    def __init__(self, head: BlockHead, target: PreTrainedModel, slots: int) -> None:
+        self.head, self.spec = head, head.spec
+        self.max_length: int = head.config.max_position_embeddings
+        self.device, self.dtype = head.device, head.dtype
+        self._target = target
+        self._vocabulary = self.spec.vocabulary and self.spec.vocabulary.to(self.device)
+        self.resize(slots)
+
+    def resize(self, slots: int) -> None:
+        """Forget all K/V, and go on with so many slots."""
+        self.cache = SlotCache(slots)
+        self.lengths = [0] * slots
+
+    def reserve(self, tokens: int) -> None:
+        """Reserve memory for sequences of `tokens` tokens."""
+        self.cache.reserve(tokens + self.spec.block_size)
+
+    @torch.inference_mode()
+    def move(self, source: int, destination: int) -> None:
+        """Move a sequence to another slot."""
+        self.cache.copy_slot(source, destination, self.lengths[source])
+        self.lengths[destination] = self.lengths[source]
+
+    @torch.inference_mode()
+    def extend(self, first_slot: int, features_BNF: Tensor, counts: list[int]) -> None:
+        """Take in the first counts[b] features of slot first_slot + b: of the tokens that follow
+        what it holds."""
+        width = max(counts)
+        if width == 0:
+            return
+        positions_BN = self._begin(first_slot, len(counts), width).to(self.device)
+        features_BNF = features_BNF[:, :width].to(self.device, self.dtype).contiguous()
+        self.head.write_context(features_BNF, positions_BN, self.cache)
+        for slot, count in enumerate(counts, start=first_slot):
+            self.lengths[slot] += count
+
+    @torch.inference_mode()
+    def draft(self, last: list[int]) -> Tensor:
+        """States [B, most_drafts, D] that draft what follows the last tokens of slots 0..B-1."""
+        width = self.spec.block_size
+        positions_BP = self._begin(0, len(last), width)
+        ids_BP = torch.full_like(positions_BP, self.spec.mask_token_id)
+        ids_BP[:, 0] = torch.tensor(last)
+        x_BPD = self._target.get_input_embeddings()(ids_BP.to(input_device(self._target)))
+        end = int(positions_BP.max()) + 1
+        sees_all_BP = positions_BP[:, -1:].expand(-1, width)
+        states_BPD = self.head(
+            x_BPD.to(self.device, self.dtype),
+            positions_BP.to(self.device),
+            causal_mask(sees_all_BP, end, self.dtype).to(self.device),
+            self.cache,
+        )
+        return states_BPD[:, width - self.spec.most_drafts :]
+
+    def _begin(self, first_slot: int, rows: int, width: int) -> Tensor:
+        """The positions that a pass writes, [B, width], on the host."""
+        lengths_B = torch.tensor(self.lengths[first_slot : first_slot + rows])
+        positions = lengths_B[:, None] + torch.arange(width)
+        self.cache.reserve(int(positions.max()) + 1)
+        self.cache.begin(first_slot, positions)
+        return positions
+
+    @torch.inference_mode()
+    def logits(self, states_BKD: Tensor) -> Tensor:
+        """Over the head's ids; `after` makes them the target's."""
+        lm_head: Any = self.head.lm_head
+        if lm_head is None:
+            lm_head = self._target.get_output_embeddings()
+            states_BKD = states_BKD.to(self._target.device, self._target.dtype)
+        logits_BKD: Tensor = lm_head(states_BKD.contiguous())
+        return logits_BKD.to(self.device)
+
+    @torch.inference_mode()
+    def after(self, logits_BD: Tensor, previous_B: Tensor) -> Tensor:
+        """Logits [B, V] over the target's ids of a token that follows `previous`; ids that the head
+        cannot draft are -inf."""
+        if self.head.markov_head is not None:
+            logits_BD = logits_BD + self.head.markov_head(previous_B)
+        if self._vocabulary is None:
+            return logits_BD
+        size = len(self._vocabulary.to_draft_V)
+        logits_BV = logits_BD.new_full((len(logits_BD), size), float("-inf"))
+        logits_BV[:, self._vocabulary.to_target_D] = logits_BD
+        return logits_BV
+
+    @torch.inference_mode()
+    def confidence(self, states_BD: Tensor, previous_B: Tensor) -> Tensor:
+        """The probability, by the head, that a token which follows `previous` is accepted. [B]."""
+        assert self.head.confidence_head is not None
+        if self.spec.confidence == "hidden and markov":
+            assert self.head.markov_head is not None
+            embedded = self.head.markov_head.markov_w1(previous_B)
+            states_BD = torch.cat([states_BD, embedded.to(states_BD.dtype)], dim=-1)
+        return torch.sigmoid(self.head.confidence_head.proj(states_BD).float())[:, 0]

@@ -1,0 +1,263 @@
+"""Passes of an EAGLE-3 head, and its K/V by slot.
+
+The head reads pairs: pair i is the embedding of token i + 1 and the target's features at token i,
+and predicts token i + 2. Where the features are not known yet, the head's own state takes their
+place: that is how it drafts more than one token.
+
+Shapes: B sequences, Q pairs of each (padded), F features of a token (hidden states side by side), H
+the head's hidden size, D draft ids.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from fly.execution.grouped_attention import grouped_attention
+from fly.execution.kv_cache import SlotCache
+from fly.execution.model_runner import causal_mask, padded
+from fly.models.heads.checkpoint import Checkpoint, TargetShape
+from fly.models.heads.eagle3 import Eagle3Files, files_of
+
+
+class PairAttention(nn.Module):
+    """Grouped-query attention whose inputs are twice as wide as its outputs."""
+
+    def __init__(self, config: Any, has_head_norms: bool) -> None:
+        super().__init__()
+        size, bias = config.head_dim, config.attention_bias
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim, self.num_key_value_groups, self.is_causal = size, heads // kv_heads, True
+        self.q_proj = nn.Linear(2 * config.hidden_size, heads * size, bias=bias)
+        self.k_proj = nn.Linear(2 * config.hidden_size, kv_heads * size, bias=bias)
+        self.v_proj = nn.Linear(2 * config.hidden_size, kv_heads * size, bias=bias)
+        self.o_proj = nn.Linear(heads * size, config.hidden_size, bias=bias)
+        eps = config.rms_norm_eps
+        self.q_norm = LlamaRMSNorm(size, eps) if has_head_norms else nn.Identity()
+        self.k_norm = LlamaRMSNorm(size, eps) if has_head_norms else nn.Identity()
+
+    def forward(
+        self, pairs: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor, cache: SlotCache
+    ) -> Tensor:
+        """pairs: [B, Q, 2H]. mask: additive, [B, 1, Q, T]. Returns [B, Q, H]."""
+        query, key, value = (
+            projection(pairs).unflatten(-1, (-1, self.head_dim))
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = (part.transpose(1, 2) for part in (self.q_norm(query), self.k_norm(key)))
+        query, key = apply_rotary_pos_emb(query, key, *angles)
+        keys, values = cache.update(key, value.transpose(1, 2), 0)
+        mixed, _ = grouped_attention(self, query, keys, values, mask, scaling=self.head_dim**-0.5)
+        output: Tensor = self.o_proj(mixed.flatten(-2))
+        return output
+
+
+class PairLayer(nn.Module):
+    """The head's one layer: attention over [embedding; state], beside the state, then the MLP."""
+
+    def __init__(self, files: Eagle3Files) -> None:
+        super().__init__()
+        config = files.llama
+        self._norm_before_residual = files.norm_before_residual
+        has_head_norms = "layer.self_attn.q_norm.weight" in files.tensors
+        self.self_attn = PairAttention(config, has_head_norms)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        embeddings_BQH: Tensor,
+        states_BQH: Tensor,
+        angles: tuple[Tensor, Tensor],
+        mask: Tensor,
+        cache: SlotCache,
+    ) -> Tensor:
+        normed_BQH = self.hidden_norm(states_BQH)
+        residual_BQH = normed_BQH if self._norm_before_residual else states_BQH
+        pairs = torch.cat([self.input_layernorm(embeddings_BQH), normed_BQH], dim=-1)
+        hidden_BQH = residual_BQH + self.self_attn(pairs, angles, mask, cache)
+        output: Tensor = hidden_BQH + self.mlp(self.post_attention_layernorm(hidden_BQH))
+        return output
+
+
+class Eagle3Head(PreTrainedModel):
+    """An EAGLE-3 head; `vocabulary` maps its ids to the target's. embed_tokens: its own embeddings,
+    None where it uses the target's."""
+
+    config_class = LlamaConfig
+
+    def __init__(self, files: Eagle3Files) -> None:
+        super().__init__(files.llama)
+        config, count = files.llama, len(files.layers)
+        self.layers_read = files.layers
+        self.vocabulary = files.vocabulary
+        self._norm_output = files.norm_output
+        eps = config.rms_norm_eps
+        width = count * files.feature_size
+        has_bias = "fc.bias" in files.tensors
+        self.fc = nn.Linear(width, config.hidden_size, bias=has_bias)
+        self.input_norm = LlamaRMSNorm(width, eps) if files.norm_before_fc else None
+        norms = [LlamaRMSNorm(files.feature_size, eps) for _ in range(count)]
+        self.fc_norm = nn.ModuleList(norms) if files.fc_norm else None
+        self.layer = PairLayer(files)
+        self.norm = LlamaRMSNorm(config.hidden_size, eps)
+        self.lm_head = nn.Linear(config.hidden_size, len(files.vocabulary.to_target_D), bias=False)
+        own = files.tensors.get("embed_tokens.weight")
+        self.embed_tokens = None if own is None else nn.Embedding(len(own), config.hidden_size)
+        self.rotary = LlamaRotaryEmbedding(config)
+
+    @classmethod
+    def from_checkpoint(
+        cls, checkpoint: Checkpoint, target: TargetShape, layers: tuple[int, ...] | None
+    ) -> Eagle3Head:
+        """layers: the configuration's `head_layer_ids`. Raises FlyError if it does not fit."""
+        files = files_of(checkpoint, target, layers)
+        head = cls(files)
+        renamed = Checkpoint(checkpoint.name, checkpoint.config, files.tensors)
+        own = head.state_dict()
+        renamed.check_names(own)
+        for name, tensor in own.items():
+            renamed.check_shape(name, tuple(tensor.shape), "config.json and the target say so")
+        head.load_state_dict(dict(files.tensors))
+        return head
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of one token of one sequence: K/V, and the state that is kept until it is final."""
+        numbers = 2 * self.config.num_key_value_heads * self.config.head_dim
+        return (numbers + self.config.hidden_size) * self.dtype.itemsize
+
+    def next_tokens(
+        self, target: PreTrainedModel, tokens: list[int], features_1NF: Tensor
+    ) -> dict[int, int]:
+        """See `fly.execution.heads.layer_check.Head`."""
+        runner = Eagle3Runner(self, target, 1, len(tokens))
+        logits_ND = runner.score(tokens[1:], runner.project(features_1NF[0, :-1]))
+        to_target_D = self.vocabulary.to(logits_ND.device).to_target_D
+        return dict(enumerate(to_target_D[logits_ND.argmax(dim=-1)].tolist(), start=1))
+
+    def project(self, features: Tensor) -> Tensor:
+        """The target's features [.., F] as states [.., H]."""
+        features = features.to(self.device, self.dtype)
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        if self.fc_norm is not None:
+            parts = features.chunk(len(self.fc_norm), dim=-1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], dim=-1)
+        states: Tensor = self.fc(features)
+        return states
+
+    def forward(
+        self,
+        embeddings_BQH: Tensor,
+        states_BQH: Tensor,
+        positions_BQ: Tensor,
+        mask: Tensor,
+        cache: SlotCache,
+    ) -> Tensor:
+        """[B, Q, H] after the layer; `predict` makes logits of it."""
+        angles = self.rotary(states_BQH, positions_BQ)
+        hidden_BQH: Tensor = self.layer(embeddings_BQH, states_BQH, angles, mask, cache)
+        return hidden_BQH
+
+    def predict(self, hidden_BH: Tensor) -> tuple[Tensor, Tensor]:
+        """(logits [B, D], the state that is fed back, [B, H])."""
+        normed_BH = self.norm(hidden_BH)
+        return self.lm_head(normed_BH), normed_BH if self._norm_output else hidden_BH
+
+
+class Eagle3Runner:
+    """A head with the K/V of the running sequences.
+
+    `lengths[slot]` is how many pairs of that sequence the cache holds; a lower one rolls back.
+    target: its embeddings serve a head without its own.
+    """
+
+    def __init__(
+        self, head: Eagle3Head, target: PreTrainedModel, slots: int, max_length: int
+    ) -> None:
+        self.head = head
+        self.max_length = max_length
+        self.device: torch.device = head.device
+        self._embed: Any = head.embed_tokens or target.get_input_embeddings()
+        self.resize(slots)
+
+    @property
+    def slots(self) -> int:
+        return len(self.lengths)
+
+    def resize(self, slots: int) -> None:
+        """Forget all K/V, free its memory, and go on with so many slots."""
+        self.cache = SlotCache(slots)
+        self.lengths = [0] * slots
+
+    @torch.inference_mode()
+    def project(self, features: Tensor) -> Tensor:
+        """The target's features [.., F] as states [.., H]."""
+        return self.head.project(features)
+
+    @torch.inference_mode()
+    def catch_up(self, slot: int, tokens: list[int], states_QH: Tensor) -> None:
+        """Feed a slot pairs of which nothing is to be predicted; any number."""
+        chunk = 256 if self.device.type == "cpu" else 2048
+        for start in range(0, len(tokens), chunk):
+            self._pass(slot, [tokens[start : start + chunk]], [states_QH[start : start + chunk]])
+
+    @torch.inference_mode()
+    def extend(self, tokens: list[list[int]], states: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Feed sequence b (slot b) its pairs: tokens[b] with states[b], [Q, H].
+
+        Returns (logits [B, D], the states that are fed back, [B, H]) after each sequence's last
+        pair; those of sequences with an empty feed are undefined, their cache is unchanged.
+        """
+        hidden_BQH = self._pass(0, tokens, states)
+        last_B = torch.tensor([max(0, len(row) - 1) for row in tokens])
+        return self.head.predict(hidden_BQH[torch.arange(len(tokens)), last_B])
+
+    @torch.inference_mode()
+    def score(self, tokens: list[int], states_QH: Tensor) -> Tensor:
+        """Logits [Q, D] after each pair fed to slot 0."""
+        return self.head.predict(self._pass(0, [tokens], [states_QH])[0])[0]
+
+    def _pass(self, first_slot: int, tokens: list[list[int]], states: list[Tensor]) -> Tensor:
+        ids_BQ = padded(tokens)
+        states_BQH = pad_sequence(states, batch_first=True)
+        lengths_B = torch.tensor(self.lengths[first_slot : first_slot + len(tokens)])
+        positions_BQ = lengths_B[:, None] + torch.arange(ids_BQ.shape[1])
+        read_length = int(positions_BQ.max()) + 1
+        self.cache.reserve(read_length)
+        self.cache.begin(first_slot, positions_BQ)
+        embeddings_BQH = self._embed(ids_BQ.to(self._embed.weight.device))
+        positions_BQ = positions_BQ.to(self.device)
+        hidden_BQH: Tensor = self.head(
+            embeddings_BQH.to(self.device, self.head.dtype),
+            states_BQH,
+            positions_BQ,
+            causal_mask(positions_BQ, read_length, self.head.dtype),
+            self.cache,
+        )
+        for slot, row in enumerate(tokens, start=first_slot):
+            self.lengths[slot] += len(row)
+        return hidden_BQH
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Drop all pairs of a slot but the first `length`."""
+        self.lengths[slot] = length
+
+    @torch.inference_mode()
+    def move(self, source: int, destination: int) -> None:
+        """Move a sequence to another slot."""
+        self.cache.copy_slot(source, destination, self.lengths[source])
+        self.lengths[destination] = self.lengths[source]

@@ -1,0 +1,1 @@
+"""Trained draft heads: what their publishers' files say, in one form."""

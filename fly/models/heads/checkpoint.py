@@ -1,0 +1,152 @@
+"""A trained head's files: config.json and its tensors, whoever published them.
+
+A head fits one target. What its files say of themselves differs between producers; `layers_of` and
+the modules beside this one bring it into one form.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from fly.errors import FlyError
+from fly.models.sources import ModelSource
+
+_FILES = ("config.json", "*.safetensors", "pytorch_model*.bin")
+_OF_SNAPSHOTS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
+_FIXED_ROPE = ("llama3", "linear", "yarn")  # scaling that does not depend on a text's length
+_SCALE = ".weight_scale"
+# what producers store beside a head's own tensors: training's leftovers, scales of activations
+_LEFTOVERS = (
+    "rotary_emb.inv_freq", ".input_scale", ".output_scale", ".weight_zero_point",
+    "verifier_norm.weight", "verifier_lm_head.weight",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """What a head must fit. vocabulary: how many ids the target's logits have."""
+
+    hidden_size: int
+    vocabulary: int
+    layers: int
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> TargetShape:
+        config = config.get_text_config()
+        return cls(config.hidden_size, config.vocab_size, config.num_hidden_layers)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """name: as the run's configuration gives it. tensors: by name, 8-bit weights dequantised."""
+
+    name: str
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+    def refuse(self, why: str) -> FlyError:
+        return FlyError(f"pretrained={self.name}: {why}")
+
+    def check_names(self, wanted: Iterable[str]) -> None:
+        """Raise FlyError unless all `wanted` tensors are here, and no others: a tensor that nothing
+        reads is a part of the head that would be left out."""
+        names = set(wanted)
+        if missing := sorted(names - self.tensors.keys()):
+            raise self.refuse(f"the checkpoint lacks {_some(missing)}")
+        if unread := sorted(self.tensors.keys() - names):
+            raise self.refuse(f"a head with {_some(unread)} is not supported")
+
+    def check_shape(self, name: str, shape: tuple[int, ...], why: str) -> None:
+        """Raise FlyError unless the tensor has this shape; `why` says where the shape is from."""
+        found = tuple(self.tensors[name].shape)
+        if found != shape:
+            raise self.refuse(f"{name} is {_times(found)}, not {_times(shape)}: {why}")
+
+    def layers_of(
+        self, found: Iterable[int], target: TargetShape, override: tuple[int, ...] | None
+    ) -> tuple[int, ...]:
+        """Numbers of the hidden states that the head reads, as fly.execution.model_runner counts
+        them: `found`, which its files say, or the configuration's `head_layer_ids` instead."""
+        layers = tuple(found)
+        if override is not None and len(override) != len(layers):
+            raise FlyError(
+                f"head_layer_ids={list(override)}: the head reads {len(layers)} hidden states, "
+                f"{list(layers)} by its files"
+            )
+        layers = override or layers
+        if any(not 0 <= layer <= target.layers for layer in layers):
+            raise self.refuse(
+                f"reads hidden states {list(layers)}, and the target has 0 to {target.layers}: "
+                "choose the head of this target, or set head_layer_ids"
+            )
+        return layers
+
+    def rope(self, shape: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
+        """(theta, scaling or None), which transformers 4 keeps apart and 5 in `rope_parameters`."""
+        parameters = shape.get("rope_parameters") or {}
+        theta = shape.get("rope_theta") or parameters.get("rope_theta") or 10000.0
+        scaling = dict(shape.get("rope_scaling") or parameters)
+        kind = scaling.pop("type", None)
+        kind = scaling.get("rope_type") or kind or "default"
+        if kind == "default":
+            return float(theta), None
+        if kind not in _FIXED_ROPE:
+            raise self.refuse(f"heads with {kind} RoPE scaling are not supported")
+        return float(theta), {**scaling, "rope_type": kind, "rope_theta": float(theta)}
+
+
+def read(source: ModelSource, name: str, hub: Mapping[str, Any]) -> Checkpoint:
+    """The head in a folder or, as a hub id, downloaded with `hub`'s arguments of from_pretrained.
+
+    Raises FlyError for files that hold no head.
+    """
+    folder = Path(source.path)
+    if not folder.is_dir():
+        given = {key: hub[key] for key in _OF_SNAPSHOTS if key in hub}
+        folder = Path(snapshot_download(source.path, allow_patterns=list(_FILES), **given))
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+    if not tensors:
+        for file in sorted(folder.glob("pytorch_model*.bin")):
+            tensors |= torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    found = Checkpoint(name, config, tensors)
+    if not tensors:
+        raise found.refuse("the folder has neither *.safetensors nor pytorch_model*.bin")
+    return Checkpoint(name, config, _dequantised(found))
+
+
+def _dequantised(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Its tensors without what training left over, and 8-bit floats times their scales, which are
+    one per output channel or one for all (AMD Quark, compressed-tensors)."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in checkpoint.tensors.items():
+        if name.endswith((_SCALE, *_LEFTOVERS)):
+            continue
+        if tensor.is_floating_point() and tensor.dtype.itemsize == 1:
+            scale = checkpoint.tensors.get(name.removesuffix(".weight") + _SCALE)
+            if scale is None or scale.numel() not in (1, len(tensor)):
+                raise checkpoint.refuse(f"{name} is {tensor.dtype} without a scale per row")
+            tensor = tensor.float() * scale.float().reshape(-1, 1)
+        found[name] = tensor
+    return found
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _times(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "a single number"

@@ -1,0 +1,122 @@
+"""Block heads (DFlash, DSpark): a whole draft from one pass over the target's hidden states."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fly.errors import FlyError
+from fly.execution.argmax import NotFiniteError, greedy, marked
+from fly.execution.heads.block import BlockHead, BlockRunner
+from fly.execution.weights import is_sharded
+from fly.speculation.drafters.base import Draft, Drafter, DrafterContext
+from fly.speculation.drafters.draft_model import Chain, own_draws, stacked
+from fly.speculation.sequence import Sequence, Verdict
+
+
+class BlockDrafter(Drafter):
+    """Drafts from a block head, greedily or drawn as the request says, until EOS.
+
+    Without a Markov head every token is drawn on its own, by what its position of the block says;
+    with one, each follows from the token drawn before it, too. confidence: a draft ends before the
+    first token to which the head's confidence gives less; None for whole drafts. It looks at no
+    token that it decides on, so that rejection sampling stays lossless.
+    """
+
+    @classmethod
+    def create(cls, context: DrafterContext) -> Drafter:
+        head = context.head
+        assert isinstance(head, BlockHead)
+        spd_k, most = context.settings.spd_k, head.spec.most_drafts
+        if spd_k > most:
+            raise FlyError(
+                f"spd_k={spd_k}: this head drafts at most {most} tokens (block_size="
+                f"{head.spec.block_size}): set spd_k to {most} or lower"
+            )
+        if is_sharded(context.target):
+            raise FlyError(
+                "drafter=block: tp_plan shards the embedding and output head that it shares with "
+                "the target: leave tp_plan out, or choose another drafter"
+            )
+        confidence = context.settings.confidence_thre
+        if confidence is not None and head.spec.confidence is None:
+            raise FlyError(
+                f"confidence_thre={confidence}: this head has no confidence head: leave it out"
+            )
+        runner = BlockRunner(head, context.target, context.slots)
+        return cls(runner, context.eos_ids, confidence)
+
+    def __init__(
+        self, runner: BlockRunner, eos_ids: frozenset[int], confidence: float | None = None
+    ) -> None:
+        self._runner = runner
+        self.wants_features = runner.spec.layers
+        self.devices = (runner.device,)
+        self._eos_ids = eos_ids
+        self._confidence = confidence
+
+    def reserve(self, longest: int, spd_k: int) -> None:
+        self._runner.reserve(longest)
+
+    def admit(
+        self, slot: int, sequence: Sequence, features: Tensor | None = None, *, soon: bool = True
+    ) -> None:
+        assert features is not None
+        self._runner.lengths[slot] = 0
+        self._runner.extend(slot, features, [features.shape[1]])
+
+    def propose(self, running: list[Sequence], limits: list[int]) -> Draft:
+        # the head has learned no positions past its own context; the target goes on alone there
+        rooms = [max(0, self._runner.max_length - len(s.tokens)) for s in running]
+        chains = [Chain(min(limit, room)) for limit, room in zip(limits, rooms)]
+        if any(chain.is_open for chain in chains):
+            states_BKD = self._runner.draft([s.tokens[-1] for s in running])
+            states_BKD = states_BKD[:, : max(chain.limit for chain in chains)]
+            logits_BKD = self._runner.logits(states_BKD)
+            for states_BD, logits_BD in zip(states_BKD.unbind(dim=1), logits_BKD.unbind(dim=1)):
+                self._lengthen(running, chains, states_BD, logits_BD)
+        return Draft(
+            [chain.tokens for chain in chains],
+            by=[chain.by for chain in chains],
+            q=[stacked(chain.q) for chain in chains],
+        )
+
+    def _lengthen(
+        self, running: list[Sequence], chains: list[Chain], states_BD: Tensor, logits_BD: Tensor
+    ) -> None:
+        ends = [(chain.tokens or s.tokens)[-1] for s, chain in zip(running, chains)]
+        before_B = torch.tensor(ends, device=states_BD.device)
+        if self._confidence is not None:
+            sure = self._runner.confidence(states_BD, before_B).tolist()
+            for chain, probability in zip(chains, sure):
+                chain.ended = chain.ended or probability < self._confidence
+        logits_BV = self._runner.after(logits_BD, before_B)
+        own = marked(greedy(logits_BV), logits_BV).tolist()
+        for slot, (sequence, chain) in enumerate(zip(running, chains)):
+            if not chain.is_open:
+                continue
+            if not sequence.request.sampling.is_plain:
+                own[slot : slot + 1] = own_draws(sequence, chain, logits_BV[slot : slot + 1])
+            if own[slot] < 0:
+                at = len(sequence.generated) + len(chain.tokens)
+                raise NotFiniteError("draft", sequence.request, at)
+            chain.tokens.append(own[slot])
+            chain.by += "d"
+            chain.ended = own[slot] in self._eos_ids
+
+    def commit(
+        self, running: list[Sequence], verdicts: list[Verdict], features: Tensor | None = None
+    ) -> None:
+        assert features is not None
+        lengths, counts = self._runner.lengths, []
+        for slot, sequence in enumerate(running):
+            known = len(sequence.tokens) - 1
+            counts.append(max(0, known - lengths[slot]))
+            lengths[slot] = min(lengths[slot], known)
+        self._runner.extend(0, features, counts)
+
+    def move(self, source: int, destination: int) -> None:
+        self._runner.move(source, destination)
+
+    def resize(self, slots: int) -> None:
+        self._runner.resize(slots)

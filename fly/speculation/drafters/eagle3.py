@@ -1,0 +1,181 @@
+"""An EAGLE-3 head of the target.
+
+It reads pairs of a token and the target's features at the token before (see
+fly/execution/heads/eagle3.py). A round's first pass feeds it the pairs of the tokens that the last
+round added, with true features, and gives the first draft token; every further token takes a pass
+over that token and the head's own state, which is forgotten when the round is decided.
+
+Shapes: F features of a token, H the head's hidden size, M states that are kept, D draft ids, V
+target ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fly.execution.argmax import NotFiniteError, greedy, marked
+from fly.execution.heads.eagle3 import Eagle3Head, Eagle3Runner
+from fly.models.draft_vocabulary import DraftVocabulary
+from fly.speculation.drafters.base import Draft, Drafter, DrafterContext
+from fly.speculation.drafters.draft_model import CATCH_UP, Chain, own_draws, stacked
+from fly.speculation.sequence import Sequence, Verdict
+
+
+@dataclass
+class TrueStates:
+    """What a slot knows of its sequence.
+
+    states_MH: the projected features of its tokens from `first` on; earlier ones cannot be needed
+    again. fed: how many pairs with true features the head's cache holds.
+    """
+
+    states_MH: Tensor
+    first: int = 0
+    fed: int = 0
+
+    @property
+    def end(self) -> int:
+        """How many of the sequence's tokens have features: all but the last, after a round."""
+        return self.first + len(self.states_MH)
+
+    def unfed(self, tokens: list[int]) -> tuple[list[int], Tensor]:
+        """The pairs that the head has not been fed: their tokens, and their states."""
+        return tokens[self.fed + 1 : self.end + 1], self.states_MH[self.fed - self.first :]
+
+
+class Eagle3Drafter(Drafter):
+    """Chains from an EAGLE-3 head, greedy or sampled as the request says; none past EOS."""
+
+    @classmethod
+    def create(cls, context: DrafterContext) -> Drafter:
+        assert isinstance(context.head, Eagle3Head)
+        runner = Eagle3Runner(context.head, context.target, context.slots, context.max_length)
+        return cls(runner, context.eos_ids)
+
+    def __init__(self, head: Eagle3Runner, eos_ids: frozenset[int]) -> None:
+        self._head = head
+        self.devices = (head.device,)
+        self.wants_features = head.head.layers_read
+        self._vocabulary: DraftVocabulary = head.head.vocabulary.to(head.device)
+        self._to_target: list[int] = self._vocabulary.to_target_D.tolist()
+        self._eos_ids = eos_ids
+        self._known: list[TrueStates | None] = [None] * head.slots
+
+    def admit(
+        self, slot: int, sequence: Sequence, features: Tensor | None = None, *, soon: bool = True
+    ) -> None:
+        assert features is not None
+        self._head.truncate(slot, 0)
+        self._known[slot] = known = TrueStates(self._head.project(features[0]))
+        if soon:
+            self._catch_up(slot, known, sequence)
+
+    def _catch_up(self, slot: int, known: TrueStates, sequence: Sequence) -> None:
+        """Feed all true pairs but the last, whose pass predicts, and keep no state in vain."""
+        tokens, states_QH = known.unfed(sequence.tokens)
+        self._head.catch_up(slot, tokens[:-1], states_QH[:-1])
+        known.fed += max(0, len(tokens) - 1)
+        self._forget(known, sequence)
+
+    def _forget(self, known: TrueStates, sequence: Sequence) -> None:
+        """Drop states that are fed and cannot be rolled back to: a rollback replaces a token that
+        is not final, whose pair takes the state of the token before."""
+        least = max(known.first, min(known.fed, sequence.final_length - 1))
+        known.states_MH = known.states_MH[least - known.first :].clone()
+        known.first = least
+
+    def propose(self, running: list[Sequence], limits: list[int]) -> Draft:
+        chains = [
+            Chain(self._limit(slot, sequence, limit))
+            for slot, (sequence, limit) in enumerate(zip(running, limits))
+        ]
+        tokens, states = self._true_pairs(running, chains)
+        while any(chain.is_open for chain in chains):
+            logits_BD, states_BH = self._head.extend(tokens, states)
+            self._lengthen(running, chains, logits_BD)
+            tokens = [chain.tokens[-1:] if chain.is_open else [] for chain in chains]
+            states = [state_H[None][: len(fed)] for state_H, fed in zip(states_BH, tokens)]
+        return Draft(
+            [chain.tokens for chain in chains],
+            by=[chain.by for chain in chains],
+            q=[stacked(chain.q) for chain in chains],
+        )
+
+    def _limit(self, slot: int, sequence: Sequence, limit: int) -> int:
+        """Nothing is drafted after a text's first token, before which no features are."""
+        known = self._known[slot]
+        assert known is not None
+        left = self._head.max_length - len(sequence.tokens)
+        return min(limit, max(0, left)) if known.end else 0
+
+    def _true_pairs(
+        self, running: list[Sequence], chains: list[Chain]
+    ) -> tuple[list[list[int]], list[Tensor]]:
+        """What open chains' sequences have not been fed, at least one pair of each."""
+        tokens, states = list[list[int]](), list[Tensor]()
+        for slot, (sequence, chain) in enumerate(zip(running, chains)):
+            known = self._known[slot]
+            assert known is not None
+            if chain.is_open and known.end - known.fed > CATCH_UP:
+                self._catch_up(slot, known, sequence)
+            fed, states_QH = known.unfed(sequence.tokens)
+            tokens.append(fed if chain.is_open else [])
+            states.append(states_QH[: len(tokens[slot])])
+            known.fed += len(tokens[slot])
+        return tokens, states
+
+    def _lengthen(self, running: list[Sequence], chains: list[Chain], logits_BD: Tensor) -> None:
+        logits_BD = self._vocabulary.restricted(logits_BD)
+        best = marked(greedy(logits_BD), logits_BD).tolist()
+        for slot, (sequence, chain) in enumerate(zip(running, chains)):
+            if not chain.is_open:
+                continue
+            token = self._to_target[best[slot]] if best[slot] >= 0 else -1
+            if not sequence.request.sampling.is_plain:
+                (token,) = own_draws(sequence, chain, self._over_target(logits_BD[slot : slot + 1]))
+            if token < 0:
+                at = len(sequence.generated) + len(chain.tokens)
+                raise NotFiniteError("draft", sequence.request, at)
+            chain.tokens.append(token)
+            chain.by += "d"
+            chain.ended = token in self._eos_ids
+
+    def _over_target(self, logits_ND: Tensor) -> Tensor:
+        """[N, V], -inf for ids that are not drafted."""
+        logits_NV = logits_ND.new_full(
+            (len(logits_ND), len(self._vocabulary.to_draft_V)), -torch.inf
+        )
+        known_D = self._vocabulary.known_D
+        logits_NV[:, self._vocabulary.to_target_D[known_D]] = logits_ND[:, known_D]
+        return logits_NV
+
+    def commit(
+        self, running: list[Sequence], verdicts: list[Verdict], features: Tensor | None = None
+    ) -> None:
+        assert features is not None
+        for slot, (sequence, new_QH) in enumerate(zip(running, self._head.project(features))):
+            known = self._known[slot]
+            assert known is not None
+            wanted = len(sequence.tokens) - 1
+            if wanted > known.end:
+                new_QH = new_QH[: wanted - known.end]
+                known.states_MH = torch.cat([known.states_MH, new_QH])
+            else:  # an earlier deferral was rolled back
+                known.states_MH = known.states_MH[: wanted - known.first]
+            # the last token was not there when its place in the cache was filled
+            known.fed = min(known.fed, max(0, wanted - 1))
+            self._head.truncate(slot, known.fed)
+            self._forget(known, sequence)
+            if known.end - known.fed > 8 * CATCH_UP:  # nothing is drafted for it, for now
+                self._catch_up(slot, known, sequence)
+
+    def move(self, source: int, destination: int) -> None:
+        self._head.move(source, destination)
+        self._known[destination] = self._known[source]
+
+    def resize(self, slots: int) -> None:
+        self._head.resize(slots)
+        self._known = [None] * slots

@@ -1,0 +1,253 @@
+"""EAGLE-3 heads through the real engine: texts stay the target's, and mistakes cost acceptance.
+
+The head is right by design (tests/heads.py) but for what it cannot know, so that a mistake shows.
+"""
+
+import copy
+
+import pytest
+import torch
+
+from fly.errors import FlyError
+from fly.execution import weights
+from fly.execution.heads import layer_check
+from fly.execution.heads.eagle3 import Eagle3Head, Eagle3Runner
+from fly.execution.oom import is_out_of_memory
+from fly.models.heads.checkpoint import Checkpoint, TargetShape
+from fly.settings import ExecutionSettings
+from fly.speculation.draft_length import FixedLength
+from fly.speculation.drafters.eagle3 import Eagle3Drafter
+from fly.speculation.sequence import Request
+from tests import heads, tiny
+
+DRAFTED = torch.randperm(64, generator=torch.Generator().manual_seed(1))[:56].sort().values
+PROMPTS = [
+    torch.randint(3, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist()
+    for n in (1, 3, 7, 20, 33, 5, 12, 2)
+]
+BUDGET = 40
+
+
+@pytest.fixture(scope="module")
+def perfect():
+    """(target, head) that drafts 56 of 64 tokens."""
+    target, tensors, config = heads.perfect(DRAFTED)
+    return target, heads.load(target, tensors, **config)
+
+
+@pytest.fixture(scope="module")
+def alone(perfect):
+    """The target's own texts."""
+    return [tiny.generate(perfect[0], prompt, BUDGET) for prompt in PROMPTS]
+
+
+def decode(target, drafter, slots, rule=tiny.EXACT, **kwargs):
+    engine = tiny.engine(target, drafter, 4, rule, slots, **kwargs)
+    return tiny.decode_all(engine, PROMPTS, BUDGET)
+
+
+def share(records):
+    return tiny.total(records, "native_accepted") / tiny.total(records, "drafted")
+
+
+@pytest.mark.parametrize("slots", [1, 3, 8])
+def test_texts_are_the_targets(perfect, alone, slots):
+    """Prompts of one token and more, a freed slot taken by the next, rejections in most rounds."""
+    target, head = perfect
+    records = decode(target, heads.drafter(target, head, slots), slots)
+    assert [record.tokens for record in records] == alone
+    assert 0.3 < share(records) < 0.9
+    assert all(record.prompt_tokens_reused == 0 for record in records)
+    lone = decode(target, heads.drafter(target, head), 1)
+    assert [record.counts for record in records] == [record.counts for record in lone]
+
+
+class ShiftedFeatures(Eagle3Drafter):
+    """Every token has the features of the token before."""
+
+    def admit(self, slot, sequence, features=None, **kwargs):
+        super().admit(slot, sequence, features.roll(1, dims=1), **kwargs)
+
+    def commit(self, running, verdicts, features=None):
+        super().commit(running, verdicts, features.roll(1, dims=1))
+
+
+class StaleCache(Eagle3Runner):
+    """What was drafted stays in the cache when the round is decided."""
+
+    def truncate(self, slot, length):
+        if length == 0:
+            super().truncate(slot, length)
+
+
+def shifted_features(target, head, slots):
+    return ShiftedFeatures(Eagle3Runner(head, target, slots, 512), frozenset({tiny.EOS}))
+
+
+def stale_cache(target, head, slots):
+    return Eagle3Drafter(StaleCache(head, target, slots, 512), frozenset({tiny.EOS}))
+
+
+def d2t_as_a_table(target, head, slots):
+    found = heads.drafter(target, head, slots)
+    found._to_target = heads.offsets(DRAFTED).tolist()
+    return found
+
+
+def one_layer_off(target, head, slots):
+    """As if SpecForge's numbers were indexes."""
+    _, tensors, config = heads.perfect(DRAFTED)
+    checkpoint = Checkpoint("a head", config, tensors)
+    shifted = Eagle3Head.from_checkpoint(checkpoint, TargetShape.of(target.config), (1,))
+    return heads.drafter(target, shifted.eval(), slots)
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize(
+    "mutant",
+    [shifted_features, stale_cache, d2t_as_a_table, one_layer_off],
+    ids=lambda m: m.__name__,
+)
+def test_mistakes_cost_acceptance_and_never_change_a_text(perfect, alone, mutant, slots):
+    target, head = perfect
+    honest = share(decode(target, heads.drafter(target, head, slots), slots))
+    records = decode(target, mutant(target, head, slots), slots)
+    assert [record.tokens for record in records] == alone
+    assert share(records) < 0.85 * honest
+
+
+class Fresh(Eagle3Drafter):
+    """Computes the head's whole cache again in every round, from a plain pass of the target."""
+
+    target = None
+
+    def propose(self, running, limits):
+        for slot, sequence in enumerate(running):
+            ids = torch.tensor([sequence.tokens[:-1]], dtype=torch.long)
+            with torch.inference_mode():
+                states = self.target(ids, output_hidden_states=True).hidden_states
+            self.admit(slot, sequence, states[2], soon=False)
+        return super().propose(running, limits)
+
+
+def same_as_fresh(target, head, slots, rule, lengths=FixedLength):
+    """Records of a drafter, whose counts are those of one that starts afresh in every round."""
+    fresh = Fresh(Eagle3Runner(head, target, slots, 512), frozenset({tiny.EOS}))
+    fresh.target = target
+    prompts = [prompt for prompt in PROMPTS if len(prompt) > 1]
+    expected, found = (
+        tiny.decode_all(
+            tiny.engine(target, drafter, 4, rule, slots, draft_length=lengths(4)), prompts, BUDGET
+        )
+        for drafter in (fresh, heads.drafter(target, head, slots))
+    )
+    for one, other in zip(expected, found):
+        assert (one.tokens, one.counts) == (other.tokens, other.counts)
+    return found
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("across", [False, True], ids=["within", "across"])
+def test_fly_with_a_head_keeps_its_cache_right(perfect, across, slots):
+    """Deferrals of earlier rounds that are rolled back included."""
+    records = same_as_fresh(*perfect, slots, tiny.relaxed(2, 0.5, across))
+    assert tiny.total(records, "deferred_accepted") > 0
+    assert tiny.total(records, "deferred_rolled_back") > 0
+
+
+class Moody(FixedLength):
+    """Nothing is drafted for many rounds, then again."""
+
+    rounds = 0
+
+    def choose(self, running):
+        self.rounds += 1
+        return super().choose(running) if self.rounds // 45 % 2 else 0
+
+
+def test_a_head_that_paused_catches_up(perfect):
+    records = same_as_fresh(*perfect, 2, tiny.EXACT, Moody)
+    assert tiny.total(records, "native_accepted") > 0
+
+
+def test_out_of_memory_goes_on_with_fewer_slots(perfect, alone):
+    target, head = perfect
+
+    class Full(Eagle3Runner):
+        failures = 0
+
+        def extend(self, tokens, states):
+            if self.slots > 2 and max(self.lengths) > 25:
+                Full.failures += 1
+                raise torch.OutOfMemoryError("out of memory")
+            return super().extend(tokens, states)
+
+    assert is_out_of_memory(torch.OutOfMemoryError("out of memory"))
+    drafter = Eagle3Drafter(Full(head, target, 8, 512), frozenset({tiny.EOS}))
+    records = decode(target, drafter, 8)
+    assert Full.failures == 2
+    assert [record.tokens for record in records] == alone
+    assert share(records) > 0.3
+
+
+def test_nothing_is_drafted_past_the_context(perfect):
+    target, head = perfect
+    drafter = Eagle3Drafter(Eagle3Runner(head, target, 1, 24), frozenset({tiny.EOS}))
+    engine = tiny.engine(tiny.runner(target, 1, max_length=24), drafter, 4)
+    (record,) = engine.run([Request(tuple(PROMPTS[3]), 4)])
+    assert record.tokens == tiny.generate(target, PROMPTS[3], 4)
+
+
+def test_a_head_with_its_own_embeddings_uses_them(perfect):
+    target, head = perfect
+    _, tensors, config = heads.perfect(DRAFTED)
+    own = target.get_input_embeddings().weight.detach().clone()
+    same = heads.load(target, {**tensors, "embed_tokens.weight": own}, **config)
+    other = heads.load(target, {**tensors, "embed_tokens.weight": own.roll(1, dims=0)}, **config)
+    shares = [share(decode(target, heads.drafter(target, one), 1)) for one in (head, same, other)]
+    assert shares[0] == shares[1]
+    assert shares[2] < 0.5 * shares[0]
+
+
+def test_logits_that_are_not_finite_are_named(perfect):
+    target, head = perfect
+    broken = copy.deepcopy(head)
+    with torch.no_grad():
+        broken.norm.weight[0] = float("nan")
+    with pytest.raises(ArithmeticError, match="draft's logits are not finite"):
+        decode(target, heads.drafter(target, broken), 1)
+
+
+@pytest.mark.parametrize("read", [1, 2, 3])
+def test_layers_that_are_one_off_are_noticed(perfect, read, caplog):
+    """The head is made for hidden state 2; 3 is the same but for what the head does not read."""
+    target, head = perfect
+    _, tensors, config = heads.perfect(DRAFTED)
+    checkpoint = Checkpoint("a head", config, tensors)
+    reading = Eagle3Head.from_checkpoint(checkpoint, TargetShape.of(target.config), (read,)).eval()
+    text = [*PROMPTS[4], *tiny.generate(target, PROMPTS[4], 60)]
+    with caplog.at_level("WARNING"):
+        layer_check.warn_if_layers_are_shifted(reading, target, text)
+    if read == 1:
+        assert "head_layer_ids=[2]" in caplog.text
+    else:
+        assert not caplog.text
+    assert layer_check.agreements(head, target, text)[0] > 45
+
+
+@pytest.mark.parametrize("execution", ["kernels", "onednn"])
+def test_a_packed_head_drafts(perfect, execution):
+    """Of 8 or 4 bits; this head, whose numbers differ by 1e3 in size, suffers more than others."""
+    target, head = perfect
+    packed = copy.deepcopy(head)
+    for parameter in packed.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    try:
+        done = weights.pack_draft(packed, ExecutionSettings(execution=execution))
+    except FlyError as error:
+        pytest.skip(str(error))
+    assert "int" in done
+    honest, found = (
+        share(decode(target, heads.drafter(target, one, 3), 3)) for one in (head, packed)
+    )
+    assert found > 0.5 * honest
