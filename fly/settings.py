@@ -163,8 +163,8 @@ class ModelSettings(Settings):
     )
     dual_tok: bool = Field(
         False,
-        description="Draft and target with different tokenizers. --model vllm only: fly's own "
-        "engine needs one vocabulary.",
+        description="Draft and target with different tokenizers: the tokens that both have are "
+        "drafted (docs/dual_tok.md). false refuses such a pair.",
     )
 
 

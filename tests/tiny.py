@@ -141,12 +141,15 @@ def text_drafter(slots: int, names=("own",), **kwargs) -> TextDrafter:
     return TextDrafter(lookup(slots, names, **kwargs))
 
 
-def drafter(name: str, slots: int, draft_model, eos=frozenset({EOS}), max_length=512, capture=None):
+def drafter(
+    name: str, slots: int, draft_model, eos=frozenset({EOS}), max_length=512, capture=None, **kwargs
+):
+    """kwargs: of the draft's runner."""
     if name == "none":
         return NoDrafter()
     if name == "ngram":
         return text_drafter(slots, eos=eos)
-    draft = runner(draft_model, slots, capture, max_length)
+    draft = runner(draft_model, slots, capture, max_length, **kwargs)
     return CascadeDrafter(draft, eos, (1, 4, 6)) if name == "cascade" else ModelDrafter(draft, eos)
 
 

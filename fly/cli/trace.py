@@ -65,8 +65,8 @@ def _trace(args: argparse.Namespace) -> None:
     from fly.analysis.terminal.styles import legend
     from fly.analysis.terminal.summary import print_counts, print_deferrals
     from fly.harness.hf import FlyLM
+    from fly.models.token_bytes import reader
     from fly.runs import context
-    from fly.runs.vocabulary import reader
 
     context.start(None)
     device = {} if args.device is None else {"device": args.device}

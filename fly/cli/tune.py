@@ -180,6 +180,11 @@ def _check_tunable(config: fly_config.FlyConfig, where: str) -> None:
             f"{where}: exact_pattern={list(config.exact_pattern)}: fly tune's walks have no texts: "
             "leave it out, and add it to the configuration that is found"
         )
+    if config.dual_tok:
+        raise FlyError(
+            f"{where}: dual_tok=true: fly tune's walks need one vocabulary for draft and target: "
+            "choose a draft of the target's family"
+        )
     if config.draft_model_path is None:
         raise FlyError(
             f"{where}: nothing to tune: it names no draft model: add draft_model_path, or "

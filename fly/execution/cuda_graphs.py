@@ -61,6 +61,8 @@ class Runner(Protocol):
 
     def static_pass(self, ids_BQ: Tensor, lengths_B: Tensor, read_length: int) -> PassOutput: ...
 
+    def own_ids(self, token_B: Tensor) -> Tensor: ...
+
 
 class CudaGraphRunner:
     """Fixed-shape passes of one runner.
@@ -208,7 +210,8 @@ class CudaGraphRunner:
         drafted = [token_B]
         at_B = lengths + counts
         for _ in range(steps - 1):
-            logits_BQV = runner.static_pass(token_B[:, None], at_B, read).logits
+            fed_B1 = runner.own_ids(token_B)[:, None]
+            logits_BQV = runner.static_pass(fed_B1, at_B, read).logits
             token_B = logits_BQV[:, 0].float().argmax(dim=-1)
             drafted.append(token_B)
             at_B = at_B + 1

@@ -19,6 +19,7 @@ from fly.execution.cuda_graphs import CudaGraphRunner, PassOutput
 from fly.execution.grouped_attention import grouped
 from fly.execution.kv_cache import SlotCache
 from fly.execution.pass_costs import relative_cost, way_of
+from fly.models.token_intersection import TokenIntersection
 
 
 class ModelRunner:
@@ -34,6 +35,9 @@ class ModelRunner:
 
     vocabulary: logits past it are cut off. Models of one tokenizer pad theirs differently (Qwen2.5
     has 151936 rows up to 3B, 152064 from 7B on), and the target must be able to read a draft.
+
+    intersection: for a draft model with another tokenizer. It is fed its own ids; logits, and what
+    `chain` drafts, are over the target's.
     """
 
     def __init__(
@@ -44,9 +48,11 @@ class ModelRunner:
         *,
         reuse_prefixes: bool = True,
         vocabulary: int | None = None,
+        intersection: TokenIntersection | None = None,
     ) -> None:
         self.model = model
         self._vocabulary = vocabulary
+        self.intersection = intersection
         self.max_length = max_length
         self.cache = SlotCache(slots)
         self.lengths = [0] * slots
@@ -54,6 +60,8 @@ class ModelRunner:
         self._reuse_prefixes = reuse_prefixes
         self.static: CudaGraphRunner | None = None
         self.device: torch.device = input_device(model)
+        if intersection is not None:
+            intersection.to(self.device)
         self.devices = tuple({parameter.device for parameter in model.parameters()})
         self.way = way_of(model, self.device)
         self._layers: tuple[int, ...] = ()
@@ -253,6 +261,12 @@ class ModelRunner:
             ids_BQ, positions_BQ, causal_mask(positions_BQ, read_length, self.model.dtype), 0
         )
 
+    def own_ids(self, token_B: Tensor) -> Tensor:
+        """What it is fed for tokens that were taken from its logits."""
+        if self.intersection is None:
+            return token_B
+        return self.intersection.to_draft_V[token_B].clamp(min=0)  # logits may all be -inf
+
     @torch.inference_mode()
     def move(self, source: int, destination: int) -> None:
         """Move a sequence to another slot."""
@@ -293,6 +307,8 @@ class ModelRunner:
                 logits_to_keep=logits_to_keep,
             )
         logits: Tensor = output.logits
+        if self.intersection is not None:
+            logits = self.intersection.spread_logits(logits)
         return PassOutput(
             logits[..., : self._vocabulary], torch.cat(hidden, dim=-1) if hidden else None
         )

@@ -182,11 +182,6 @@ def check_model_args(config: FlyConfig, hf_args: Mapping[str, Any]) -> None:
     """
     from lm_eval.models.huggingface import HFLM
 
-    if config.dual_tok:
-        raise FlyError(
-            "dual_tok=true: fly's own engine needs one vocabulary for draft and target: set it to "
-            "false and choose a draft of the target's family, or use --model vllm"
-        )
     known = inspect.signature(HFLM.__init__).parameters
     for key in hf_args:
         hint = reading.hint(key, FlyConfig.model_fields, "", cutoff=0.75)

@@ -150,6 +150,7 @@ class Backend(TemplateLM):
             "devices": 1,
             "draft_dtype": None,
             "draft_num_parameters": None,
+            "draft_vocabulary_share": None,
             "preparation": None,
             "draft_length": None,
         }

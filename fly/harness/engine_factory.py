@@ -17,6 +17,7 @@ from fly.execution.model_runner import ModelRunner
 from fly.execution.pass_costs import PairCosts
 from fly.execution.ranks import Ranks
 from fly.execution.weights import PackedWeights, is_sharded
+from fly.models.token_intersection import TokenIntersection
 from fly.runs.records import Observer
 from fly.settings import DrafterSettings, TextSourceName
 from fly.speculation.draft_length import AdaptiveLength, DraftLength, FixedLength, pays
@@ -46,6 +47,7 @@ class EngineFactory:
 
     batch_size: sequences that run together; `auto` for as many as memory holds, at most
     max_batch_size. ranks: the processes that share the target; only the first has the draft.
+    intersection: what the draft shares with the target if it has another tokenizer.
     draft_length: for the results, how the draft length of the last engine was decided.
     """
 
@@ -58,6 +60,7 @@ class EngineFactory:
     batch_size: int | str
     max_batch_size: int
     ranks: Ranks = field(default_factory=Ranks)
+    intersection: TokenIntersection | None = None
     draft_length: dict[str, Any] | None = field(default=None, init=False)
 
     def engine(
@@ -102,14 +105,24 @@ class EngineFactory:
 
     def draft_runner(self, config: FlyConfig, slots: int) -> ModelRunner:
         assert self.draft is not None
-        return self._runner(config, self.draft, slots, context_of(self.draft, self.max_length))
+        context = context_of(self.draft, self.max_length)
+        return self._runner(config, self.draft, slots, context, self.intersection)
 
     def _runner(
-        self, config: FlyConfig, model: PreTrainedModel, slots: int, max_length: int
+        self,
+        config: FlyConfig,
+        model: PreTrainedModel,
+        slots: int,
+        max_length: int,
+        intersection: TokenIntersection | None = None,
     ) -> ModelRunner:
-        size = self.target.config.get_text_config().vocab_size
         runner = ModelRunner(
-            model, slots, max_length, reuse_prefixes=config.prefix_reuse, vocabulary=size
+            model,
+            slots,
+            max_length,
+            reuse_prefixes=config.prefix_reuse,
+            vocabulary=self.target.config.get_text_config().vocab_size,
+            intersection=intersection,
         )
         if config.compile == "auto" and runner.device.type == "cuda":
             if is_sharded(model):
@@ -167,7 +180,7 @@ class EngineFactory:
             head: Any = self.draft
             works.append(HeadWork(head.device, head.bytes_per_token))
         elif self.draft is not None:
-            runner = ModelRunner(self.draft, 1, self.max_length)
+            runner = ModelRunner(self.draft, 1, self.max_length, intersection=self.intersection)
             sampled = any(not request.sampling.is_greedy for request in requests)
             kept = config.spd_k if sampled else 0
             works.append(SequenceWork(runner, config.num_ngram_pred_tokens + 2, kept))

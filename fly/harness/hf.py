@@ -7,6 +7,7 @@ Backend's.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,9 +31,14 @@ from fly.harness.backend import Backend
 from fly.harness.engine_factory import EngineFactory, context_of
 from fly.models import compatibility, loading, sources, tokenizers
 from fly.models.heads.checkpoint import Checkpoint, TargetShape, read
+from fly.models.token_intersection import TokenIntersection
 from fly.runs.records import Observer, RequestRecord
 from fly.settings import ExecutionSettings
 from fly.speculation.sequence import Request
+
+logger = logging.getLogger(__name__)
+
+_FEW = 1 / 3  # of the target's tokens: a draft that knows fewer is warned of
 
 # from_pretrained's arguments that hold for the draft as they do for the target
 _OF_THE_HUB = (
@@ -92,15 +98,15 @@ class FlyLM(Backend, HFLM):
         self._num_parameters = self.model.num_parameters()
         self._loaded_dtype = str(self.model.dtype).split(".")[-1]  # packing may change what is seen
         shared = Ranks() if self.world_size > 1 else self.processes  # who shares the target
-        draft_model = None
+        draft_model = intersection = None
         if draft is not None and shared.rank == 0:
             if config.head_class is not None:
                 draft_model = self.load_head(registry.load(config.head_class), draft, hf_args)
             else:
                 draft_model = self.load_draft(draft, hf_args)
-        if draft_model is not None and config.head_class is None:
-            # before quantisation, whose errors only cost speed
-            self_check.check_cache_agrees(draft_model, "pretrained")
+                intersection = self._intersection(draft_model)
+                # before quantisation, whose errors only cost speed
+                self_check.check_cache_agrees(draft_model, "pretrained")
         self.packed = weights.pack(self.model, draft_model, config.part(ExecutionSettings))
         self_check.check_cache_agrees(self.model, "target_model_path")
         if draft_model is not None and config.head_class is not None and shared.size == 1:
@@ -121,6 +127,7 @@ class FlyLM(Backend, HFLM):
             self.batch_size,
             self.max_batch_size,
             shared,
+            intersection,
         )
         self.join_run(hf_args)
 
@@ -192,7 +199,9 @@ class FlyLM(Backend, HFLM):
                     **of_hub,
                     **({"gguf_file": source.gguf_file} if source.gguf_file else {}),
                 )
-                tokenizers.check_same_vocabulary(self.tokenizer, tokenizer)
+                if not self.fly_config.dual_tok:
+                    tokenizers.check_same_vocabulary(self.tokenizer, tokenizer)
+                self._draft_tokenizer = tokenizer
                 self._create_model(
                     source.path,
                     dtype=self.fly_config.draft_dtype or self._loaded_dtype,
@@ -223,6 +232,26 @@ class FlyLM(Backend, HFLM):
         for parameter in head.parameters():  # not buffers: RoPE's frequencies stay exact
             parameter.data = parameter.data.to(dtype)
         return head.eval().to(config.draft_device or self.device)
+
+    def _intersection(self, draft: transformers.PreTrainedModel) -> TokenIntersection | None:
+        """The tokens that both models have, and logs their share; None where all are the same."""
+        if self._draft_tokenizer.get_vocab() == self.tokenizer.get_vocab():
+            return None
+        found = TokenIntersection.from_tokenizers(
+            self._draft_tokenizer,
+            self.tokenizer,
+            draft_size=draft.config.get_text_config().vocab_size,
+            target_size=self.model.config.get_text_config().vocab_size,
+        )
+        few = found.share < _FEW
+        logger.log(
+            logging.WARNING if few else logging.INFO,
+            "dual_tok: the draft can draft %.1f %% of the target's %d tokens%s",
+            100 * found.share,
+            len(self.tokenizer),
+            ": few of its drafts can be what the target says" if few else "",
+        )
+        return found
 
     def _create_model(self, pretrained: str, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("gguf_file") and hasattr(transformers, "GgufConfig"):
@@ -256,7 +285,7 @@ class FlyLM(Backend, HFLM):
             ) from error
 
     def engine_facts(self) -> dict[str, Any]:
-        draft = self.draft_model
+        draft, shared = self.draft_model, self.engines.intersection
         models = [self.model, *([draft] if draft is not None else [])]
         used = {tensor.device for model in models for tensor in model.parameters()}
         gpus = sum(device.type != "cpu" for device in used)
@@ -265,6 +294,7 @@ class FlyLM(Backend, HFLM):
             "draft_dtype": None if draft is None else str(draft.dtype),
             "draft_num_parameters": None if draft is None else self.packed.draft_parameters,
             "preparation": self.packed.as_dict(),
+            "draft_vocabulary_share": None if shared is None else round(shared.share, 4),
             "draft_length": self.engines.draft_length,
         }
 

@@ -52,6 +52,12 @@ class DraftVocabulary:
         """Logits that draw no token which the target does not have."""
         return logits_ND.masked_fill(~self.known_D, float("-inf"))
 
+    def spread_logits(self, logits_ND: Tensor) -> Tensor:
+        """[N, V]: the draft's logits over the target's ids, -inf where nothing is drafted."""
+        index_NV = self.to_draft_V.clamp(min=0).expand(*logits_ND.shape[:-1], -1)
+        logits_NV = logits_ND.gather(-1, index_NV)  # on CPUs faster than an index of one dimension
+        return logits_NV.masked_fill_(self.to_draft_V == NONE, float("-inf"))
+
     def spread(self, q_ND: Tensor) -> Tensor:
         """[N, V]: the draft's probabilities over the target's ids, 0 where nothing is drafted."""
         q_NV = q_ND.new_zeros(*q_ND.shape[:-1], len(self.to_draft_V))

@@ -8,6 +8,10 @@ from transformers import PreTrainedTokenizerBase
 
 from fly.errors import FlyError
 
+_REMEDY = (
+    "choose a draft of the target's family, or set dual_tok=true to draft the tokens that both have"
+)
+
 
 def check_same_vocabulary(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
     """Raise FlyError, naming the first difference, unless both map every id to the same token."""
@@ -22,11 +26,9 @@ def check_same_vocabulary(target: PreTrainedTokenizerBase, draft: PreTrainedToke
             raise FlyError(
                 f"draft and target have different vocabularies ({len(draft_vocab)} and "
                 f"{len(target_vocab)} tokens): token {index} is {theirs!r} in the draft and "
-                f"{ours!r} in the target: choose a draft of the target's family"
+                f"{ours!r} in the target: {_REMEDY}"
             )
-    raise FlyError(
-        "draft and target have different vocabularies: choose a draft of the target's family"
-    )
+    raise FlyError(f"draft and target have different vocabularies: {_REMEDY}")
 
 
 def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -16,6 +16,7 @@ _ALWAYS = (
 )  # fmt: skip
 _WITH_DRAFT = (
     "draft_model_path", "draft_policy", "draft_quantization", "draft_device", "draft_dtype",
+    "dual_tok", "head_layer_ids", "confidence_thre",
 )  # fmt: skip
 _OF_TEXTS = ("max_ngram_size", "min_ngram_size", "num_ngram_pred_tokens", "lookup_k")
 _SHORT = {

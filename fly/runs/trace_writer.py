@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fly.errors import FlyError
+from fly.models import token_bytes
 from fly.runs import vocabulary
 from fly.runs.context import RunContext
 from fly.runs.jsonl import JsonLines
@@ -47,7 +48,7 @@ class Vocabulary:
     def __init__(self, run: RunContext, rank: int, tokenizer: Any) -> None:
         self._lines = JsonLines(run, "fly_vocabulary", rank)
         self._known = run.traced_tokens
-        self._bytes_of = vocabulary.reader(tokenizer)
+        self._bytes_of = token_bytes.reader(tokenizer)
 
     def add(self, ids: list[int]) -> None:
         for token in ids:

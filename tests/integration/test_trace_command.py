@@ -11,9 +11,9 @@ from rich.console import Console
 from fly.analysis.terminal.display import Display, LiveGeneration
 from fly.analysis.terminal.rows import Layout
 from fly.analysis.terminal.summary import print_counts, print_deferrals
+from fly.models.token_bytes import reader
 from fly.runs import replay
 from fly.runs.records import zero_seconds
-from fly.runs.vocabulary import reader
 from tests import traced_runs
 from tests.integration.test_cli import run, task_dir  # noqa: F401  fixture
 from tests.integration.test_lm import fly_lm, instances

@@ -155,6 +155,7 @@ def test_no_configuration_is_written_if_none_kept_the_score(arguments, capsys, m
         ({"model_args": "use_sd=false"}, "nothing to tune: no draft model takes part"),
         ({"model_args": ""}, "names no draft model"),
         ({"model_args": "exact_pattern=numbers"}, "exact_pattern=['numbers']: fly tune's walks"),
+        ({"model_args": "dual_tok=true"}, "dual_tok=true: fly tune's walks need one vocabulary"),
         ({"tasks": "tiny_scored,tiny_tusk"}, "task 'tiny_tusk': no such task: did you mean 'tiny_"),
     ],
 )

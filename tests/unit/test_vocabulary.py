@@ -2,6 +2,7 @@
 
 import pytest
 
+from fly.models import token_bytes
 from fly.runs import context, trace_writer, vocabulary
 from tests import tiny
 
@@ -20,7 +21,7 @@ class Pieces:
     ("token", "expected"), [(0, b" def"), (1, b"\xe2"), (2, b"a b"), (3, b"</s>"), (9, b"<9>")]
 )
 def test_sentencepiece(token, expected):
-    assert vocabulary.token_bytes(Pieces(), token, None) == expected
+    assert token_bytes.reader(Pieces())(token) == expected
 
 
 def test_byte_level_tokens_add_up_to_the_text(tmp_path):

@@ -132,6 +132,7 @@ class CascadeDrafter(ModelDrafter):
                 self._indexes[slot].sync(sequence.tokens[: sequence.final_length])
                 pending = sequence.tokens[sequence.final_length :] + chain.tokens
                 size, guess = self._indexes[slot].match(pending, min(room, self._count))
+                guess = guess[: len(self._views.speakable(guess))]
             self._matched_sizes[slot] = size
             guesses.append(guess)
         sizes = zip(self._chains, self._matched_sizes, guesses)

@@ -4,6 +4,9 @@ Each pass feeds it what it has not seen of a sequence plus a guess (empty here, 
 cascade.py), accepts the guess as far as it is the draft model's own token (greedy or drawn), and
 adds that token after it. The chain is therefore the same with and without the guess, up to the
 rounding of passes of another width (quantised drafts round more than others).
+
+Chains and guesses are in the target's ids, as the runner's logits are; what it is fed, and so all
+of its lengths, are in the draft's own (fly.models.token_intersection).
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from torch import Tensor
 from fly.execution.argmax import NotFiniteError, greedy, marked
 from fly.execution.model_runner import ModelRunner, common_prefix
 from fly.speculation.drafters.base import Draft, Drafter, DrafterContext
+from fly.speculation.drafters.draft_view import DraftViews
 from fly.speculation.drafters.ngram import until_eos
 from fly.speculation.sampling import draw
 from fly.speculation.sequence import Sequence, Verdict
@@ -59,6 +63,7 @@ class ModelDrafter(Drafter):
     def __init__(self, runner: ModelRunner, eos_ids: frozenset[int]) -> None:
         self.runner = runner
         self.devices = (runner.device,)
+        self._views = DraftViews(runner.intersection)
         self._eos_ids = eos_ids
         self._eos = torch.tensor(sorted(eos_ids), dtype=torch.long, device=runner.device)
         self._chains: list[Chain] = []
@@ -71,8 +76,9 @@ class ModelDrafter(Drafter):
     ) -> None:
         # A prompt past the draft's context is not drafted for at all; the target goes on alone.
         self.runner.truncate(slot, 0)
-        if soon and len(sequence.tokens) < self.runner.max_length:
-            self.runner.prefill(slot, sequence.tokens[:-1])
+        ids = self._views.ids(sequence)
+        if soon and len(ids) < self.runner.max_length:
+            self.runner.prefill(slot, ids[:-1])
 
     def propose(self, running: list[Sequence], limits: list[int]) -> Draft:
         self._chains = [
@@ -91,7 +97,7 @@ class ModelDrafter(Drafter):
         )
 
     def _within_context(self, sequence: Sequence, limit: int) -> int:
-        return min(limit, max(0, self.runner.max_length - len(sequence.tokens)))
+        return min(limit, max(0, self.runner.max_length - len(self._views.ids(sequence))))
 
     def _on_device(self, running: list[Sequence]) -> Draft | None:
         """The whole draft loop as one graph, its tokens left on the device; None without CUDA
@@ -111,19 +117,20 @@ class ModelDrafter(Drafter):
         return Draft.on_device(drafted_BK, (~ended_before_BK).sum(dim=1).minimum(limit_B))
 
     def _unseen(self, slot: int, sequence: Sequence) -> list[int]:
-        """The sequence's tokens, drafted ones too, that the draft model has not been fed yet."""
+        """What the draft model has not been fed yet of the sequence, drafted tokens too."""
         chain = self._chains[slot]
         if not chain.is_open:
             return []
+        ids = self._views.ids(sequence)
         if self.runner.lengths[slot] == 0:  # admitted for later
-            self.runner.prefill(slot, sequence.tokens[:-1])
-        elif len(sequence.tokens) - self.runner.lengths[slot] > CATCH_UP:
-            self.runner.catch_up(slot, sequence.tokens[:-1])
-        return (sequence.tokens + chain.tokens)[self.runner.lengths[slot] :]
+            self.runner.prefill(slot, ids[:-1])
+        elif len(ids) - self.runner.lengths[slot] > CATCH_UP:
+            self.runner.catch_up(slot, ids[:-1])
+        return (ids + self._views.speakable(chain.tokens))[self.runner.lengths[slot] :]
 
     def _pass(self, running: list[Sequence], unseen: list[list[int]]) -> None:
         guesses = self._guess(running, unseen)
-        feeds = [fed + guess for fed, guess in zip(unseen, guesses)]
+        feeds = [fed + self._views.speakable(guess) for fed, guess in zip(unseen, guesses)]
         logits_BQV = self.runner.extend(feeds)
         own_tokens = marked(greedy(logits_BQV), logits_BQV).tolist()
         for slot, sequence in enumerate(running):
@@ -151,7 +158,8 @@ class ModelDrafter(Drafter):
             self.runner.truncate(slot, self.runner.lengths[slot] + len(fed) + agreed)
 
     def _guess(self, running: list[Sequence], unseen: list[list[int]]) -> list[list[int]]:
-        """Tokens that the draft model only has to verify; none in the plain drafter."""
+        """Tokens that the draft model only has to verify, all of them speakable; none in the plain
+        drafter."""
         return [[] for _ in running]
 
     def _learn(self, slot: int, guessed: int, agreed: int) -> None:
@@ -161,8 +169,8 @@ class ModelDrafter(Drafter):
         self, running: list[Sequence], verdicts: list[Verdict], features: Tensor | None = None
     ) -> None:
         for slot, sequence in enumerate(running):
-            known = min(self.runner.lengths[slot], len(sequence.tokens) - 1)
-            self.runner.commit(slot, sequence.tokens, known)
+            known = min(self.runner.lengths[slot], self._views.settled(sequence))
+            self.runner.commit(slot, self._views.ids(sequence), known)
 
     def move(self, source: int, destination: int) -> None:
         self.runner.move(source, destination)
