@@ -1,7 +1,7 @@
 """Which target id each draft id stands for: heads with a reduced vocabulary, other tokenizers.
 
-Verification sees target ids only. A drafter that speaks other ids draws its tokens from
-`restricted` logits, and says what it drew from by `spread`.
+Verification sees target ids only: a drafter that speaks other ids takes its tokens, and what it
+drew them from, from `spread_logits`.
 
 Shapes: N positions, D draft ids, V target ids.
 """
@@ -30,7 +30,6 @@ class DraftVocabulary:
         if len(ids.unique()) != len(ids):
             raise ValueError("two draft ids stand for the same target id")
         self.to_target_D = to_target_D
-        self.known_D = known_D
         self.to_draft_V = torch.full((target_size,), NONE, dtype=torch.long)
         self.to_draft_V[ids] = known_D.nonzero().flatten()
         self.share = len(ids) / target_size
@@ -44,22 +43,11 @@ class DraftVocabulary:
     def to(self, device: torch.device) -> DraftVocabulary:
         """The maps on `device`, in place."""
         self.to_target_D = self.to_target_D.to(device)
-        self.known_D = self.known_D.to(device)
         self.to_draft_V = self.to_draft_V.to(device)
         return self
-
-    def restricted(self, logits_ND: Tensor) -> Tensor:
-        """Logits that draw no token which the target does not have."""
-        return logits_ND.masked_fill(~self.known_D, float("-inf"))
 
     def spread_logits(self, logits_ND: Tensor) -> Tensor:
         """[N, V]: the draft's logits over the target's ids, -inf where nothing is drafted."""
         index_NV = self.to_draft_V.clamp(min=0).expand(*logits_ND.shape[:-1], -1)
         logits_NV = logits_ND.gather(-1, index_NV)  # on CPUs faster than an index of one dimension
         return logits_NV.masked_fill_(self.to_draft_V == NONE, float("-inf"))
-
-    def spread(self, q_ND: Tensor) -> Tensor:
-        """[N, V]: the draft's probabilities over the target's ids, 0 where nothing is drafted."""
-        q_NV = q_ND.new_zeros(*q_ND.shape[:-1], len(self.to_draft_V))
-        q_NV[..., self.to_target_D[self.known_D]] = q_ND[..., self.known_D]
-        return q_NV

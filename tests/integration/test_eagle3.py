@@ -13,6 +13,7 @@ from fly.execution import weights
 from fly.execution.heads import layer_check
 from fly.execution.heads.eagle3 import Eagle3Head, Eagle3Runner
 from fly.execution.oom import is_out_of_memory
+from fly.models.draft_vocabulary import NONE
 from fly.models.heads.checkpoint import Checkpoint, TargetShape
 from fly.settings import ExecutionSettings
 from fly.speculation.draft_length import FixedLength
@@ -90,7 +91,9 @@ def stale_cache(target, head, slots):
 
 def d2t_as_a_table(target, head, slots):
     found = heads.drafter(target, head, slots)
-    found._to_target = heads.offsets(DRAFTED).tolist()
+    found._vocabulary = copy.copy(found._vocabulary)  # the head's own stays as it is
+    found._vocabulary.to_draft_V = torch.full((64,), NONE)
+    found._vocabulary.to_draft_V[heads.offsets(DRAFTED)] = torch.arange(len(DRAFTED))
     return found
 
 

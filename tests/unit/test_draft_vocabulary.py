@@ -16,8 +16,7 @@ def test_offsets_are_added_to_the_draft_id():
 def test_probabilities_go_to_the_targets_ids_and_nowhere_else():
     vocabulary = DraftVocabulary(torch.tensor([4, NONE, 0]), target_size=5)
     logits_ND = torch.tensor([[1.0, 9.0, 2.0], [0.0, 3.0, -1.0]])
-    q_ND = torch.softmax(vocabulary.restricted(logits_ND), dim=-1)
-    q_NV = vocabulary.spread(q_ND)
+    q_NV = torch.softmax(vocabulary.spread_logits(logits_ND), dim=-1)
     assert q_NV.shape == (2, 5)
     torch.testing.assert_close(q_NV.sum(dim=-1), torch.ones(2))
     assert q_NV[:, [1, 2, 3]].eq(0).all()

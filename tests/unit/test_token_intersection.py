@@ -140,7 +140,7 @@ def test_padding_is_nobodys_token(prose, code):
     logits_NV = shared.spread_logits(torch.randn(2, len(code) + 9))
     assert logits_NV.shape == (2, len(prose) + 20)
     assert logits_NV[:, len(prose) :].eq(float("-inf")).all()
-    assert logits_NV.isfinite().sum(dim=-1).tolist() == [shared.known_D.sum()] * 2
+    assert logits_NV.isfinite().sum(dim=-1).tolist() == [(shared.to_target_D != NONE).sum()] * 2
 
 
 def test_logits_go_to_the_targets_ids():

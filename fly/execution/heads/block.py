@@ -286,12 +286,7 @@ class BlockRunner:
         cannot draft are -inf."""
         if self.head.markov_head is not None:
             logits_BD = logits_BD + self.head.markov_head(previous_B)
-        if self._vocabulary is None:
-            return logits_BD
-        size = len(self._vocabulary.to_draft_V)
-        logits_BV = logits_BD.new_full((len(logits_BD), size), float("-inf"))
-        logits_BV[:, self._vocabulary.to_target_D] = logits_BD
-        return logits_BV
+        return logits_BD if self._vocabulary is None else self._vocabulary.spread_logits(logits_BD)
 
     @torch.inference_mode()
     def confidence(self, states_BD: Tensor, previous_B: Tensor) -> Tensor:

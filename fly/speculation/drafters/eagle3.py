@@ -60,7 +60,6 @@ class Eagle3Drafter(Drafter):
         self.devices = (head.device,)
         self.wants_features = head.head.layers_read
         self._vocabulary: DraftVocabulary = head.head.vocabulary.to(head.device)
-        self._to_target: list[int] = self._vocabulary.to_target_D.tolist()
         self._eos_ids = eos_ids
         self._known: list[TrueStates | None] = [None] * head.slots
 
@@ -128,29 +127,19 @@ class Eagle3Drafter(Drafter):
         return tokens, states
 
     def _lengthen(self, running: list[Sequence], chains: list[Chain], logits_BD: Tensor) -> None:
-        logits_BD = self._vocabulary.restricted(logits_BD)
-        best = marked(greedy(logits_BD), logits_BD).tolist()
+        logits_BV = self._vocabulary.spread_logits(logits_BD)
+        own = marked(greedy(logits_BV), logits_BV).tolist()
         for slot, (sequence, chain) in enumerate(zip(running, chains)):
             if not chain.is_open:
                 continue
-            token = self._to_target[best[slot]] if best[slot] >= 0 else -1
             if not sequence.request.sampling.is_plain:
-                (token,) = own_draws(sequence, chain, self._over_target(logits_BD[slot : slot + 1]))
-            if token < 0:
+                own[slot : slot + 1] = own_draws(sequence, chain, logits_BV[slot : slot + 1])
+            if own[slot] < 0:
                 at = len(sequence.generated) + len(chain.tokens)
                 raise NotFiniteError("draft", sequence.request, at)
-            chain.tokens.append(token)
+            chain.tokens.append(own[slot])
             chain.by += "d"
-            chain.ended = token in self._eos_ids
-
-    def _over_target(self, logits_ND: Tensor) -> Tensor:
-        """[N, V], -inf for ids that are not drafted."""
-        logits_NV = logits_ND.new_full(
-            (len(logits_ND), len(self._vocabulary.to_draft_V)), -torch.inf
-        )
-        known_D = self._vocabulary.known_D
-        logits_NV[:, self._vocabulary.to_target_D[known_D]] = logits_ND[:, known_D]
-        return logits_NV
+            chain.ended = own[slot] in self._eos_ids
 
     def commit(
         self, running: list[Sequence], verdicts: list[Verdict], features: Tensor | None = None
