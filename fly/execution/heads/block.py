@@ -136,13 +136,8 @@ class BlockHead(PreTrainedModel):
         """See `fly.models.heads.block.parse`. Raises FlyError, too, for tensors that are not what
         the checkpoint's own config.json says."""
         spec = parse(checkpoint, target, layers)
-        own = own_tensors(checkpoint)
         head = cls(spec, target.vocabulary)
-        wanted = head.state_dict()
-        own.check_names(wanted)
-        for name, tensor in wanted.items():
-            own.check_shape(name, tuple(tensor.shape), "by its config.json and the target")
-        head.load_state_dict(dict(own.tensors))
+        own_tensors(checkpoint).load_into(head)
         return head
 
     @property

@@ -125,12 +125,7 @@ class Eagle3Head(PreTrainedModel):
         """layers: the configuration's `head_layer_ids`. Raises FlyError if it does not fit."""
         files = files_of(checkpoint, target, layers)
         head = cls(files)
-        renamed = Checkpoint(checkpoint.name, checkpoint.config, files.tensors)
-        own = head.state_dict()
-        renamed.check_names(own)
-        for name, tensor in own.items():
-            renamed.check_shape(name, tuple(tensor.shape), "config.json and the target say so")
-        head.load_state_dict(dict(files.tensors))
+        Checkpoint(checkpoint.name, checkpoint.config, files.tensors).load_into(head)
         return head
 
     @property

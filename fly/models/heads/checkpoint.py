@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from fly.errors import FlyError
@@ -71,6 +71,14 @@ class Checkpoint:
         found = tuple(self.tensors[name].shape)
         if found != shape:
             raise self.refuse(f"{name} is {_times(found)}, not {_times(shape)}: {why}")
+
+    def load_into(self, head: nn.Module) -> None:
+        """Raise FlyError unless the head's tensors are these, by name and shape."""
+        wanted = head.state_dict()
+        self.check_names(wanted)
+        for name, tensor in wanted.items():
+            self.check_shape(name, tuple(tensor.shape), "by its config.json and the target")
+        head.load_state_dict(dict(self.tensors))
 
     def layers_of(
         self, found: Iterable[int], target: TargetShape, override: tuple[int, ...] | None

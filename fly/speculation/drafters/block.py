@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from fly.errors import FlyError
-from fly.execution.argmax import NotFiniteError, greedy, marked
 from fly.execution.heads.block import BlockHead, BlockRunner
 from fly.execution.weights import is_sharded
 from fly.speculation.drafters.base import Draft, Drafter, DrafterContext
-from fly.speculation.drafters.draft_model import Chain, own_draws, stacked
+from fly.speculation.drafters.draft_model import Chain, draft_of, lengthen
 from fly.speculation.sequence import Sequence, Verdict
 
 
@@ -75,11 +74,7 @@ class BlockDrafter(Drafter):
             logits_BKD = self._runner.logits(states_BKD)
             for states_BD, logits_BD in zip(states_BKD.unbind(dim=1), logits_BKD.unbind(dim=1)):
                 self._lengthen(running, chains, states_BD, logits_BD)
-        return Draft(
-            [chain.tokens for chain in chains],
-            by=[chain.by for chain in chains],
-            q=[stacked(chain.q) for chain in chains],
-        )
+        return draft_of(chains)
 
     def _lengthen(
         self, running: list[Sequence], chains: list[Chain], states_BD: Tensor, logits_BD: Tensor
@@ -90,19 +85,7 @@ class BlockDrafter(Drafter):
             sure = self._runner.confidence(states_BD, before_B).tolist()
             for chain, probability in zip(chains, sure):
                 chain.ended = chain.ended or probability < self._confidence
-        logits_BV = self._runner.after(logits_BD, before_B)
-        own = marked(greedy(logits_BV), logits_BV).tolist()
-        for slot, (sequence, chain) in enumerate(zip(running, chains)):
-            if not chain.is_open:
-                continue
-            if not sequence.request.sampling.is_plain:
-                own[slot : slot + 1] = own_draws(sequence, chain, logits_BV[slot : slot + 1])
-            if own[slot] < 0:
-                at = len(sequence.generated) + len(chain.tokens)
-                raise NotFiniteError("draft", sequence.request, at)
-            chain.tokens.append(own[slot])
-            chain.by += "d"
-            chain.ended = own[slot] in self._eos_ids
+        lengthen(running, chains, self._runner.after(logits_BD, before_B), self._eos_ids)
 
     def commit(
         self, running: list[Sequence], verdicts: list[Verdict], features: Tensor | None = None

@@ -90,11 +90,7 @@ class ModelDrafter(Drafter):
             self._pass(
                 running, [self._unseen(slot, sequence) for slot, sequence in enumerate(running)]
             )
-        return Draft(
-            [list(chain.tokens) for chain in self._chains],
-            by=[chain.by for chain in self._chains],
-            q=[stacked(chain.q) for chain in self._chains],
-        )
+        return draft_of(self._chains)
 
     def _within_context(self, sequence: Sequence, limit: int) -> int:
         return min(limit, max(0, self.runner.max_length - len(self._views.ids(sequence))))
@@ -137,7 +133,7 @@ class ModelDrafter(Drafter):
             if unseen[slot] and not sequence.request.sampling.is_plain:
                 last = len(unseen[slot]) - 1
                 logits_NV = logits_BQV[slot, last : last + len(guesses[slot]) + 1]
-                own_tokens[slot][last : last + len(logits_NV)] = own_draws(
+                own_tokens[slot][last : last + len(logits_NV)] = _own_draws(
                     sequence, self._chains[slot], logits_NV, guesses[slot]
                 )
         for slot, (fed, guess) in enumerate(zip(unseen, guesses)):
@@ -179,7 +175,35 @@ class ModelDrafter(Drafter):
         self.runner.resize(slots)
 
 
-def own_draws(
+def lengthen(
+    running: list[Sequence], chains: list[Chain], logits_BV: Tensor, eos_ids: frozenset[int]
+) -> None:
+    """One token more, greedy or drawn, for every open chain. Raises NotFiniteError."""
+    own_B = marked(greedy(logits_BV), logits_BV).tolist()
+    for slot, (sequence, chain) in enumerate(zip(running, chains)):
+        if not chain.is_open:
+            continue
+        token = own_B[slot]
+        if not sequence.request.sampling.is_plain:
+            (token,) = _own_draws(sequence, chain, logits_BV[slot : slot + 1])
+        if token < 0:
+            at = len(sequence.generated) + len(chain.tokens)
+            raise NotFiniteError("draft", sequence.request, at)
+        chain.tokens.append(token)
+        chain.by += "d"
+        chain.ended = token in eos_ids
+
+
+def draft_of(chains: list[Chain]) -> Draft:
+    """What was drafted; the chains give up what they were drawn from."""
+    return Draft(
+        [list(chain.tokens) for chain in chains],
+        by=[chain.by for chain in chains],
+        q=[_stacked(chain.q) for chain in chains],
+    )
+
+
+def _own_draws(
     sequence: Sequence, chain: Chain, logits_NV: Tensor, guess: Seq[int] = ()
 ) -> list[int]:
     """The draft's own tokens at the chain's end and after each guessed token, sampled.
@@ -200,7 +224,7 @@ def own_draws(
     return result
 
 
-def stacked(parts: list[Tensor]) -> Tensor | None:
+def _stacked(parts: list[Tensor]) -> Tensor | None:
     """[K, V]; frees the parts: with a large vocabulary, both at once would be much memory."""
     if not parts:
         return None

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fly.execution.argmax import NotFiniteError, greedy, marked
 from fly.execution.heads.eagle3 import Eagle3Head, Eagle3Runner
 from fly.models.draft_vocabulary import DraftVocabulary
 from fly.speculation.drafters.base import Draft, Drafter, DrafterContext
-from fly.speculation.drafters.draft_model import CATCH_UP, Chain, own_draws, stacked
+from fly.speculation.drafters.draft_model import CATCH_UP, Chain, draft_of, lengthen
 from fly.speculation.sequence import Sequence, Verdict
 
 
@@ -94,14 +93,11 @@ class Eagle3Drafter(Drafter):
         tokens, states = self._true_pairs(running, chains)
         while any(chain.is_open for chain in chains):
             logits_BD, states_BH = self._head.extend(tokens, states)
-            self._lengthen(running, chains, logits_BD)
+            logits_BV = self._vocabulary.spread_logits(logits_BD)
+            lengthen(running, chains, logits_BV, self._eos_ids)
             tokens = [chain.tokens[-1:] if chain.is_open else [] for chain in chains]
             states = [state_H[None][: len(fed)] for state_H, fed in zip(states_BH, tokens)]
-        return Draft(
-            [chain.tokens for chain in chains],
-            by=[chain.by for chain in chains],
-            q=[stacked(chain.q) for chain in chains],
-        )
+        return draft_of(chains)
 
     def _limit(self, slot: int, sequence: Sequence, limit: int) -> int:
         """Nothing is drafted after a text's first token, before which no features are."""
@@ -125,21 +121,6 @@ class Eagle3Drafter(Drafter):
             states.append(states_QH[: len(tokens[slot])])
             known.fed += len(tokens[slot])
         return tokens, states
-
-    def _lengthen(self, running: list[Sequence], chains: list[Chain], logits_BD: Tensor) -> None:
-        logits_BV = self._vocabulary.spread_logits(logits_BD)
-        own = marked(greedy(logits_BV), logits_BV).tolist()
-        for slot, (sequence, chain) in enumerate(zip(running, chains)):
-            if not chain.is_open:
-                continue
-            if not sequence.request.sampling.is_plain:
-                own[slot : slot + 1] = own_draws(sequence, chain, logits_BV[slot : slot + 1])
-            if own[slot] < 0:
-                at = len(sequence.generated) + len(chain.tokens)
-                raise NotFiniteError("draft", sequence.request, at)
-            chain.tokens.append(own[slot])
-            chain.by += "d"
-            chain.ended = own[slot] in self._eos_ids
 
     def commit(
         self, running: list[Sequence], verdicts: list[Verdict], features: Tensor | None = None
