@@ -29,6 +29,8 @@ class Positional(Script):
 class ScriptedModel(ScriptedTarget):
     """Both sides of fly.execution.model_runner.ModelRunner that a drafter and a recorder use."""
 
+    intersection = None
+
     def catch_up(self, slot, tokens, chunk=None):
         self.prefill(slot, tokens)
 

@@ -111,7 +111,7 @@ PAIR_KEYS = [
     ("use_sd", 1, "valid boolean"),
     ("enable_fly", None, "valid boolean"),
     ("verification", "loose", "'fly', 'exact'"),
-    ("drafter", "medusa", "'model', 'ngram' or 'cascade'"),
+    ("drafter", "medusa", "'model', 'ngram', 'cascade', 'eagle3' or 'block'"),
     ("max_ngram_size", 0, "greater than or equal to 1"),
     ("num_ngram_pred_tokens", 1000, "less than or equal to 256"),
     ("temperature", -0.5, "greater than or equal to 0"),
