@@ -13,12 +13,7 @@ from tokenizers import Tokenizer
 from fly.models.draft_vocabulary import NONE
 from fly.models.token_intersection import TokenIntersection
 from tests import tiny
-from tests.real.test_embedded_pair import (  # noqa: F401  fixtures
-    BUDGET,
-    expected,
-    humaneval_prompts,
-    pair,
-)
+from tests.real.test_embedded_pair import BUDGET, humaneval_prompts, pair  # noqa: F401  fixtures
 from tests.two_tokenizers import speaking
 
 pytestmark = pytest.mark.real
@@ -78,18 +73,29 @@ def said(records) -> str:
 
 
 @pytest.fixture(scope="module")
-def plain(pair, humaneval_prompts):  # noqa: F811
-    return decode(pair, humaneval_prompts, "model", None)
+def prompts(humaneval_prompts):  # noqa: F811
+    """One, as every pass of the target in float32 takes its time."""
+    return humaneval_prompts[:1]
+
+
+@pytest.fixture(scope="module")
+def expected(pair, prompts):  # noqa: F811
+    return [tiny.generate(pair[1], prompt, BUDGET, eos=[*EOS]) for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def plain(pair, prompts):  # noqa: F811
+    return decode(pair, prompts, "model", None)
 
 
 @pytest.mark.parametrize("kept", [151_643, 100_000, 20_000])
 def test_acceptance_is_the_plain_drafts_where_no_dropped_token_occurs(
-    pair, humaneval_prompts, expected, plain, kept  # noqa: F811
+    pair, prompts, expected, plain, kept  # noqa: F811
 ):  # fmt: skip
     tokenizer, target, _ = pair
     shared = shared_with(tokenizer, target, kept)
     assert shared.share == pytest.approx((kept + 22) / 151_665, abs=1e-9)
-    records, _ = decode(pair, humaneval_prompts, "model", shared)
+    records, _ = decode(pair, prompts, "model", shared)
     assert [record.tokens for record in records] == expected
     own, seen = plain
     known = [all(shared.to_draft_V[token] != NONE for token in tokens) for tokens in seen]
@@ -101,9 +107,9 @@ def test_acceptance_is_the_plain_drafts_where_no_dropped_token_occurs(
     assert kept < 151_643 or all(known)
 
 
-def test_the_cascade_is_lossless_with_few_tokens(pair, humaneval_prompts, expected):  # noqa: F811
+def test_the_cascade_is_lossless_with_few_tokens(pair, prompts, expected):  # noqa: F811
     tokenizer, target, _ = pair
     shared = shared_with(tokenizer, target, 20_000)
-    records, _ = decode(pair, humaneval_prompts, "cascade", shared)
+    records, _ = decode(pair, prompts, "cascade", shared)
     assert [record.tokens for record in records] == expected
     assert 0 < tiny.total(records, "native_accepted") < tiny.total(records, "drafted")
