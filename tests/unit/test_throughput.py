@@ -1,21 +1,13 @@
 """What benchmarks/throughput.py counts, and the ratios it makes of that."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from tests import benchmark_scripts
 
 
 @pytest.fixture(scope="module")
 def throughput():
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import throughput
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    return throughput
+    return benchmark_scripts.load("throughput")
 
 
 def decode(ids):

@@ -1,27 +1,17 @@
 """benchmarks/train_eagle3.py: what it trains and saves is a head that drafts."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from fly.execution.heads.eagle3 import Eagle3Head, Eagle3Runner
 from fly.models.heads.checkpoint import TargetShape, read
 from fly.models.sources import ModelSource
-from tests import heads, tiny
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from tests import benchmark_scripts, heads, tiny
 
 
 @pytest.fixture(scope="module")
 def bench():
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import train_eagle3
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    return train_eagle3
+    return benchmark_scripts.load("train_eagle3")
 
 
 @pytest.fixture(scope="module")

@@ -1,26 +1,19 @@
 """benchmarks/verification.py: resuming never mixes experiments nor loses a record."""
 
 import json
-import sys
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 
 from fly.config import FlyConfig
+from tests import benchmark_scripts
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SETTINGS = {"target_only": {"use_sd": False}, "exact_k8": {"spd_k": 8, "enable_fly": False}}
 
 
 @pytest.fixture(scope="module")
 def bench():
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import verification
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    return verification
+    return benchmark_scripts.load("verification")
 
 
 def record(setting, first, corrects, seconds=1.0, task="gsm8k_cot"):
