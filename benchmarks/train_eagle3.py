@@ -1,10 +1,11 @@
 """Trains an EAGLE-3 head on texts that its target wrote, and saves it in speculators' format.
 
     python benchmarks/train_eagle3.py --target pair:qwen2.5-coder/target \\
-        --prompts gsm8k_train_200.jsonl.gz --samples 4 --output heads/qwen --minutes 50
+        --prompts gsm8k_train_200.jsonl.gz --functions 200 --output heads/qwen --minutes 40
 
 Texts: one greedy answer per prompt and further sampled ones, kept in --output, so that the next
-start trains at once. Give prompts of a training split only. Training-time test (arXiv 2503.01840):
+start trains at once. Give prompts of a training split only; --functions adds functions of Python's
+standard library to be completed. Training-time test (arXiv 2503.01840):
 every pair is drafted from for several steps at once, each over the true pairs before it and its own
 earlier steps, under the target's distributions as soft labels. One text in ten is held out; its
 agreement by step is printed with every report.
@@ -16,24 +17,29 @@ ids.
 from __future__ import annotations
 
 import argparse
+import ast
 import gzip
 import json
 import random
 import re
+import sysconfig
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fly.execution import weights
 from fly.execution.heads.eagle3 import Eagle3Head
-from fly.execution.model_runner import ModelRunner, causal_mask, padded
+from fly.execution.model_runner import ModelRunner, causal_mask
 from fly.models.heads.checkpoint import Checkpoint, TargetShape
 from fly.models.sources import resolve_source
 from fly.models.tokenizers import eos_token_ids
@@ -60,16 +66,21 @@ class StepCache:
 
 
 def write_texts(
-    target: Any, prompts: list[list[int]], samples: int, budget: int, eos: frozenset[int]
+    target: Any,
+    prompts: list[list[int]],
+    samples: int,
+    budget: int,
+    eos: frozenset[int],
+    sequences: int = 8,
 ) -> list[list[int]]:
-    """Prompts with the target's own answers, as ids."""
+    """Prompts with the target's own answers, as ids; so many `sequences` run at once."""
     requests = [
         Request(tuple(prompt), budget, sampling=Sampling(0.8) if number else GREEDY, seed=number)
         for prompt in prompts
         for number in range(samples)
     ]
     longest = max(len(prompt) for prompt in prompts) + budget
-    runner = ModelRunner(target, min(8, len(requests)), longest)
+    runner = ModelRunner(target, min(sequences, len(requests)), longest)
     engine = Engine(runner, NoDrafter(), ExactRule(Settings()), spd_k=0, eos_ids=eos, decode=str)
     return [[*record.request.prompt, *record.tokens] for record in engine.run(requests)]
 
@@ -84,13 +95,21 @@ def draft_vocabulary(texts: list[list[int]], size: int, most: int) -> Tensor:
     return torch.tensor(sorted(ordered))
 
 
-def fresh(
-    target: Any, output_VH: Tensor, layers: tuple[int, ...], drafted_D: Tensor
-) -> tuple[dict[str, Any], Eagle3Head]:
-    """(config.json, the head before training): the target's output embeddings, else small noise.
+def last_weights(target: Any) -> dict[str, Tensor]:
+    """The target's last layer, norm and output embeddings, before it is packed: names as in a
+    decoder layer, `norm.weight` and `lm_head.weight`."""
+    decoder = target.get_decoder()
+    named = dict(decoder.layers[-1].named_parameters())
+    named["norm.weight"] = decoder.norm.weight
+    named["lm_head.weight"] = target.get_output_embeddings().weight
+    return {name: parameter.detach().float() for name, parameter in named.items()}
 
-    output_VH: these embeddings, as they were before the target was packed.
-    """
+
+def fresh(
+    target: Any, last: dict[str, Tensor], layers: tuple[int, ...], drafted_D: Tensor
+) -> tuple[dict[str, Any], Eagle3Head]:
+    """(config.json, the head before training): the target's `last_weights` over the last of the
+    features, and noise for what the target has not: other features, the next token's embedding."""
     shape = target.config.get_text_config()
     rope = getattr(shape, "rope_parameters", None) or {"rope_theta": shape.rope_theta}
     size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
@@ -114,28 +133,43 @@ def fresh(
             },
         },
     }  # fmt: skip
-    hidden, wide = shape.hidden_size, shape.intermediate_size
-    q, kv = shape.num_attention_heads * size, shape.num_key_value_heads * size
-    shapes = {
-        "fc": (hidden, len(layers) * hidden),
-        "layers.0.self_attn.q_proj": (q, 2 * hidden),
-        "layers.0.self_attn.k_proj": (kv, 2 * hidden),
-        "layers.0.self_attn.v_proj": (kv, 2 * hidden),
-        "layers.0.self_attn.o_proj": (hidden, q),
-        "layers.0.mlp.gate_proj": (wide, hidden),
-        "layers.0.mlp.up_proj": (wide, hidden),
-        "layers.0.mlp.down_proj": (hidden, wide),
+    hidden = shape.hidden_size
+
+    def noise(rows: int, columns: int) -> Tensor:
+        return 0.02 * torch.randn(rows, columns)
+
+    tensors = {
+        "fc.weight": torch.cat([noise(hidden, (len(layers) - 1) * hidden), torch.eye(hidden)], 1),
+        "norm.weight": last["norm.weight"],
+        "lm_head.weight": last["lm_head.weight"][drafted_D],
+        "layers.0.input_layernorm.weight": torch.ones(hidden),
+        "layers.0.hidden_norm.weight": last["input_layernorm.weight"],
     }
-    tensors = {f"{name}.weight": 0.02 * torch.randn(shape) for name, shape in shapes.items()}
-    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-    for norm in ("norm", *(f"layers.0.{name}" for name in norms)):
-        tensors[f"{norm}.weight"] = torch.ones(hidden)
-    tensors["lm_head.weight"] = output_VH[drafted_D].float()
+    for name in ("q_proj", "k_proj", "v_proj"):
+        own = last[f"self_attn.{name}.weight"]
+        tensors[f"layers.0.self_attn.{name}.weight"] = torch.cat([noise(*own.shape), own], 1)
+    same = ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    for name in (*same, "post_attention_layernorm"):
+        tensors[f"layers.0.{name}.weight"] = last[f"{name}.weight"]
     tensors["d2t"] = drafted_D - torch.arange(len(drafted_D))
     head = Eagle3Head.from_checkpoint(
         Checkpoint("a new head", config, tensors), TargetShape.of(target.config), None
     )
     return config, head
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """What the target says of one text: computed once, as its pass costs more than the head's.
+
+    ids_N; features_NF: of the layers that the head reads; labels_ND: log-probabilities over the
+    draft ids; counts_N: whether the target's choice of the next token can be drafted.
+    """
+
+    ids_N: Tensor
+    features_NF: Tensor
+    labels_ND: Tensor
+    counts_N: Tensor
 
 
 class Trainer:
@@ -146,27 +180,41 @@ class Trainer:
         self._runner = ModelRunner(target, 1, width, reuse_prefixes=False)
         self._embed = target.get_input_embeddings()
         self._drafted_D = head.vocabulary.to_target_D
+        self._lessons: dict[tuple[int, ...], Lesson] = {}
+
+    def lesson(self, text: list[int]) -> Lesson:
+        text = text[: self._width]
+        if (kept := self._lessons.get(tuple(text))) is None:
+            kept = self._lessons[tuple(text)] = self._read(text)
+        return kept
+
+    @torch.no_grad()
+    def _read(self, text: list[int]) -> Lesson:
+        self._runner.resize(1)
+        self._runner.hidden_layers = self.head.layers_read
+        logits_NV = self._runner.extend([text])[0]
+        features_1NF = self._runner.take_hidden()
+        assert features_1NF is not None
+        labels_ND = logits_NV[:, self._drafted_D].float().log_softmax(dim=-1).half()
+        counts_N = torch.isin(logits_NV.argmax(dim=-1), self._drafted_D)
+        # out of inference mode: what is trained on must be a plain tensor
+        return Lesson(torch.tensor(text), features_1NF[0].clone(), labels_ND.clone(), counts_N)
 
     @torch.no_grad()
     def seen(self, texts: list[list[int]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(embeddings [B, N, H], features [B, N, F], the target's log-probabilities over the draft
-        ids [B, N, D], which positions count [B, N]): those whose next token is a text's own, and
-        can be drafted."""
-        cut = [text[: self._width] for text in texts]
-        ids_BN = padded(cut)
-        self._runner.resize(len(cut))
-        self._runner.hidden_layers = self.head.layers_read
-        logits_BNV = self._runner.extend(cut)
-        features_BNF = self._runner.take_hidden()
-        assert features_BNF is not None
-        own_BN = logits_BNV.argmax(dim=-1)
-        lengths_B1 = torch.tensor([[len(text)] for text in cut])
-        counts_BN = torch.isin(own_BN, self._drafted_D)
-        counts_BN &= torch.arange(ids_BN.shape[1]) < lengths_B1
-        labels_BND = logits_BNV[..., self._drafted_D].float().log_softmax(dim=-1)
-        # out of inference mode: what is trained on must be a plain tensor
-        plain = (self._embed(ids_BN).float(), features_BNF.float(), labels_BND, counts_BN)
-        return tuple(part.clone() for part in plain)  # type: ignore[return-value]
+        """(embeddings [B, N, H], features [B, N, F], labels [B, N, D], which positions count
+        [B, N]) of the texts' lessons, padded."""
+        lessons = [self.lesson(text) for text in texts]
+
+        def batch(parts: list[Tensor]) -> Tensor:
+            return pad_sequence(parts, batch_first=True)
+
+        return (
+            self._embed(batch([lesson.ids_N for lesson in lessons])).float(),
+            batch([lesson.features_NF for lesson in lessons]).float(),
+            batch([lesson.labels_ND for lesson in lessons]).float(),
+            batch([lesson.counts_N for lesson in lessons]),
+        )
 
     def play(self, texts: list[list[int]]) -> tuple[Tensor, list[tuple[int, int]]]:
         """(loss, by step (tokens at which the head's choice is the target's, all tokens))."""
@@ -202,10 +250,17 @@ class Trainer:
 
 
 def train(
-    trainer: Trainer, texts: list[list[int]], rate: float, batch: int, seconds: float, most: int
+    trainer: Trainer,
+    texts: list[list[int]],
+    rate: float,
+    batch: int,
+    seconds: float,
+    most: int,
+    low_precision: bool = False,
 ) -> Iterator[tuple[int, float, list[float]]]:
     """Train until the time or `most` updates are over; yields (update, loss of the training texts
-    since the last report, agreement by step on the held-out texts) now and then."""
+    since the last report, agreement by step on the held-out texts) now and then. low_precision:
+    products in bfloat16."""
     texts = [text for text in texts if len(text) > trainer._steps + 2]
     order = random.Random(0)
     order.shuffle(texts)
@@ -218,7 +273,8 @@ def train(
         done = max(update / most, (time.monotonic() - start) / seconds)
         for group in optimizer.param_groups:
             group["lr"] = rate * min(1.0, update / 20) * max(0.02, 1 - done)
-        loss, _ = trainer.play(order.sample(rest, min(batch, len(rest))))
+        with torch.autocast("cpu", torch.bfloat16, enabled=low_precision):
+            loss, _ = trainer.play(order.sample(rest, min(batch, len(rest))))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
@@ -260,10 +316,35 @@ def save(head: Eagle3Head, config: dict[str, Any], target: str, steps: int, fold
     (folder / "config.json").write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
 
 
-def read_prompts(path: Path, key: str, tokenizer: Any) -> list[list[int]]:
-    """Chat prompts of the rows of a .jsonl or .jsonl.gz."""
+def read_questions(path: Path, key: str) -> list[str]:
+    """A key of the rows of a .jsonl or .jsonl.gz."""
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
-        questions = [json.loads(line)[key] for line in lines if line.strip()]
+        return [json.loads(line)[key] for line in lines if line.strip()]
+
+
+def functions_to_complete(count: int) -> list[str]:
+    """Questions that give the head and docstring of so many functions of the standard library."""
+    found = []
+    for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
+        if {"site-packages", "test", "tests", "idlelib"} & set(path.parts):
+            continue
+        try:
+            code = path.read_text(encoding="utf-8")
+            nodes = list(ast.walk(ast.parse(code)))
+        except (SyntaxError, UnicodeDecodeError):
+            continue
+        for node in nodes:
+            if not isinstance(node, ast.FunctionDef) or len(ast.get_docstring(node) or "") < 40:
+                continue
+            if len(node.body) < 4 or node.body[0].end_lineno - node.lineno > 15:  # type: ignore[operator]
+                continue
+            lines = code.splitlines()[node.lineno - 1 : node.body[0].end_lineno]
+            found.append(textwrap.dedent("\n".join(lines)))
+    chosen = random.Random(0).sample(sorted(set(found)), count)
+    return [f"Complete this function:\n```python\n{head}\n```" for head in chosen]
+
+
+def chat_prompts(questions: list[str], tokenizer: Any) -> list[list[int]]:
     return [
         tokenizer.encode(
             tokenizer.apply_chat_template(
@@ -281,7 +362,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True, help=".jsonl or .jsonl.gz")
     parser.add_argument("--key", default="question", help="of a row's prompt")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--samples", type=int, default=4, help="answers per prompt")
+    parser.add_argument("--functions", type=int, default=0, help="of Python's library to complete")
+    parser.add_argument("--samples", type=int, default=1, help="answers per prompt")
+    parser.add_argument("--sequences", type=int, default=8, help="that are written at once")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--draft-vocabulary", type=int, default=16384, help="0: the whole")
     parser.add_argument("--width", type=int, default=384, help="tokens of a text")
@@ -297,21 +380,28 @@ def main() -> None:
     target: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
     layers = (2, target.config.num_hidden_layers // 2, target.config.num_hidden_layers - 3)
     kept = args.output / "texts.json"
-    own = target.get_output_embeddings().weight.detach().clone()
+    last = last_weights(target)
     weights.pack(target, None, ExecutionSettings())
     if not kept.exists():
         args.output.mkdir(parents=True, exist_ok=True)
-        prompts = read_prompts(args.prompts, args.key, tokenizer)
+        questions = read_questions(args.prompts, args.key) + functions_to_complete(args.functions)
+        prompts = chat_prompts(questions, tokenizer)
         eos = eos_token_ids(target, tokenizer)
-        texts = write_texts(target, prompts, args.samples, args.max_new_tokens, eos)
+        texts = write_texts(target, prompts, args.samples, args.max_new_tokens, eos, args.sequences)
         kept.write_text(json.dumps(texts))
     texts = json.loads(kept.read_text())
     print(f"{len(texts)} texts of {sum(map(len, texts))} tokens")
     drafted_D = draft_vocabulary(texts, args.draft_vocabulary, target.config.vocab_size)
-    config, head = fresh(target, own, layers, drafted_D)
+    config, head = fresh(target, last, layers, drafted_D)
     trainer = Trainer(target, head, args.steps, args.width)
     for update, loss, shares in train(
-        trainer, texts, args.rate, args.batch, 60 * args.minutes, args.updates
+        trainer,
+        texts,
+        args.rate,
+        args.batch,
+        60 * args.minutes,
+        args.updates,
+        torch.cpu._is_avx512_bf16_supported(),
     ):
         print(
             f"{update}: loss {loss:.3f}, agreement {' '.join(f'{s:.3f}' for s in shares)}",

@@ -21,8 +21,7 @@ def target():
 
 def trainer(bench, target, drafted, steps=3):
     torch.manual_seed(0)
-    output = target.lm_head.weight.detach()
-    config, head = bench.fresh(target, output, (1, 2), drafted)
+    config, head = bench.fresh(target, bench.last_weights(target), (1, 2), drafted)
     return config, bench.Trainer(target, head, steps, width=48)
 
 
