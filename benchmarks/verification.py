@@ -7,6 +7,11 @@ Documents run in chunks, every setting on each chunk in rotated order, in one pr
 appended to --output after each chunk, so a run that is cut short goes on with the same command.
 Speed is only compared over chunks that both settings ran. `--report` prints the table of what
 is there and runs nothing. The last line printed is one JSON object.
+
+Settings named bits_* are exact verification under `batch_invariant`, to be compared text by text:
+
+    python benchmarks/verification.py --settings bits_target_only bits_cascade_k8_at1 \\
+        --baseline bits_target_only --limit 164 --tasks humaneval_instruct --output FOLDER
 """
 
 from __future__ import annotations
@@ -48,6 +53,25 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "target_only_t1": {"use_sd": False, "gen_kwargs": SAMPLED},
     "exact_k8_t1": {"spd_k": 8, "enable_fly": False, "gen_kwargs": SAMPLED},
     "accept_all": {"spd_k": 8, "verification": "accept_all"},
+}
+# lossless, so each must write bits_target_only's texts; a setting's batch_size is --batch_size's
+_BITS = {"batch_invariant": True, "enable_fly": False, "draft_policy": "fixed"}
+_DRAFTERS = {"model": {"use_ngram": False}, "ngram": {"drafter": "ngram"}, "cascade": {}}
+BITS: dict[str, dict[str, Any]] = {
+    "bits_target_only": {"use_sd": False, "batch_invariant": True},
+    "bits_target_only_at1": {"use_sd": False, "batch_invariant": True, "batch_size": 1},
+    **{
+        f"bits_{drafter}_k{k}_at{sequences}": {
+            **_BITS,
+            **keys,
+            "spd_k": k,
+            **({"num_ngram_pred_tokens": k} if drafter == "ngram" else {}),
+            "batch_size": sequences,
+        }
+        for drafter, keys in _DRAFTERS.items()
+        for k in (4, 8)
+        for sequences in (1, 8)
+    },
 }
 TASKS: dict[str, dict[str, Any]] = {
     "humaneval_instruct": {"metric": "pass@1", "filter": None},
@@ -108,9 +132,11 @@ def read(path: Path, limit: int | None = None) -> Tallies:
     return tallies
 
 
-def turns(limit: int, chunk: int, settings: list[str]) -> Iterator[tuple[str, str, list[int]]]:
-    """(setting, task, documents) in the order of the run."""
-    for turn, start in enumerate(range(0, limit, chunk)):
+def turns(
+    first: int, limit: int, chunk: int, settings: list[str]
+) -> Iterator[tuple[str, str, list[int]]]:
+    """(setting, task, documents) in the order of the run: documents `first` to `limit` - 1."""
+    for turn, start in enumerate(range(first, limit, chunk)):
         documents = list(range(start, min(start + chunk, limit)))
         shift = turn % len(settings)
         for setting in settings[shift:] + settings[:shift]:
@@ -131,8 +157,8 @@ def check_same_experiment(path: Path, args: argparse.Namespace, settings: dict[s
         now = {
             "pair": args.config,
             "max_gen_toks": args.max_gen_toks,
-            "batch_size": args.batch_size,
             "config": settings.get(record["setting"], record["config"]),
+            "batch_size": record["config"].get("batch_size", args.batch_size),
         }
         for name, value in now.items():
             if record.get(name) != value:
@@ -151,16 +177,25 @@ def run(args: argparse.Namespace, settings: dict[str, dict[str, Any]], path: Pat
     from fly.harness.hf import FlyLM
     from fly.runs.records import RunStats
 
-    lm = FlyLM(config_path=args.config, device=args.device, batch_size=args.batch_size)
+    invariant = {own.get("batch_invariant", "auto") for own in settings.values()}
+    if len(invariant) > 1:
+        sys.exit("--settings: a model is loaded with or without batch_invariant: run bits_* alone")
+    lm = FlyLM(
+        config_path=args.config,
+        device=args.device,
+        batch_size=args.batch_size,
+        batch_invariant=invariant.pop(),
+    )
     base = lm.fly_config.model_dump()
     done = read(path)
-    for setting, task, documents in turns(args.limit, args.chunk, list(settings)):
+    for setting, task, documents in turns(args.first, args.limit, args.chunk, list(settings)):
         # what is done in chunks of another size must not count twice
         documents = [d for d in documents if d not in done[setting, task].correct]
         if task not in args.tasks or not documents:
             continue
         own = dict(settings[setting])
         sampled = own.pop("gen_kwargs", None)
+        lm.engines.batch_size = own.pop("batch_size", args.batch_size)
         lm.fly_config = fly_config.build({**base, **own}, setting)
         lm.stats = RunStats()
         how = TASKS[task]
@@ -177,7 +212,7 @@ def run(args: argparse.Namespace, settings: dict[str, dict[str, Any]], path: Pat
             "task": task,
             "pair": args.config,
             "config": settings[setting],
-            "batch_size": args.batch_size,
+            "batch_size": lm.engines.batch_size,
             "max_gen_toks": args.max_gen_toks,
             "commit": commit(),
             "stats": lm.stats.as_dict(),
@@ -191,9 +226,9 @@ def run(args: argparse.Namespace, settings: dict[str, dict[str, Any]], path: Pat
         print(f"{documents[0]}..{documents[-1]} {task} {setting}", flush=True)
 
 
-def row(tallies: Tallies, setting: str, task: str) -> dict[str, Any]:
-    """One line of the table. Answers against target_only, time of decoding against exact_k8."""
-    own, target = tallies[setting, task], tallies["target_only", task]
+def row(tallies: Tallies, setting: str, task: str, baseline: str) -> dict[str, Any]:
+    """One line of the table. Answers against `baseline`, time of decoding against exact_k8."""
+    own, target = tallies[setting, task], tallies[baseline, task]
     exact = tallies["exact_k8", task]
     both = sorted(set(own.correct) & set(target.correct))
     lost = sum(target.correct[d] > own.correct[d] for d in both)
@@ -240,12 +275,14 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="qwen2.5-coder.json")
-    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
+    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=[*SETTINGS, *BITS])
+    parser.add_argument("--baseline", default="target_only", choices=[*SETTINGS, *BITS])
     parser.add_argument(
         "--add", action="append", default=[], help='further settings, NAME={"key": value, ...}'
     )
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
-    parser.add_argument("--limit", type=int, default=60, help="documents per task")
+    parser.add_argument("--first", type=int, default=0, help="leave out so many documents")
+    parser.add_argument("--limit", type=int, default=60, help="up to which document of a task")
     parser.add_argument("--chunk", type=int, default=12, help="documents per setting and turn")
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--max_gen_toks", type=int, default=384)
@@ -253,7 +290,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder of the raw records")
     parser.add_argument("--report", action="store_true", help="print the table, run nothing")
     args = parser.parse_args()
-    settings = {name: SETTINGS[name] for name in args.settings}
+    settings = {name: {**SETTINGS, **BITS}[name] for name in args.settings}
     settings |= {n: json.loads(v) for n, _, v in (item.partition("=") for item in args.add)}
     args.output.mkdir(parents=True, exist_ok=True)
     path = args.output / "records.jsonl"
@@ -261,7 +298,7 @@ def main() -> None:
         check_same_experiment(path, args, settings)
         run(args, settings, path)
     tallies = read(path, args.limit)
-    rows = [row(tallies, *key) for key in list(tallies) if tallies[key].correct]
+    rows = [row(tallies, *key, args.baseline) for key in list(tallies) if tallies[key].correct]
     print_table(rows)
     print(json.dumps({"rows": rows}))
 
