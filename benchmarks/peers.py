@@ -278,7 +278,7 @@ LEVERS: dict[str, Peer] = {
 VLLM: dict[str, Peer] = {
     "vllm": Peer(None),
     "vllm_draft": Peer(None),
-    "fly_vllm": Peer(None, overrides={"enable_fly": False, "use_ngram": False}),
+    "fly_vllm": Peer(None, overrides={"enable_fly": False, "use_ngram": False, "spd_k": 5}),
 }
 DEFAULT: dict[str, Peer] = {
     "hf": Peer(PlainHF),
