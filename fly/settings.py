@@ -420,12 +420,12 @@ class ExecutionSettings(Settings):
         "bfloat16 instructions. eager: the model's own passes. auto: the first of these that can "
         "be had here.",
     )
-    batch_invariant: bool = Field(
-        False,
+    batch_invariant: bool | Literal["auto"] = Field(
+        "auto",
         description="A token's bits in the target are the same in every pass: whatever its width, "
         "the running sequences, copied prefixes, with or without speculation. So exact "
         "verification gives the target's own texts in bfloat16, too. By fly's kernels on x86-64 "
-        "CPUs only.",
+        "CPUs only; auto: wherever these compute the target's passes.",
     )
     threads: int | None = Field(
         None,

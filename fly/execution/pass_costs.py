@@ -22,6 +22,7 @@ from fly.execution.packed_linear import NARROW_ROWS, Int4Linear, PackedLinear
 # double it). The figures are benchmarks/passes.py's, rounded (docs/performance.md).
 _GROWTH = {
     "kernels-amx": (16, 60),
+    "kernels-avx512_bf16": (9, 20),
     "kernels-avx512": (6, 14),
     "kernels-avx2": (1, 7),
     "onednn": (1, 24),

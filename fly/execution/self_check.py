@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fly.errors import FlyError
-from fly.execution import oom
+from fly.execution import kernels, oom
 from fly.execution.model_runner import ModelRunner, input_device
 from fly.models.sources import ModelSource, weight_bytes
 
@@ -73,7 +73,8 @@ def check_cache_agrees(model: PreTrainedModel, field: str) -> None:
             f"{name}: cannot be decoded through fly's cache ({reason}): this architecture is not "
             "supported yet"
         ) from error
-    tolerance = _ROUNDING.get(model.dtype, _COARSEST) * expected.abs().max().item() + 1e-4
+    dtype = torch.bfloat16 if kernels.rounds_inputs(model) else model.dtype
+    tolerance = _ROUNDING.get(dtype, _COARSEST) * expected.abs().max().item() + 1e-4
     for at, logits in checked:
         difference = (logits - expected[at]).abs().max().item()
         best, ours = (int(values.argmax()) for values in (expected[at], logits))

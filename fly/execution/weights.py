@@ -33,10 +33,11 @@ _QUANTIZED_BYTES = {"int4": 0.5, "int8": 1, "fp8": 1}  # per weight
 class PackedWeights:
     """What was done to the models, for the log and the results file.
 
-    target: how its passes are computed: `kernels-amx` (or -avx512, -avx2), `onednn`, `graphs`
-    (captured as shapes come up) or `eager`. draft: the same, and its quantisation: `kernels-amx
-    int8`. draft_weight: bytes of its weights over the target's. seconds: packing and quantising,
-    never decode time. batch_invariant: a token's bits in the target are the same in every pass.
+    target: how its passes are computed: `kernels-amx` (or -avx512_bf16, -avx512, -avx2), `onednn`,
+    `graphs` (captured as shapes come up) or `eager`. draft: the same, and its quantisation:
+    `kernels-amx int8`. draft_weight: bytes of its weights over the target's. seconds: packing and
+    quantising, never decode time. batch_invariant: a token's bits in the target are the same in
+    every pass.
     """
 
     target: str
@@ -46,7 +47,7 @@ class PackedWeights:
     threads: int
     cpu_capability: str
     seconds: float
-    batch_invariant: bool = False
+    batch_invariant: bool
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -62,8 +63,9 @@ def pack(
     set_threads(settings.threads)
     start = time.perf_counter()
     target_bytes = target.num_parameters() * target.dtype.itemsize
-    invariant = settings.batch_invariant
-    how_target = _pack(target, "target", *passes_for(target, settings), is_invariant=invariant)
+    how_target, is_invariant = _pack(
+        target, "target", *passes_for(target, settings), invariant=settings.batch_invariant
+    )
     how_draft, parameters, weight = None, None, 0.0
     if draft is not None:
         parameters, stored = draft.num_parameters(), draft.dtype.itemsize
@@ -78,7 +80,7 @@ def pack(
         threads=torch.get_num_threads(),
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
         seconds=time.perf_counter() - start,
-        batch_invariant=invariant,
+        batch_invariant=is_invariant,
     )
     logger.info(
         "passes: target %s, draft %s, %d threads (CPU capability %s)",
@@ -136,24 +138,27 @@ def _pack(
     reason: str | None,
     kind: str = "none",
     *,
-    is_invariant: bool = False,
-) -> str:
-    """Pack a model on a CPU, quantised to `kind`; returns what was done. Raises FlyError if a
-    token's bits are to be the same in every pass, and cannot be here."""
+    invariant: bool | Literal["auto"] = False,
+) -> tuple[str, bool]:
+    """Pack a model on a CPU, quantised to `kind`; returns what was done, and whether a token's bits
+    are the same in every pass. Raises FlyError if they must be, and cannot be here."""
     done: str = passes
-    if is_invariant and passes != "kernels":
+    is_invariant = False
+    if invariant is True and passes != "kernels":
         raise _not_invariant(f"its passes are {passes} here{f' ({reason})' if reason else ''}")
     if passes == "kernels":
         is_int8 = kind == "int8"
         packed_linear.use_kernels(model, kernels.Int8Linear if is_int8 else kernels.Bfloat16Linear)
-        if not fused_layer.replace(model, is_invariant=is_invariant) and is_invariant:
+        is_fused = fused_layer.replace(model, is_invariant=bool(invariant))
+        is_invariant = is_fused and bool(invariant)
+        if invariant is True and not is_fused:
             raise _not_invariant(f"{model.config.model_type} keeps transformers' layers")
         done = f"kernels-{kernels.instructions()}"
     elif passes == "onednn":
         packed_linear.replace(model, packed_linear.ONEDNN[kind])
     elif reason is not None:
         logger.info("compile=auto: eager passes for the %s: %s", role, reason)
-    return done if kind == "none" else f"{done} {kind}"
+    return done if kind == "none" else f"{done} {kind}", is_invariant
 
 
 def _not_invariant(why: str) -> FlyError:
@@ -195,7 +200,7 @@ def pack_draft(model: PreTrainedModel, settings: ExecutionSettings) -> str:
             "draft_quantization=int4: fly's kernels have none: use int8, which is as fast "
             "there, or execution=onednn on a CPU with bfloat16 instructions"
         )
-    return _pack(model, "draft", passes, reason, kind)
+    return _pack(model, "draft", passes, reason, kind)[0]
 
 
 def _quantize_with_torchao(model: PreTrainedModel, kind: str) -> None:

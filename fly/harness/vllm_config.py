@@ -20,7 +20,7 @@ RULES = {"exact": "standard", "fly": "fly"}  # rejection_sample_method, by rule
 _OF_EVERY_RUN: dict[str, tuple[Any, ...]] = {
     "execution": ("auto",),
     "threads": (None,),
-    "batch_invariant": (False,),
+    "batch_invariant": (False, "auto"),
     "trace": (False,),
     "verbose": (False,),
 }

@@ -52,6 +52,8 @@ def in_force(run: Run) -> dict[str, Any]:
             found["draft_sources"] = config.get("draft_sources") or "all"
         found["draft_runs"] = run.draft_runs or None
     found |= of_rule(run) | {key: config[key] for key in (*keys, *_ALWAYS) if key in config}
+    if found.get("batch_invariant") == "auto":
+        found["batch_invariant"] = (run.entry.get("preparation") or {}).get("batch_invariant")
     found |= {"dtype": run.entry["dtype"], "device": device.get("name")}
     found |= {key: device[key] for key in ("threads", "capability") if key in device}
     found["batch_size"] = run.results["config"].get("batch_size")

@@ -155,7 +155,9 @@ def test_noise_of_a_few_percent_does_not_change_a_calibrated_cost():
     assert coarse(1.0, 0.7, 2.0).costs[:3] == (1.0, 1.0, 2.0)  # wider is never cheaper
 
 
-@pytest.mark.parametrize("way", ["kernels-amx", "kernels-avx512", "kernels-avx2", "eager"])
+@pytest.mark.parametrize(
+    "way", ["kernels-amx", "kernels-avx512_bf16", "kernels-avx512", "kernels-avx2", "eager"]
+)
 def test_what_a_short_calibration_did_not_reach_is_not_free(way):
     """A large model's one pass takes the whole budget: wide passes then cost what the rule says."""
     short = calibration._coarse([0.5], 0.5, way)
@@ -168,7 +170,8 @@ def test_what_a_short_calibration_did_not_reach_is_not_free(way):
 
 def test_the_rule_of_guesses_and_the_rule_of_lengths_are_one():
     """What a cascade's guesses cost and what drafting costs come from the same table."""
-    for way in ("kernels-avx2", "kernels-avx512", "kernels-amx", "onednn", "eager"):
+    kinds = ("avx2", "avx512", "avx512_bf16", "amx")
+    for way in (*(f"kernels-{kind}" for kind in kinds), "onednn", "eager"):
         table = by_rule(way, None, 0.0).target
         for tokens in (1, 5, 20, 100):
             assert table.at(tokens) == pytest.approx(relative_cost(way, tokens))

@@ -7,7 +7,8 @@ on AVX-512 and 16 on AMX, which is what verification asks for (docs/performance.
     Bfloat16Linear   the checkpoint's own bfloat16 weights, unchanged
     Int8Linear       int8 weights and inputs, scaled per row and column, for drafts
 
-On AMX inputs and outputs are bfloat16, elsewhere float32; sums are float32 everywhere. A row's
+On AMX inputs and outputs are bfloat16, elsewhere float32; with AVX512-BF16 the inputs of
+Bfloat16Linear are rounded to bfloat16. Sums are float32 everywhere. A row's
 result has the same bits however many rows share the pass.
 """
 
@@ -29,6 +30,7 @@ __all__ = [
     "LayerKernels",
     "activation_dtype",
     "instructions",
+    "rounds_inputs",
     "why_not",
 ]
 
@@ -81,7 +83,12 @@ def _configurations() -> Tensor:
 
 
 class _PackedLinear(nn.Module):
-    """A weight in panels, and the call of its kernel. [..., in] -> [..., out]."""
+    """A weight in panels, and the call of its kernel. [..., in] -> [..., out].
+
+    rounds_inputs: whether the product takes its inputs in fewer bits than float32.
+    """
+
+    rounds_inputs = True
 
     def __init__(self, linear: nn.Linear, *, int8: bool) -> None:
         super().__init__()
@@ -159,10 +166,14 @@ class Bfloat16Linear(_PackedLinear):
         if linear.weight.dtype != torch.bfloat16:
             raise ValueError(f"weights are {linear.weight.dtype}: only bfloat16 is packed")
         super().__init__(linear, int8=False)
+        self.rounds_inputs = _isa() in ("amx", "avx512_bf16")
         self._weight = self._pack(linear.weight.detach())
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._shaped(self._multiply(self._rows(x), self._weight, (0, 0, 0)), x)
+        rows = self._rows(x)
+        if self.rounds_inputs:
+            rows = rows.bfloat16()
+        return self._shaped(self._multiply(rows, self._weight, (0, 0, 0)), x)
 
 
 class Int8Linear(_PackedLinear):
@@ -193,6 +204,11 @@ class Int8Linear(_PackedLinear):
         )  # fmt: skip
         addresses = (self._scale.data_ptr(), self._offset.data_ptr(), scales.data_ptr())
         return self._shaped(self._multiply(int8, self._weight, addresses), x)
+
+
+def rounds_inputs(model: nn.Module) -> bool:
+    """Whether some linear of it is a kernel that takes inputs in fewer bits than float32."""
+    return any(getattr(module, "rounds_inputs", False) for module in model.modules())
 
 
 class LayerKernels:

@@ -22,7 +22,19 @@ except ImportError:  # no wheel for this platform
     llvm = None
 
 _MUCH = 1 << 15  # elements of work that make other threads worth waking
-_INSTRUCTIONS = {"amx": "sapphirerapids", "avx512": "skylake-avx512", "avx2": "haswell"}
+_INSTRUCTIONS = {
+    "amx": "sapphirerapids",
+    "avx512_bf16": "cooperlake",
+    "avx512": "skylake-avx512",
+    "avx2": "haswell",
+}
+
+
+_VECTORS = {
+    "avx512_bf16": vector.AVX512_DOT,
+    "avx512": vector.AVX512,
+    "avx2": vector.AVX2,
+}
 
 
 @functools.cache
@@ -41,7 +53,8 @@ def why_not() -> str | None:
 
 @functools.cache
 def instructions() -> str | None:
-    """`amx`, `avx512` or `avx2`: the instructions that kernels are compiled for; None without any.
+    """`amx`, `avx512_bf16`, `avx512` or `avx2`: the instructions that kernels are compiled for;
+    None without any.
 
     Restrictions of PyTorch (ATEN_CPU_CAPABILITY) and oneDNN (ONEDNN_MAX_CPU_ISA) apply here, too.
     """
@@ -50,15 +63,15 @@ def instructions() -> str | None:
         return "avx2"
     if capability != "AVX512":
         return None
-    return "amx" if _has_amx() else "avx512"
-
-
-def _has_amx() -> bool:
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "ALL")).upper()
-    if not (limit in ("ALL", "DEFAULT") or "AMX" in limit):
-        return False
+    may_use_tiles = limit in ("ALL", "DEFAULT") or "AMX" in limit
     # bfloat16 comes with every CPU that has tiles; the system has to allow them to a process
-    return bool(torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx())
+    if may_use_tiles and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx():
+        return "amx"
+    # the CPUs that have these dot products have VNNI, too
+    if (may_use_tiles or "BF16" in limit) and torch.cpu._is_avx512_bf16_supported():
+        return "avx512_bf16"
+    return "avx512"
 
 
 @functools.cache
@@ -89,10 +102,9 @@ def product(*, int8: bool, instructions: str) -> int:
     """Address of the matrix product's code, to be called by `run`."""
     if instructions == "amx":
         return _compile(tiles.product(int8=int8), instructions, "product")
-    vectors = vector.AVX2 if instructions == "avx2" else vector.AVX512
+    vectors = _VECTORS[instructions]
     if int8 and instructions == "avx512":
-        has_dot = torch.cpu._is_vnni_supported()
-        vectors = vector.AVX512_VNNI if has_dot else vector.AVX2
+        vectors = vector.AVX512_DOT if torch.cpu._is_vnni_supported() else vector.AVX2
     return _compile(vector.product(vectors, int8=int8), instructions, "product")
 
 

@@ -22,7 +22,8 @@ _PREFETCH = 4096  # bytes ahead of the weights in use
 @dataclass(frozen=True)
 class Vectors:
     """lanes: 32-bit lanes of a register. registers: how many may hold sums. most_rows: of a
-    micro-kernel. dot: whether one instruction multiplies and adds four int8 (VNNI)."""
+    micro-kernel. dot: whether one instruction multiplies and adds the 32 bits of each lane: four
+    int8 (VNNI), or two bfloat16 (AVX512-BF16)."""
 
     lanes: int
     registers: int
@@ -36,7 +37,7 @@ class Vectors:
 
 AVX2 = Vectors(lanes=8, registers=12, most_rows=6)
 AVX512 = Vectors(lanes=16, registers=24, most_rows=12)
-AVX512_VNNI = Vectors(lanes=16, registers=24, most_rows=12, dot=True)
+AVX512_DOT = Vectors(lanes=16, registers=24, most_rows=12, dot=True)
 
 
 class _Bfloat16:
@@ -70,6 +71,35 @@ class _Bfloat16:
         return f.call(self.sum, f"fma.v{self.lanes}f32", *typed)
 
 
+class _Bfloat16Dot:
+    """bfloat16 inputs times bfloat16 weights; the instruction adds up a pair in float32."""
+
+    step_bytes = 4
+
+    def __init__(self, vectors: Vectors) -> None:
+        self.lanes = vectors.lanes
+        self.sum = f"<{self.lanes} x float>"
+        self._pairs = f"<{2 * self.lanes} x bfloat>"
+
+    def weights(self, f: Function, loaded: str) -> list[str]:
+        return [f.op(f"bitcast <{self.lanes} x i32> {loaded} to {self._pairs}")]
+
+    def step(self, f: Function, x: str, weights: list[list[str]], sums: list[str]) -> list[str]:
+        two = f.splat("i32", self.lanes, f.load("i32", x, 2))
+        value = f.op(f"bitcast <{self.lanes} x i32> {two} to {self._pairs}")
+        factor = f"{self._pairs} {value}"
+        return [
+            f.call(
+                self.sum,
+                "x86.avx512bf16.dpbf16ps.512",
+                f"{self.sum} {total}",
+                f"{self._pairs} {w}",
+                factor,
+            )
+            for (w,), total in zip(weights, sums)
+        ]
+
+
 class _Int8:
     """Unsigned int8 inputs, 128 being zero and scaled per row, times int8 weights, scaled per
     column. Weights stay within -64..63, so that AVX2's sums of two products fit into 16 bits."""
@@ -100,12 +130,21 @@ class _Int8:
         return f.op(f"add {self.sum} {total}, {fours}")
 
 
+_Kind = _Bfloat16 | _Bfloat16Dot | _Int8
+
+
+def _kind(vectors: Vectors, *, int8: bool) -> _Kind:
+    if int8:
+        return _Int8(vectors)
+    return _Bfloat16Dot(vectors) if vectors.dot else _Bfloat16(vectors)
+
+
 def product(vectors: Vectors, *, int8: bool) -> str:
     """IR of `@product(ptr arguments)`, one thread's share of [rows, inputs] x [inputs, columns].
 
     Its arguments are those of `ir.PRODUCT`.
     """
-    kind = _Int8(vectors) if int8 else _Bfloat16(vectors)
+    kind = _kind(vectors, int8=int8)
     shapes = sorted(
         {
             (rows, panels)
@@ -129,7 +168,7 @@ _TYPED = (  # parameters of the micro-kernels
 )
 
 
-def _micro(kind: _Bfloat16 | _Int8, vectors: Vectors, rows: int, panels: int) -> Function:
+def _micro(kind: _Kind, vectors: Vectors, rows: int, panels: int) -> Function:
     """@micro_ROWS_PANELS: all inputs of `rows` rows times `panels` panels.
 
     A function of its own: written into the product, it gets worse registers from LLVM.
