@@ -122,24 +122,31 @@ def features(target, layers, tokens: list[int]):
     return reader.take_hidden()
 
 
-def trained(kind: str, target, texts, steps: int = 120, seed: int = 0) -> Checkpoint:
-    """A head that learned these texts of the target by heart: (prompt length, tokens) each."""
+def trained(kind: str, target, texts, steps=(120,), seed: int = 0) -> list[Checkpoint]:
+    """A head that learned these texts of the target by heart: (prompt length, tokens) each.
+
+    As it is after so many steps, and so many.
+    """
     checkpoint = published(kind, target, seed)
     head = BlockHead.from_checkpoint(checkpoint, TargetShape.of(target.config))
     optimiser = torch.optim.AdamW(head.parameters(), lr=3e-3)
     places = [
-        (features(target, head.spec.layers, tokens)[0].clone(), tokens, at)
+        (seen, tokens, at)
         for start, tokens in texts
+        for seen in [features(target, head.spec.layers, tokens)[0].clone()]
         for at in range(start - 1, len(tokens) - head.spec.most_drafts)
     ]
     generator = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
+    found = []
+    for step in range(max(steps)):
         batch = [places[i] for i in torch.randint(len(places), (48,), generator=generator)]
         loss = _loss(head, target, batch)
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-    return Checkpoint(kind, checkpoint.config, as_published(head))
+        if step + 1 in steps:
+            found.append(Checkpoint(kind, checkpoint.config, as_published(head)))
+    return found
 
 
 def _loss(head, target, batch):

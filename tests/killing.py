@@ -229,10 +229,10 @@ def kill_when(pid, reached, wait, is_alive) -> None:
 def make_place(folder: Path, pair: Path) -> Path:
     """Two generating tasks, a choosing one, and a pair's configuration, in the folder."""
     (folder / "tasks").mkdir()
-    greedy = TASK.format(name="tiny_greedy", repeats=1, tokens=40, sampling="do_sample: false")
+    greedy = TASK.format(name="tiny_greedy", repeats=1, tokens=24, sampling="do_sample: false")
     (folder / "tasks" / "greedy.yaml").write_text(greedy)
     sampled = "do_sample: true, temperature: 0.8"
-    sampled = TASK.format(name="tiny_sampled", repeats=2, tokens=30, sampling=sampled)
+    sampled = TASK.format(name="tiny_sampled", repeats=2, tokens=16, sampling=sampled)
     (folder / "tasks" / "sampled.yaml").write_text(sampled)
     (folder / "tasks" / "choice.yaml").write_text(CHOICE)
     (folder / "tasks" / "tiny_utils.py").write_text(UTILS)

@@ -1,12 +1,9 @@
 """The isolation levels as launches, strongest first, and hostile programs run at one of them."""
 
-import os
-import pickle
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from filelock import FileLock
 
 from fly.harness.sandbox import Limits, Outcome, Program
 from fly.harness.sandbox.process import Launch, execute
@@ -47,15 +44,3 @@ def run_all(programs: dict[str, Program], launch: Launch) -> dict[str, Outcome]:
             programs,
         )
         return dict(zip(programs, outcomes))
-
-
-def once(tmp_path_factory, name: str, make):
-    """What `make` returns, made by the first of the test processes that asks for it."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    kept = folder / f"{name}.pickle"
-    with FileLock(f"{kept}.lock"):
-        if not kept.exists():
-            kept.write_bytes(pickle.dumps(make()))
-        return pickle.loads(kept.read_bytes())

@@ -310,11 +310,10 @@ def test_engine_equals_generate(name):
     draft = tiny.noisy_copy(model, 0.02)
     prompts = tiny.prompts(4, VOCAB)
     expected = [tiny.generate(model, prompt, BUDGET) for prompt in prompts]
-    for slots in (1, 3):
-        engine = tiny.engine(model, tiny.drafter("model", slots, draft), 4, slots=slots)
-        records = tiny.decode_all(engine, prompts, BUDGET)
-        assert [record.tokens for record in records] == expected
-        assert 0 < tiny.total(records, "native_accepted") < tiny.total(records, "drafted")
+    engine = tiny.engine(model, tiny.drafter("model", 3, draft), 4, slots=3)
+    records = tiny.decode_all(engine, prompts, BUDGET)
+    assert [record.tokens for record in records] == expected
+    assert 0 < tiny.total(records, "native_accepted") < tiny.total(records, "drafted")
 
 
 @pytest.mark.parametrize("name", EXACT)

@@ -113,18 +113,30 @@ def test_a_prefix_copied_short_is_caught(monkeypatch):
     assert differing(model) == [WAYS[-1]]
 
 
-@pytest.mark.parametrize("slots", [1, 3])
+def decode(target, name="none", k=0, slots=1, draft=None):
+    drafter = tiny.drafter(name, slots, draft)
+    engine = tiny.engine(tiny.runner(target, slots, max_length=256), drafter, k)
+    return [record.tokens for record in tiny.decode_all(engine, tiny.prompts(vocab=96), 40)]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The target, and what it says by itself, one sequence after the other."""
+    target = packed("qwen2")
+    return target, decode(target)
+
+
 @pytest.mark.parametrize("name", ["model", "ngram", "cascade"])
-@pytest.mark.parametrize("k", [4, 8])
-def test_exact_equals_target_only_in_bfloat16(name, slots, k):
-    target, draft = packed("qwen2"), tiny.noisy_copy(family_model("qwen2").float(), 0.01)
+@pytest.mark.parametrize(("k", "slots"), [(4, 3), (8, 1)])
+def test_exact_equals_target_only_in_bfloat16(alone, name, k, slots):
+    target, expected = alone
+    draft = tiny.noisy_copy(family_model("qwen2").float(), 0.01)
+    assert decode(target, name, k, slots, draft) == expected
 
-    def decode(name, k):
-        drafter = tiny.drafter(name, slots, draft)
-        engine = tiny.engine(tiny.runner(target, slots, max_length=256), drafter, k)
-        return [record.tokens for record in tiny.decode_all(engine, tiny.prompts(vocab=96))]
 
-    assert decode(name, k) == decode("none", 0)
+def test_several_sequences_of_the_target_alone_are_each_its_own(alone):
+    target, expected = alone
+    assert decode(target, slots=3) == expected
 
 
 def test_auto_has_it_wherever_it_can_be_had():

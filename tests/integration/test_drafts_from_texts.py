@@ -1,5 +1,6 @@
 """Drafts from texts change no text: every source, greedy and sampled, with mutants."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -46,6 +47,14 @@ def requests(earlier=None, repeats=1, sampling=None):
         for number, prompt in prompts
         for repeat in range(repeats)
     ]
+
+
+@pytest.fixture(scope="module")
+def alone(target):
+    """Sampled texts of the target by itself, by how many of each prompt; decoded once each."""
+    return functools.cache(
+        lambda repeats: texts(decode(target, None, requests(None, repeats, WARM), "none"))
+    )
 
 
 def drafter_of(name, names, slots, draft, learns=True):
@@ -106,13 +115,12 @@ def test_an_earlier_output_saves_most_passes(target, draft, expected):
 
 @pytest.mark.parametrize("slots", [pytest.param(1, marks=SLOW), 4])
 @pytest.mark.parametrize("source", ALL)
-def test_sampled_texts_are_the_targets_own(target, draft, earlier, source, slots):
+def test_sampled_texts_are_the_targets_own(target, draft, earlier, alone, source, slots):
     """Each place in an output has its own random number, so drafts change not even the draws."""
     wanted = requests(earlier, repeats=3, sampling=WARM)
-    alone = decode(target, draft, wanted, "none")
     records = decode(target, draft, wanted, names=(source,), slots=slots)
-    assert texts(records) == texts(alone)
-    assert len({tuple(tokens) for tokens in texts(alone).values()}) > 10
+    assert texts(records) == alone(3)
+    assert len({tuple(tokens) for tokens in alone(3).values()}) > 10
     assert accepted(records, LETTER[source]) > 0
 
 
@@ -127,25 +135,24 @@ def unverified(rule, judged, honest=Rule.resolve):
 
 @pytest.mark.parametrize("source", ALL)
 def test_a_proposal_taken_without_verification_is_caught(
-    target, draft, earlier, monkeypatch, source
+    target, draft, earlier, alone, monkeypatch, source
 ):
     wanted = requests(earlier, repeats=2, sampling=WARM)  # greedy siblings are all the same
-    alone = decode(target, draft, wanted, "none")
+    honest = alone(2)
     monkeypatch.setattr(Rule, "resolve", unverified)
-    assert texts(decode(target, draft, wanted, names=(source,))) != texts(alone)
+    assert texts(decode(target, draft, wanted, names=(source,))) != honest
 
 
-def test_random_numbers_drawn_by_round_would_be_caught(target, draft, earlier, monkeypatch):
+def test_random_numbers_drawn_by_round_would_be_caught(target, draft, earlier, alone, monkeypatch):
     from fly.speculation.sequence import Sequence
 
     def by_round(self, count):
         self.spent = getattr(self, "spent", 0) + 3
         return self._stream.at(self.spent, count)
 
-    wanted = requests(earlier, sampling=WARM)
-    alone = decode(target, draft, wanted, "none")
+    wanted, honest = requests(earlier, sampling=WARM), alone(1)
     monkeypatch.setattr(Sequence, "noise", by_round)
-    assert texts(decode(target, draft, wanted, names=("runs",))) != texts(alone)
+    assert texts(decode(target, draft, wanted, names=("runs",))) != honest
 
 
 def test_a_place_kept_after_a_rollback_costs_acceptance(target, draft, earlier, monkeypatch):

@@ -45,7 +45,7 @@ def test_as_many_as_the_budget_is_exact_verification(target, draft, exact, acros
     assert deferred > 0
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.integers(1, BUDGET - 1), st.booleans(), st.integers(0, 2), st.integers(1, 3),
     st.sampled_from(["model", "cascade"]),
@@ -113,8 +113,9 @@ def deferred_in_matches(pair, rule_, slots, seed):
     return stood, inside
 
 
-@pytest.mark.parametrize("across", [False, True], ids=["within a round", "across rounds"])
-@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize(
+    ("across", "slots"), [(False, 1), (True, 3)], ids=["within a round", "across rounds, of three"]
+)
 def test_no_deferred_token_is_in_a_pattern(byte_pair, across, slots):
     kept = [
         deferred_in_matches(byte_pair, rule(across, 1, patterns=(IN_PRINT,)), slots, seed)

@@ -558,5 +558,4 @@ def fixed():
 def test_mutants_are_caught(name, fixed, monkeypatch):
     """A comparison too weak to notice the bugs it is made for."""
     monkeypatch.setattr(*MUTANTS[name])
-    caught = sum(run(case) != answer for case, answer in fixed)
-    assert caught > 0
+    assert any(run(case) != answer for case, answer in fixed)

@@ -17,7 +17,8 @@ import pytest
 import fly
 from fly.harness.sandbox import Program
 from tests.attacks import damage, fakes, protocol
-from tests.attacks.levels import LEVELS, launch_of, once, run_all
+from tests.attacks.levels import LEVELS, launch_of, run_all
+from tests.once import once
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="the levels are Linux's"
@@ -36,7 +37,7 @@ def levels(*daily: str) -> list:
     return [pytest.param(x, marks=() if x in daily else pytest.mark.slow) for x in LEVELS]
 
 
-@pytest.fixture(scope="module", params=levels("namespaces", "process"))
+@pytest.fixture(scope="module", params=levels("namespaces"))
 def fake_outcomes(request, tmp_path_factory):
     """(level, every wrong solution's outcome)."""
     launch = launch_of(request.param)
@@ -172,7 +173,7 @@ AT_PROCESS_LEVEL = {
 }
 
 
-@pytest.fixture(scope="module", params=levels("namespaces", "landlock"))
+@pytest.fixture(scope="module", params=levels("namespaces"))
 def damage_done(request, tmp_path_factory):
     """(level, {name: outcome}, {name: findings}, processes that are left)."""
     launch_of(request.param)

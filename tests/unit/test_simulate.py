@@ -73,7 +73,7 @@ def compare(target, draft, requests, recordings, eos, k, rule, decode=str):
     return found.counts
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     agree=st.sampled_from([0.5, 0.8, 0.95]),
@@ -118,7 +118,7 @@ def test_exact_verification_of_real_models_round_by_round(target, draft):
     requests = [Request(tuple(p), 40, ("zu",)) for p in tiny.prompts(6)]
     recordings = tiny_recordings(target, draft, requests, eos, decode=decode)
     assert {"length"} < {recording.answer.finish for recording in recordings}
-    for k in KS:
+    for k in (1, 3, 8):
         runners = tiny.runner(target, 1), tiny.runner(draft, 1)
         counts = compare(*runners, requests, recordings, eos, k, tiny.EXACT, decode)
         assert 0 < counts.emitted - counts.rounds < counts.drafted  # some drafts were rejected
