@@ -25,6 +25,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from fly.execution.grouped_attention import grouped_attention
 from fly.execution.kv_cache import SlotCache
 from fly.execution.model_runner import causal_mask, input_device
+from fly.execution.slot_runner import SlotRunner
 from fly.models.heads.block import BlockSpec, own_tensors, parse
 from fly.models.heads.checkpoint import Checkpoint, TargetShape
 
@@ -195,36 +196,20 @@ def _rotated(x_BHND: Tensor, rotary: Rotary) -> Tensor:
     return x_BHND * cos + torch.cat([-second, first], dim=-1) * sin
 
 
-class BlockRunner:
+class BlockRunner(SlotRunner):
     """A block head with its K/V of the running sequences' context.
 
-    `lengths[slot]` is how many of a sequence's tokens the cache holds, by their features; a lower
-    one rolls back. A block's own K/V are written behind them and overwritten by what comes next:
-    nothing of a block stays.
+    A block's own K/V are written behind the context's and overwritten by what comes next: nothing
+    of a block stays, and `lengths` never count it.
     """
 
     def __init__(self, head: BlockHead, target: PreTrainedModel, slots: int) -> None:
+        super().__init__(slots)
         self.head, self.spec = head, head.spec
         self.max_length: int = head.config.max_position_embeddings
         self.device, self.dtype = head.device, head.dtype
         self._target = target
         self._vocabulary = self.spec.vocabulary and self.spec.vocabulary.to(self.device)
-        self.resize(slots)
-
-    def resize(self, slots: int) -> None:
-        """Forget all K/V, and go on with so many slots."""
-        self.cache = SlotCache(slots)
-        self.lengths = [0] * slots
-
-    def reserve(self, tokens: int) -> None:
-        """Reserve memory for sequences of `tokens` tokens."""
-        self.cache.reserve(tokens + self.spec.block_size)
-
-    @torch.inference_mode()
-    def move(self, source: int, destination: int) -> None:
-        """Move a sequence to another slot."""
-        self.cache.copy_slot(source, destination, self.lengths[source])
-        self.lengths[destination] = self.lengths[source]
 
     @torch.inference_mode()
     def extend(self, first_slot: int, features_BNF: Tensor, counts: list[int]) -> None:
@@ -247,23 +232,14 @@ class BlockRunner:
         ids_BP = torch.full_like(positions_BP, self.spec.mask_token_id)
         ids_BP[:, 0] = torch.tensor(last)
         x_BPD = self._target.get_input_embeddings()(ids_BP.to(input_device(self._target)))
-        end = int(positions_BP.max()) + 1
         sees_all_BP = positions_BP[:, -1:].expand(-1, width)
         states_BPD = self.head(
             x_BPD.to(self.device, self.dtype),
             positions_BP.to(self.device),
-            causal_mask(sees_all_BP, end, self.dtype).to(self.device),
+            causal_mask(sees_all_BP, self.cache.read_length, self.dtype).to(self.device),
             self.cache,
         )
         return states_BPD[:, width - self.spec.most_drafts :]
-
-    def _begin(self, first_slot: int, rows: int, width: int) -> Tensor:
-        """The positions that a pass writes, [B, width], on the host."""
-        lengths_B = torch.tensor(self.lengths[first_slot : first_slot + rows])
-        positions = lengths_B[:, None] + torch.arange(width)
-        self.cache.reserve(int(positions.max()) + 1)
-        self.cache.begin(first_slot, positions)
-        return positions
 
     @torch.inference_mode()
     def logits(self, states_BKD: Tensor) -> Tensor:

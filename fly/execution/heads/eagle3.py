@@ -26,6 +26,7 @@ from transformers.models.llama.modeling_llama import (
 from fly.execution.grouped_attention import grouped_attention
 from fly.execution.kv_cache import SlotCache
 from fly.execution.model_runner import causal_mask, padded
+from fly.execution.slot_runner import SlotRunner
 from fly.models.heads.checkpoint import Checkpoint, TargetShape
 from fly.models.heads.eagle3 import Eagle3Files, files_of
 
@@ -173,30 +174,20 @@ class Eagle3Head(PreTrainedModel):
         return self.lm_head(normed_BH), normed_BH if self._norm_output else hidden_BH
 
 
-class Eagle3Runner:
-    """A head with the K/V of the running sequences.
+class Eagle3Runner(SlotRunner):
+    """A head with the K/V of the running sequences, whose `lengths` count pairs.
 
-    `lengths[slot]` is how many pairs of that sequence the cache holds; a lower one rolls back.
     target: its embeddings serve a head without its own.
     """
 
     def __init__(
         self, head: Eagle3Head, target: PreTrainedModel, slots: int, max_length: int
     ) -> None:
+        super().__init__(slots)
         self.head = head
         self.max_length = max_length
         self.device: torch.device = head.device
         self._embed: Any = head.embed_tokens or target.get_input_embeddings()
-        self.resize(slots)
-
-    @property
-    def slots(self) -> int:
-        return len(self.lengths)
-
-    def resize(self, slots: int) -> None:
-        """Forget all K/V, free its memory, and go on with so many slots."""
-        self.cache = SlotCache(slots)
-        self.lengths = [0] * slots
 
     @torch.inference_mode()
     def project(self, features: Tensor) -> Tensor:
@@ -229,30 +220,15 @@ class Eagle3Runner:
     def _pass(self, first_slot: int, tokens: list[list[int]], states: list[Tensor]) -> Tensor:
         ids_BQ = padded(tokens)
         states_BQH = pad_sequence(states, batch_first=True)
-        lengths_B = torch.tensor(self.lengths[first_slot : first_slot + len(tokens)])
-        positions_BQ = lengths_B[:, None] + torch.arange(ids_BQ.shape[1])
-        read_length = int(positions_BQ.max()) + 1
-        self.cache.reserve(read_length)
-        self.cache.begin(first_slot, positions_BQ)
+        positions_BQ = self._begin(first_slot, *ids_BQ.shape).to(self.device)
         embeddings_BQH = self._embed(ids_BQ.to(self._embed.weight.device))
-        positions_BQ = positions_BQ.to(self.device)
         hidden_BQH: Tensor = self.head(
             embeddings_BQH.to(self.device, self.head.dtype),
             states_BQH,
             positions_BQ,
-            causal_mask(positions_BQ, read_length, self.head.dtype),
+            causal_mask(positions_BQ, self.cache.read_length, self.head.dtype),
             self.cache,
         )
         for slot, row in enumerate(tokens, start=first_slot):
             self.lengths[slot] += len(row)
         return hidden_BQH
-
-    def truncate(self, slot: int, length: int) -> None:
-        """Drop all pairs of a slot but the first `length`."""
-        self.lengths[slot] = length
-
-    @torch.inference_mode()
-    def move(self, source: int, destination: int) -> None:
-        """Move a sequence to another slot."""
-        self.cache.copy_slot(source, destination, self.lengths[source])
-        self.lengths[destination] = self.lengths[source]

@@ -55,7 +55,7 @@ class BlockDrafter(Drafter):
         self._confidence = confidence
 
     def reserve(self, longest: int, spd_k: int) -> None:
-        self._runner.reserve(longest)
+        self._runner.reserve(longest + self._runner.spec.block_size)
 
     def admit(
         self, slot: int, sequence: Sequence, features: Tensor | None = None, *, soon: bool = True
