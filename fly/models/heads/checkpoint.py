@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from fly.errors import FlyError
+from fly.models.draft_vocabulary import DraftVocabulary
 from fly.models.sources import ModelSource
 
 _FILES = ("config.json", "*.safetensors", "pytorch_model*.bin")
@@ -98,6 +99,13 @@ class Checkpoint:
                 "choose the head of this target, or set head_layer_ids"
             )
         return layers
+
+    def vocabulary_of(self, d2t_D: Tensor, target: TargetShape) -> DraftVocabulary:
+        """What its `d2t` says; FlyError if that names ids that the target does not have."""
+        try:
+            return DraftVocabulary.from_offsets(d2t_D, target.vocabulary)
+        except ValueError as error:
+            raise self.refuse(f"its d2t does not fit the target: {error}") from None
 
     def rope(self, shape: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
         """(theta, scaling or None), which transformers 4 keeps apart and 5 in `rope_parameters`."""
