@@ -293,7 +293,7 @@ def _widest_from_texts(config: FlyConfig, wanted: list[Request]) -> int:
     wide = set(_text_sources(config, wanted)) - {"own"}
     if name is None or not registry.DRAFTERS[name].from_texts or not wide:
         return 0
-    return min(_WIDE, config.lookup_k or _WIDE)
+    return min(_WIDE, config.longest_lookup)
 
 
 def context_of(model: PreTrainedModel, most: int) -> int:

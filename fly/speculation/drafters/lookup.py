@@ -24,7 +24,6 @@ from fly.speculation.drafters.texts import SOURCES, START, Proposal
 from fly.speculation.sequence import Sequence, Verdict
 
 _WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # lengths that are tried
-_MOST = 128  # draft tokens of a round, where nobody set another number
 _MOST_IN_PASS = 512  # tokens: their logits take memory
 _PRIOR = 4.0  # tokens that a chance without counts is worth
 _AT_START = 8  # what a text's beginning is taken for: as if so many tokens spoke for it
@@ -188,7 +187,7 @@ class Lookup:
         choice: Choice,
         eos_ids: frozenset[int],
     ) -> None:
-        self.longest = settings.lookup_k or _MOST
+        self.longest = settings.longest_lookup
         self._sources = [SOURCES[name](slots, settings) for name in SOURCES if name in {*names}]
         self._choice = choice
         self._eos_ids = eos_ids
