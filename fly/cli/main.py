@@ -33,6 +33,7 @@ from fly.harness.arguments import (
 from fly.models.fingerprint import of_value
 from fly.paths import data_dir
 from fly.runs import context, environment, reader, resume
+from fly.runs.earlier_outputs import EarlierOutputs
 
 _COMMANDS = (compare, config, pair, plot, report, trace, tune)
 # flags of `fly run` that fly reads or replaces before lm-eval does
@@ -192,7 +193,7 @@ def _check_models(args: argparse.Namespace) -> None:
     lm-eval's cache knows a request by its prompt alone, so the name of the cache gets a hash of
     all else that decides a text: configuration, model files and versions.
     """
-    settings, rest, _, earlier = checked_pair(args.model_args, args.model)
+    settings, rest, _ = checked_pair(args.model_args, args.model)
     if "pretrained" not in args.model_args:
         if settings.needs_draft_model and settings.draft_model_path:
             named = {"pretrained": settings.draft_model_path}
@@ -208,8 +209,8 @@ def _check_models(args: argparse.Namespace) -> None:
         # fetch: the next call must find this one's cache
         models = environment.models_of(settings, rest, fetch=True)
         deciding = [settings.hash(), rest, models, environment.deciding_versions()]
-        if earlier.runs:
-            deciding.append(earlier.digest())
+        if settings.earlier_runs:
+            deciding.append(EarlierOutputs.read(settings.earlier_runs).digest())
         args.use_cache = f"{args.use_cache}_{of_value(deciding)[:12]}"
 
 
