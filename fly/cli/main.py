@@ -245,11 +245,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         _main()
 
 
-def _main() -> None:
+def _set_up_logging() -> None:
+    """lm-eval's log, with fly's own lines in it: lm-eval sets up its own logger only."""
     setup_logging()
+    of_lm_eval, of_fly = logging.getLogger("lm_eval"), logging.getLogger("fly")
+    of_fly.setLevel(of_lm_eval.level)
+    for handler in of_lm_eval.handlers:
+        if type(handler) is logging.StreamHandler:  # its own: others may have added more
+            of_fly.addHandler(handler)
     if launch.rank() > 0:  # the first process says what all would
         logging.disable(logging.INFO)
     logging.getLogger("lm_eval.tasks._index").addFilter(_not_about_our_tasks)
+
+
+def _main() -> None:
+    _set_up_logging()
     try:
         cli = FlyCLI()
         cli.execute(cli.parse_args())

@@ -97,7 +97,8 @@ def _tune(args: argparse.Namespace) -> None:
         output.write_record(record, tuning, lm, workload, options)
 
     try:
-        with evaluate.quiet("lm_eval"):  # it would log the same for every run, between our lines
+        # they would log the same for every run, between our lines
+        with evaluate.quiet("lm_eval"), evaluate.quiet("fly"):
             tuning = Tuner(lm, workload, options, keep).run()
     except BaseException:
         if record.exists():

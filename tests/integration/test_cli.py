@@ -1,9 +1,11 @@
 """The command line, run as a user runs it: lm-eval's flags, fly's routing, one-line errors."""
 
 import json
+import logging
 import subprocess
 import sys
 
+import lm_eval.utils
 import pytest
 
 from fly.cli import main as cli
@@ -207,6 +209,20 @@ def test_our_tasks_are_listed_from_any_folder(tmp_path):
         check=False,
     )
     assert "All tasks found and valid" in result.stdout, result.stderr[-500:]
+
+
+def test_flys_own_log_lines_are_shown(monkeypatch, capsys):
+    """lm-eval 0.4.13 sets up its own logger only; what it shows is shown of fly's, too."""
+    monkeypatch.setattr(lm_eval.utils, "_LOGGING_CONFIGURED", False, raising=False)
+    for name in ("lm_eval", "fly"):
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [])
+    assert run("--version") == 0
+    log = logging.getLogger("fly.execution.weights")
+    log.info("passes: target eager")
+    log.debug("more than that")
+    error = capsys.readouterr().err
+    assert error.count("passes: target eager") == 1
+    assert "more than that" not in error
 
 
 def test_version(capsys):
