@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from fly.errors import FlyError
+from fly.errors import FlyError, reason_of
 from fly.execution import oom
 from fly.execution.model_runner import ModelRunner, input_device
 from fly.models.sources import ModelSource, weight_bytes
@@ -68,10 +68,9 @@ def check_cache_agrees(model: PreTrainedModel, field: str) -> None:
     try:
         checked = _through_cache(model, tokens)
     except (ValueError, TypeError, RuntimeError, AttributeError, LookupError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise FlyError(
-            f"{name}: cannot be decoded through fly's cache ({reason}): this architecture is not "
-            "supported yet"
+            f"{name}: cannot be decoded through fly's cache ({reason_of(error)}): this architecture "
+            "is not supported yet"
         ) from error
     tolerance = _ROUNDING.get(model.dtype, _COARSEST) * expected.abs().max().item() + 1e-4
     for at, logits in checked:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from fly.errors import FlyError
+from fly.errors import FlyError, some
 from fly.models.draft_vocabulary import DraftVocabulary
 from fly.models.sources import ModelSource
 
@@ -63,9 +63,9 @@ class Checkpoint:
         reads is a part of the head that would be left out."""
         names = set(wanted)
         if missing := sorted(names - self.tensors.keys()):
-            raise self.refuse(f"the checkpoint lacks {_some(missing)}")
+            raise self.refuse(f"the checkpoint lacks {some(missing)}")
         if unread := sorted(self.tensors.keys() - names):
-            raise self.refuse(f"a head with {_some(unread)} is not supported")
+            raise self.refuse(f"a head with {some(unread)} is not supported")
 
     def check_shape(self, name: str, shape: tuple[int, ...], why: str) -> None:
         """Raise FlyError unless the tensor has this shape; `why` says where the shape is from."""
@@ -157,11 +157,6 @@ def _dequantised(checkpoint: Checkpoint) -> dict[str, Tensor]:
             tensor = tensor.float() * scale.float().reshape(-1, 1)
         found[name] = tensor
     return found
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
 
 
 def _times(shape: tuple[int, ...]) -> str:
