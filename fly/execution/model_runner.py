@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from fly.errors import FlyError
 from fly.execution.cuda_graphs import CudaGraphRunner, PassOutput
 from fly.execution.grouped_attention import grouped
-from fly.execution.pass_costs import relative_cost, way_of
+from fly.execution.pass_costs import relative_cost
 from fly.execution.slot_runner import SlotRunner
 from fly.models.token_intersection import TokenIntersection
 
@@ -50,17 +50,15 @@ class ModelRunner(SlotRunner):
         intersection: TokenIntersection | None = None,
     ) -> None:
         self.static: CudaGraphRunner | None = None  # `resize` clears it
-        super().__init__(slots)
+        super().__init__(model, slots, input_device(model))
         self.model = model
         self._vocabulary = vocabulary
         self.intersection = intersection
         self.max_length = max_length
         self._reuse_prefixes = reuse_prefixes
-        self.device: torch.device = input_device(model)
         if intersection is not None:
             intersection.to(self.device)
         self.devices = tuple({parameter.device for parameter in model.parameters()})
-        self.way = way_of(model, self.device)
         self._layers: tuple[int, ...] = ()
         self._hidden: list[Tensor] = []
 
@@ -134,8 +132,7 @@ class ModelRunner(SlotRunner):
     ) -> int:
         """Fill a slot; returns how many of its tokens were copied rather than computed.
 
-        No logits are built. Chunks keep the arithmetic of a CPU in its caches, and attention from
-        looking at keys that are all hidden.
+        No logits are built.
         """
         self._hidden = []
         reused = self._copy_prefix(slot, tokens) if reuse and self._reuse_prefixes else 0
@@ -146,7 +143,7 @@ class ModelRunner(SlotRunner):
     @torch.inference_mode()
     def catch_up(self, slot: int, tokens: list[int], chunk: int | None = None) -> None:
         """Feed a slot what it lacks of `tokens`, whose first `lengths[slot]` it holds."""
-        chunk = chunk or (256 if self.device.type == "cpu" else 2048)
+        chunk = chunk or self.chunk
         for start in range(self.lengths[slot], len(tokens), chunk):
             piece = tokens[start : start + chunk]
             self._forward(slot, [piece], logits_to_keep=torch.empty(0, dtype=torch.long))

@@ -69,8 +69,8 @@ def check_cache_agrees(model: PreTrainedModel, field: str) -> None:
         checked = _through_cache(model, tokens)
     except (ValueError, TypeError, RuntimeError, AttributeError, LookupError) as error:
         raise FlyError(
-            f"{name}: cannot be decoded through fly's cache ({reason_of(error)}): this architecture "
-            "is not supported yet"
+            f"{name}: cannot be decoded through fly's cache ({reason_of(error)}): this "
+            "architecture is not supported yet"
         ) from error
     tolerance = _ROUNDING.get(model.dtype, _COARSEST) * expected.abs().max().item() + 1e-4
     for at, logits in checked:

@@ -7,22 +7,37 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from fly.execution.kv_cache import SlotCache
+from fly.execution.pass_costs import way_of
 
 
 class SlotRunner:
-    """A cache with a slot per running sequence.
+    """A model with a slot of its cache per running sequence.
 
     `lengths[slot]` is how many tokens of that sequence the cache holds; a lower one rolls back.
+    device: where it takes its inputs. way: how its passes are computed (fly.execution.pass_costs).
+    block: tokens of a sequence in the one pass that drafts all of a round; None where every drafted
+    token takes a pass.
     """
 
-    def __init__(self, slots: int) -> None:
+    block: int | None = None
+
+    def __init__(self, model: PreTrainedModel, slots: int, device: torch.device) -> None:
+        self.device = device
+        self.way = way_of(model, device)
         self.resize(slots)
 
     @property
     def slots(self) -> int:
         return len(self.lengths)
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a pass over a long text: chunks keep the arithmetic of a CPU in its caches, and
+        attention from looking at keys that are all hidden."""
+        return 256 if self.device.type == "cpu" else 2048
 
     def resize(self, slots: int) -> None:
         """Forget all K/V, free its memory, and go on with so many slots."""

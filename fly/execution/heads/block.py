@@ -23,6 +23,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from fly.execution.grouped_attention import grouped_attention
+from fly.execution.heads.base import Head
 from fly.execution.kv_cache import SlotCache
 from fly.execution.model_runner import causal_mask, input_device
 from fly.execution.slot_runner import SlotRunner
@@ -100,7 +101,7 @@ class ConfidenceHead(nn.Module):
         self.proj = Probe(width, 1)
 
 
-class BlockHead(PreTrainedModel):
+class BlockHead(Head):
     """The head's own weights; the embedding and most often the output head are the target's.
 
     vocabulary: ids of the target.
@@ -111,7 +112,7 @@ class BlockHead(PreTrainedModel):
     def __init__(self, spec: BlockSpec, vocabulary: int) -> None:
         config = spec.decoder
         super().__init__(config)
-        self.spec = spec
+        self.spec, self.layers_read = spec, spec.layers
         hidden = config.hidden_size
         draft_vocabulary = len(spec.vocabulary.to_target_D) if spec.vocabulary else vocabulary
         self.fc = nn.Linear(len(spec.layers) * hidden, hidden, bias=False)
@@ -134,21 +135,18 @@ class BlockHead(PreTrainedModel):
     def from_checkpoint(
         cls, checkpoint: Checkpoint, target: TargetShape, layers: tuple[int, ...] | None = None
     ) -> BlockHead:
-        """See `fly.models.heads.block.parse`. Raises FlyError, too, for tensors that are not what
-        the checkpoint's own config.json says."""
+        """See `fly.models.heads.block.parse`."""
         spec = parse(checkpoint, target, layers)
         head = cls(spec, target.vocabulary)
         own_tensors(checkpoint).load_into(head)
         return head
 
-    @property
-    def layers_read(self) -> tuple[int, ...]:
-        return self.spec.layers
+    def runner(self, target: PreTrainedModel, slots: int, max_length: int) -> BlockRunner:
+        return BlockRunner(self, target, slots)
 
     def next_tokens(
         self, target: PreTrainedModel, tokens: list[int], features_1NF: Tensor
     ) -> dict[int, int]:
-        """See `fly.execution.heads.layer_check.Head`."""
         places = range(_CONTEXT, len(tokens), _STRIDE)
         last = [tokens[at] for at in places]
         runner = BlockRunner(self, target, len(places))
@@ -158,13 +156,7 @@ class BlockHead(PreTrainedModel):
         return dict(zip(places, logits_BV.argmax(dim=-1).tolist()))
 
     @property
-    def block_size(self) -> int:
-        """Positions of the one pass that drafts."""
-        return self.spec.block_size
-
-    @property
     def bytes_per_token(self) -> int:
-        """Of a sequence's K/V."""
         config = self.config
         size = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         return size * self.dtype.itemsize
@@ -204,11 +196,10 @@ class BlockRunner(SlotRunner):
     """
 
     def __init__(self, head: BlockHead, target: PreTrainedModel, slots: int) -> None:
-        super().__init__(slots)
-        self.head, self.spec = head, head.spec
+        super().__init__(head, slots, head.device)
+        self.head, self.spec, self.dtype = head, head.spec, head.dtype
+        self.target, self.block = target, head.spec.block_size
         self.max_length: int = head.config.max_position_embeddings
-        self.device, self.dtype = head.device, head.dtype
-        self._target = target
         self._vocabulary = self.spec.vocabulary and self.spec.vocabulary.to(self.device)
 
     @torch.inference_mode()
@@ -231,7 +222,7 @@ class BlockRunner(SlotRunner):
         positions_BP = self._begin(0, len(last), width)
         ids_BP = torch.full_like(positions_BP, self.spec.mask_token_id)
         ids_BP[:, 0] = torch.tensor(last)
-        x_BPD = self._target.get_input_embeddings()(ids_BP.to(input_device(self._target)))
+        x_BPD = self.target.get_input_embeddings()(ids_BP.to(input_device(self.target)))
         sees_all_BP = positions_BP[:, -1:].expand(-1, width)
         states_BPD = self.head(
             x_BPD.to(self.device, self.dtype),
@@ -246,8 +237,8 @@ class BlockRunner(SlotRunner):
         """Over the head's ids; `after` makes them the target's."""
         lm_head: Any = self.head.lm_head
         if lm_head is None:
-            lm_head = self._target.get_output_embeddings()
-            states_BKD = states_BKD.to(self._target.device, self._target.dtype)
+            lm_head = self.target.get_output_embeddings()
+            states_BKD = states_BKD.to(self.target.device, self.target.dtype)
         logits_BKD: Tensor = lm_head(states_BKD.contiguous())
         return logits_BKD.to(self.device)
 

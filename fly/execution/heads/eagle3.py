@@ -24,6 +24,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from fly.execution.grouped_attention import grouped_attention
+from fly.execution.heads.base import Head
 from fly.execution.kv_cache import SlotCache
 from fly.execution.model_runner import causal_mask, padded
 from fly.execution.slot_runner import SlotRunner
@@ -93,7 +94,7 @@ class PairLayer(nn.Module):
         return output
 
 
-class Eagle3Head(PreTrainedModel):
+class Eagle3Head(Head):
     """An EAGLE-3 head; `vocabulary` maps its ids to the target's. embed_tokens: its own embeddings,
     None where it uses the target's."""
 
@@ -121,9 +122,9 @@ class Eagle3Head(PreTrainedModel):
 
     @classmethod
     def from_checkpoint(
-        cls, checkpoint: Checkpoint, target: TargetShape, layers: tuple[int, ...] | None
+        cls, checkpoint: Checkpoint, target: TargetShape, layers: tuple[int, ...] | None = None
     ) -> Eagle3Head:
-        """layers: the configuration's `head_layer_ids`. Raises FlyError if it does not fit."""
+        """See `fly.models.heads.eagle3.files_of`."""
         files = files_of(checkpoint, target, layers)
         head = cls(files)
         Checkpoint(checkpoint.name, checkpoint.config, files.tensors).load_into(head)
@@ -131,15 +132,17 @@ class Eagle3Head(PreTrainedModel):
 
     @property
     def bytes_per_token(self) -> int:
-        """Of one token of one sequence: K/V, and the state that is kept until it is final."""
+        """K/V, and the state that is kept until the token is final."""
         numbers = 2 * self.config.num_key_value_heads * self.config.head_dim
         return (numbers + self.config.hidden_size) * self.dtype.itemsize
+
+    def runner(self, target: PreTrainedModel, slots: int, max_length: int) -> Eagle3Runner:
+        return Eagle3Runner(self, target, slots, max_length)
 
     def next_tokens(
         self, target: PreTrainedModel, tokens: list[int], features_1NF: Tensor
     ) -> dict[int, int]:
-        """See `fly.execution.heads.layer_check.Head`."""
-        runner = Eagle3Runner(self, target, 1, len(tokens))
+        runner = self.runner(target, 1, len(tokens))
         logits_ND = runner.score(tokens[1:], runner.project(features_1NF[0, :-1]))
         to_target_D = self.vocabulary.to(logits_ND.device).to_target_D
         return dict(enumerate(to_target_D[logits_ND.argmax(dim=-1)].tolist(), start=1))
@@ -183,10 +186,9 @@ class Eagle3Runner(SlotRunner):
     def __init__(
         self, head: Eagle3Head, target: PreTrainedModel, slots: int, max_length: int
     ) -> None:
-        super().__init__(slots)
+        super().__init__(head, slots, head.device)
         self.head = head
         self.max_length = max_length
-        self.device: torch.device = head.device
         self._embed: Any = head.embed_tokens or target.get_input_embeddings()
 
     @torch.inference_mode()
@@ -197,9 +199,9 @@ class Eagle3Runner(SlotRunner):
     @torch.inference_mode()
     def catch_up(self, slot: int, tokens: list[int], states_QH: Tensor) -> None:
         """Feed a slot pairs of which nothing is to be predicted; any number."""
-        chunk = 256 if self.device.type == "cpu" else 2048
-        for start in range(0, len(tokens), chunk):
-            self._pass(slot, [tokens[start : start + chunk]], [states_QH[start : start + chunk]])
+        for start in range(0, len(tokens), self.chunk):
+            piece = slice(start, start + self.chunk)
+            self._pass(slot, [tokens[piece]], [states_QH[piece]])
 
     @torch.inference_mode()
     def extend(self, tokens: list[list[int]], states: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -168,12 +168,6 @@ class ModelDrafter(Drafter):
             known = min(self.runner.lengths[slot], self._views.settled(sequence))
             self.runner.commit(slot, self._views.ids(sequence), known)
 
-    def move(self, source: int, destination: int) -> None:
-        self.runner.move(source, destination)
-
-    def resize(self, slots: int) -> None:
-        self.runner.resize(slots)
-
 
 def lengthen(
     running: list[Sequence], chains: list[Chain], logits_BV: Tensor, eos_ids: frozenset[int]
