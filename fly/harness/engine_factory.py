@@ -147,11 +147,6 @@ class EngineFactory:
     ) -> Drafter:
         if config.drafter_name is None or self.ranks.rank > 0:
             return NoDrafter()
-
-        def draft_runner() -> Any:
-            assert draft is not None
-            return draft
-
         kind = registry.load(registry.DRAFTERS[config.drafter_name].where)
         drafter: Drafter = kind.create(
             DrafterContext(
@@ -159,7 +154,7 @@ class EngineFactory:
                 self._planned(wanted),
                 config.part(DrafterSettings),
                 self.eos_ids,
-                draft_runner,
+                draft,
                 costs,
                 _drafts_change_texts(config, wanted),
                 _text_sources(config, wanted),

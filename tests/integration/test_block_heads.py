@@ -6,7 +6,6 @@ acceptance, while exact texts stay the target's own.
 
 import copy
 import random
-from functools import partial
 
 import pytest
 import torch
@@ -253,7 +252,7 @@ def test_what_a_head_cannot_do_is_refused_at_once(target, heads):
     def create(target=target, **keys):
         settings = DrafterSettings(**{"spd_k": 5, **keys})
         ends = frozenset({tiny.EOS})
-        runner = partial(head.runner, target, 1, 512)
+        runner = head.runner(target, 1, 512)
         context = DrafterContext(1, 1, settings, ends, runner, tiny.COSTS, False, ())
         return BlockDrafter.create(context)
 

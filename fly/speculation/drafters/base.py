@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,9 +91,9 @@ class DrafterContext:
     """What a drafter is made from.
 
     slots: how many sequences run at most. sequences: the same for the whole run, of which a part
-    may be there already. draft_runner: the draft's runner with so many slots, only for drafters
-    that need a draft (fly/registry.py): a ModelRunner, or what the registry's `head` makes by
-    `runner`. costs: of both models' passes.
+    may be there already. draft_runner: of the draft, with so many slots: a ModelRunner, or what the
+    registry's `head` makes by `runner`; None for drafters that need no draft (fly/registry.py).
+    costs: of both models' passes.
     changes_texts: what is drafted, and how much, may change a text (lossy rules; tokens drawn from
     a draft model), so that it must not depend on what other requests were like. text_sources: see
     fly/speculation/drafters/texts.py.
@@ -104,7 +103,7 @@ class DrafterContext:
     sequences: int
     settings: DrafterSettings
     eos_ids: frozenset[int]
-    draft_runner: Callable[[], Any]
+    draft_runner: Any
     costs: PairCosts
     changes_texts: bool
     text_sources: tuple[TextSourceName, ...]

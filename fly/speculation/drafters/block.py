@@ -26,7 +26,7 @@ class BlockDrafter(Drafter):
 
     @classmethod
     def create(cls, context: DrafterContext) -> Drafter:
-        runner: BlockRunner = context.draft_runner()
+        runner: BlockRunner = context.draft_runner
         spec, spd_k = runner.spec, context.settings.spd_k
         most = spec.most_drafts
         if spd_k > most:

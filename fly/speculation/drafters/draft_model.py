@@ -58,7 +58,7 @@ class ModelDrafter(Drafter):
 
     @classmethod
     def create(cls, context: DrafterContext) -> Drafter:
-        return cls(context.draft_runner(), context.eos_ids)
+        return cls(context.draft_runner, context.eos_ids)
 
     def __init__(self, runner: ModelRunner, eos_ids: frozenset[int]) -> None:
         self.runner = runner

@@ -52,7 +52,7 @@ class Eagle3Drafter(Drafter):
 
     @classmethod
     def create(cls, context: DrafterContext) -> Drafter:
-        return cls(context.draft_runner(), context.eos_ids)
+        return cls(context.draft_runner, context.eos_ids)
 
     def __init__(self, runner: Eagle3Runner, eos_ids: frozenset[int]) -> None:
         self.runner = runner
@@ -60,7 +60,7 @@ class Eagle3Drafter(Drafter):
         self.wants_features = runner.head.layers_read
         self._vocabulary: DraftVocabulary = runner.head.vocabulary.to(runner.device)
         self._eos_ids = eos_ids
-        self._known: list[TrueStates | None] = [None] * runner.slots
+        self._known: dict[int, TrueStates] = {}  # by slot
 
     def admit(
         self, slot: int, sequence: Sequence, features: Tensor | None = None, *, soon: bool = True
@@ -101,10 +101,8 @@ class Eagle3Drafter(Drafter):
 
     def _limit(self, slot: int, sequence: Sequence, limit: int) -> int:
         """Nothing is drafted after a text's first token, before which no features are."""
-        known = self._known[slot]
-        assert known is not None
         left = self.runner.max_length - len(sequence.tokens)
-        return min(limit, max(0, left)) if known.end else 0
+        return min(limit, max(0, left)) if self._known[slot].end else 0
 
     def _true_pairs(
         self, running: list[Sequence], chains: list[Chain]
@@ -113,7 +111,6 @@ class Eagle3Drafter(Drafter):
         tokens, states = list[list[int]](), list[Tensor]()
         for slot, (sequence, chain) in enumerate(zip(running, chains)):
             known = self._known[slot]
-            assert known is not None
             if chain.is_open and known.end - known.fed > CATCH_UP:
                 self._catch_up(slot, known, sequence)
             fed, states_QH = known.unfed(sequence.tokens)
@@ -128,7 +125,6 @@ class Eagle3Drafter(Drafter):
         assert features is not None
         for slot, (sequence, new_QH) in enumerate(zip(running, self.runner.project(features))):
             known = self._known[slot]
-            assert known is not None
             wanted = len(sequence.tokens) - 1
             if wanted > known.end:
                 new_QH = new_QH[: wanted - known.end]
@@ -148,4 +144,4 @@ class Eagle3Drafter(Drafter):
 
     def resize(self, slots: int) -> None:
         super().resize(slots)
-        self._known = [None] * slots
+        self._known.clear()

@@ -181,14 +181,13 @@ class Lookup:
 
     def __init__(
         self,
-        slots: int,
         settings: DrafterSettings,
         names: Iterable[TextSourceName],
         choice: Choice,
         eos_ids: frozenset[int],
     ) -> None:
         self.longest = settings.longest_lookup
-        self._sources = [SOURCES[name](slots, settings) for name in SOURCES if name in {*names}]
+        self._sources = [SOURCES[name](settings) for name in SOURCES if name in {*names}]
         self._choice = choice
         self._eos_ids = eos_ids
         self._used: list[Proposal | None] = []
@@ -203,7 +202,7 @@ class Lookup:
         if has_model and not names:
             return None
         choice = Choice(context.costs, context.sequences, learns=learns, has_model=has_model)
-        return cls(context.slots, context.settings, names, choice, context.eos_ids)
+        return cls(context.settings, names, choice, context.eos_ids)
 
     def admit(self, slot: int, sequence: Sequence) -> None:
         for source in self._sources:
