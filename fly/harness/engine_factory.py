@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from fly import registry
 from fly.config import FlyConfig
 from fly.execution import pass_costs
-from fly.execution.batch_size import HeadWork, SequenceWork, Work, sequences_that_fit
+from fly.execution.batch_size import SequenceWork, Work, sequences_that_fit
 from fly.execution.calibration import calibrate
 from fly.execution.heads.base import Head
 from fly.execution.model_runner import ModelRunner
@@ -173,7 +173,7 @@ class EngineFactory:
             width += max(config.spd_k, _widest_from_texts(config, requests))
         works: list[Work] = [SequenceWork(ModelRunner(self.target, 1, self.max_length), width)]
         if isinstance(self.draft, Head):
-            works.append(HeadWork(self.draft.device, self.draft.bytes_per_token))
+            works.append(self.draft)
         elif self.draft is not None:
             runner = ModelRunner(self.draft, 1, self.max_length, intersection=self.intersection)
             sampled = any(not request.sampling.is_greedy for request in requests)

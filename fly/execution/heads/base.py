@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from fly.execution.kv_cache import SlotCache
 from fly.execution.slot_runner import SlotRunner
 from fly.models.heads.checkpoint import Checkpoint, TargetShape
 
@@ -30,6 +31,10 @@ class Head(PreTrainedModel):
     def bytes_per_token(self) -> int:
         """What one token of a sequence takes: K/V, and states that are kept."""
         raise NotImplementedError
+
+    def bytes_for(self, tokens: int) -> int:
+        """What a sequence of so many tokens takes, for `batch_size=auto`."""
+        return self.bytes_per_token * SlotCache.rounded(tokens)
 
     def runner(self, target: PreTrainedModel, slots: int, max_length: int) -> SlotRunner:
         """What its drafter runs it by, for sequences of up to `max_length` tokens."""
