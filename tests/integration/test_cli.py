@@ -9,6 +9,7 @@ import lm_eval.utils
 import pytest
 
 from fly.cli import main as cli
+from fly.runs.earlier_outputs import EarlierOutputs
 
 TASK = """task: tiny_task
 custom_dataset: !function tiny_utils.load
@@ -114,8 +115,13 @@ def test_use_cache_does_not_mix_configurations(saved_pair, config_file, task_dir
     assert len(list(tmp_path.glob("cache_*.db"))) == 2
 
 
-def test_runs_draft_from_earlier_ones(saved_pair, config_file, task_dir, tmp_path, capsys):
-    """Two folders after one key, which lm-eval's own parser refuses, on the line and in a file."""
+def test_runs_draft_from_earlier_ones(saved_pair, config_file, task_dir, tmp_path, monkeypatch):
+    """Two folders after one key, which lm-eval's own parser refuses, on the line and in a file.
+
+    They are read once.
+    """
+    reads, read = [], EarlierOutputs.read
+    monkeypatch.setattr(EarlierOutputs, "read", lambda *args: reads.append(args) or read(*args))
     for name in ("a", "b"):
         out = ("--output_path", tmp_path / name, "--limit", len(name))
         assert evaluate(saved_pair, config_file, task_dir, *out, more_args=",use_sd=false") == 0
@@ -123,6 +129,7 @@ def test_runs_draft_from_earlier_ones(saved_pair, config_file, task_dir, tmp_pat
     more = f",draft_runs={earlier},enable_fly=false"
     out = ("--output_path", tmp_path / "c", "--limit", 2)
     assert evaluate(saved_pair, config_file, task_dir, *out, more_args=more) == 0
+    assert len(reads) == 1
     entry = json.loads(next((tmp_path / "c").rglob("results_*.json")).read_text())["config"]["fly"]
     assert entry["config"]["draft_runs"] == earlier.split(",")
     assert (entry["draft_runs"]["matched"], entry["draft_runs"]["missing"]) == (1, 1)
