@@ -126,9 +126,8 @@ class CascadeDrafter(ModelDrafter):
             room = chain.limit - len(chain.tokens) - 1
             size, guess = 0, list[int]()
             if chain.is_open and room > 0 and self._count:
-                self._indexes[slot].sync(sequence.tokens[: sequence.final_length])
-                pending = sequence.tokens[sequence.final_length :] + chain.tokens
-                size, guess = self._indexes[slot].match(pending, min(room, self._count))
+                most = min(room, self._count)
+                size, guess = self._indexes[slot].match_in(sequence, chain.tokens, most)
                 guess = guess[: len(self._views.speakable(guess))]
             self._matched_sizes[slot] = size
             guesses.append(guess)

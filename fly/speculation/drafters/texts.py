@@ -157,10 +157,7 @@ class OwnText(TextSource):
         self._indexes[slot] = NgramIndex(*self._sizes)
 
     def match(self, slot: int, sequence: Sequence, count: int) -> Proposal | None:
-        index = self._indexes[slot]
-        index.sync(sequence.tokens[: sequence.final_length])
-        provisional = sequence.tokens[sequence.final_length :]
-        size, tokens = index.match(provisional, min(count, self._most))
+        size, tokens = self._indexes[slot].match_in(sequence, (), min(count, self._most))
         return Proposal(self.letter, size, tokens, [1.0] * len(tokens)) if tokens else None
 
     def move(self, source: int, destination: int) -> None:
