@@ -309,6 +309,12 @@ def input_device(model: PreTrainedModel) -> torch.device:
     return device
 
 
+def context_of(model: PreTrainedModel, most: int) -> int:
+    """Tokens that a model's positions reach, at most `most`."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return min(int(limit or most), most)
+
+
 def common_prefix(left: list[int], right: list[int]) -> int:
     """How many leading tokens two lists share."""
     count = min(len(left), len(right))

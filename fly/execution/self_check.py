@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from fly.errors import FlyError, reason_of
 from fly.execution import oom
-from fly.execution.model_runner import ModelRunner, input_device
+from fly.execution.model_runner import ModelRunner, context_of, input_device
 from fly.models.sources import ModelSource, weight_bytes
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def check_cache_agrees(model: PreTrainedModel, field: str) -> None:
     only where two are that close. Raises FlyError, naming the configuration key `field`.
     """
     config = model.config.get_text_config()
-    length = min(_CHECKED, int(getattr(config, "max_position_embeddings", None) or _CHECKED))
+    length = context_of(model, _CHECKED)
     words = max(1, min(config.vocab_size, 1000) - 3)
     tokens = [(index * index * 7 + index * 11) % words + 3 for index in range(length)]
     name = f"{field} ({model.config.model_type})"

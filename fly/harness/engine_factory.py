@@ -14,7 +14,7 @@ from fly.execution import pass_costs
 from fly.execution.batch_size import SequenceWork, Work, sequences_that_fit
 from fly.execution.calibration import calibrate
 from fly.execution.heads.base import Head
-from fly.execution.model_runner import ModelRunner
+from fly.execution.model_runner import ModelRunner, context_of
 from fly.execution.pass_costs import PairCosts
 from fly.execution.ranks import Ranks
 from fly.execution.weights import PackedWeights, is_sharded
@@ -287,9 +287,3 @@ def _widest_from_texts(config: FlyConfig, wanted: list[Request]) -> int:
     if name is None or not registry.DRAFTERS[name].from_texts or not wide:
         return 0
     return min(_WIDE, config.longest_lookup)
-
-
-def context_of(model: PreTrainedModel, most: int) -> int:
-    """Tokens that a model's positions reach, at most `most`."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return min(int(limit or most), most)

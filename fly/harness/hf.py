@@ -26,10 +26,10 @@ from fly.execution import self_check, weights
 from fly.execution.argmax import NotFiniteError
 from fly.execution.heads import layer_check
 from fly.execution.heads.base import Head
-from fly.execution.model_runner import input_device
+from fly.execution.model_runner import context_of, input_device
 from fly.execution.ranks import Ranks
 from fly.harness.backend import Backend
-from fly.harness.engine_factory import EngineFactory, context_of
+from fly.harness.engine_factory import EngineFactory
 from fly.models import compatibility, loading, sources, tokenizers
 from fly.models.heads.checkpoint import TargetShape, read
 from fly.models.token_intersection import TokenIntersection
