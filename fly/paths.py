@@ -73,6 +73,11 @@ def write_output(path: Path, content: str | bytes, flag: str) -> None:
         raise FlyError(f"{flag} {path}: cannot be written: {error.strerror}") from None
 
 
+def timestamp() -> str:
+    """The present second, as the names of a run's files have it."""
+    return time.strftime("%Y-%m-%dT%H-%M-%S")
+
+
 def run_files(folder: Path, name: str, started: str) -> dict[int, Path]:
     """The files `name` of the run of that start, by rank: each of its processes writes its own."""
     found = {}

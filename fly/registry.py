@@ -18,7 +18,7 @@ from fly.errors import FlyError
 class Drafter:
     """Where a drafter's class is, whether it needs the draft model to be loaded, and whether it
     drafts from texts, earlier runs' outputs among them. head: where the class of its draft is, if
-    that is no language model but a head of the target (fly/execution/heads)."""
+    that is no language model but a head of the target (fly/execution/heads/base.py)."""
 
     where: str
     needs_draft_model: bool = True

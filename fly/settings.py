@@ -20,6 +20,7 @@ EntropyKind = Literal["top3", "full", "normalized"]
 Quantization = Literal["auto", "none", "int4", "int8", "fp8"]
 Execution = Literal["auto", "kernels", "onednn", "eager"]
 TextSourceName = Literal["runs", "siblings", "own", "others"]
+_LONGEST_LOOKUP = 128  # draft tokens of a round from texts, where nobody set another number
 # A backtick, at most three spaces into its line.
 _FENCE = "`(?:(?<=^`)|(?<=^ `)|(?<=^  `)|(?<=^   `))"
 # Names for `exact_pattern`. All that begins a match is one itself, so that all of it stays exact.
@@ -220,7 +221,7 @@ class DrafterSettings(Settings):
         ge=1,
         le=256,
         description="Most tokens per round that are drafted from texts. null: spd_k if model_args "
-        "set it, else as many as the machine verifies at little cost, at most 128.",
+        f"set it, else as many as the machine verifies at little cost, at most {_LONGEST_LOOKUP}.",
     )
     draft_runs: Paths = Field(
         None,
@@ -235,6 +236,11 @@ class DrafterSettings(Settings):
         "change texts (FLy and other lossy rules, sampling) spd_k or none, by a fixed rule for the "
         "whole run, which is logged.",
     )
+
+    @property
+    def longest_lookup(self) -> int:
+        """Most tokens per round that are drafted from texts."""
+        return self.lookup_k or _LONGEST_LOOKUP
 
 
 class RuleSettings(Settings):

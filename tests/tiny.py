@@ -134,7 +134,7 @@ def lookup(
     """Drafts from texts. sequences: of the run, else as many as slots. keys: of DrafterSettings."""
     settings = DrafterSettings(min_ngram_size=1, max_ngram_size=4, **keys)
     choice = Choice(COSTS, sequences or slots, learns=learns, has_model=has_model)
-    return Lookup(slots, settings, names, choice, eos)
+    return Lookup(settings, names, choice, eos)
 
 
 def text_drafter(slots: int, names=("own",), **kwargs) -> TextDrafter:

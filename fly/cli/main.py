@@ -33,6 +33,7 @@ from fly.harness.arguments import (
 from fly.models.fingerprint import of_value
 from fly.paths import data_dir
 from fly.runs import context, environment, reader, resume
+from fly.runs.earlier_outputs import EarlierOutputs
 
 _COMMANDS = (compare, config, pair, plot, report, trace, tune)
 # flags of `fly run` that fly reads or replaces before lm-eval does
@@ -192,7 +193,7 @@ def _check_models(args: argparse.Namespace) -> None:
     lm-eval's cache knows a request by its prompt alone, so the name of the cache gets a hash of
     all else that decides a text: configuration, model files and versions.
     """
-    settings, rest, _, earlier = checked_pair(args.model_args, args.model)
+    settings, rest, _ = checked_pair(args.model_args, args.model)
     if "pretrained" not in args.model_args:
         if settings.needs_draft_model and settings.draft_model_path:
             named = {"pretrained": settings.draft_model_path}
@@ -208,8 +209,8 @@ def _check_models(args: argparse.Namespace) -> None:
         # fetch: the next call must find this one's cache
         models = environment.models_of(settings, rest, fetch=True)
         deciding = [settings.hash(), rest, models, environment.deciding_versions()]
-        if earlier.runs:
-            deciding.append(earlier.digest())
+        if settings.earlier_runs:
+            deciding.append(EarlierOutputs.read(settings.earlier_runs).digest())
         args.use_cache = f"{args.use_cache}_{of_value(deciding)[:12]}"
 
 
@@ -244,11 +245,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         _main()
 
 
-def _main() -> None:
+def _set_up_logging() -> None:
+    """lm-eval's log, with fly's own lines in it: lm-eval sets up its own logger only."""
     setup_logging()
+    of_lm_eval, of_fly = logging.getLogger("lm_eval"), logging.getLogger("fly")
+    of_fly.setLevel(of_lm_eval.level)
+    for handler in of_lm_eval.handlers:
+        if type(handler) is logging.StreamHandler:  # its own: others may have added more
+            of_fly.addHandler(handler)
     if launch.rank() > 0:  # the first process says what all would
         logging.disable(logging.INFO)
     logging.getLogger("lm_eval.tasks._index").addFilter(_not_about_our_tasks)
+
+
+def _main() -> None:
+    _set_up_logging()
     try:
         cli = FlyCLI()
         cli.execute(cli.parse_args())

@@ -22,6 +22,7 @@ from fly.harness.arguments import checked_pair, key_values
 from fly.models.fingerprint import of_value
 from fly.paths import write_whole
 from fly.runs import manifest, reader
+from fly.runs.earlier_outputs import EarlierOutputs
 from fly.runs.environment import models_of, versions
 from fly.settings import RECORDING_KEYS
 
@@ -115,7 +116,7 @@ def _drafts_from_texts(config: FlyConfig) -> bool:
 def _mode(name: str, model_args: dict[str, Any], engine: str) -> Mode:
     if name == "hf" and engine != "fly":
         raise FlyError("--modes hf: lm-eval's hf goes with --model hf: run it by itself")
-    config, rest, target, earlier = checked_pair(model_args, engine)
+    config, rest, target = checked_pair(model_args, engine)
     models = partial(models_of, config, rest)
     models()  # what is not there is refused now
     if name == "hf":
@@ -125,8 +126,8 @@ def _mode(name: str, model_args: dict[str, Any], engine: str) -> Mode:
         identity = json.dumps(arguments, sort_keys=True, default=str)
         return Mode(name, "hf", arguments, identity, models, "hf")
     deciding: list[Any] = [config.hash(), rest]
-    if earlier.runs:
-        deciding.append(earlier.digest())
+    if config.earlier_runs:
+        deciding.append(EarlierOutputs.read(config.earlier_runs).digest())
     identity = json.dumps(deciding, sort_keys=True, default=str)
     records = {key: getattr(config, key) for key in RECORDING_KEYS}
     return Mode(name, engine, model_args, identity, models, config.mode, records)

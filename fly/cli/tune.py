@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from lm_eval._cli.utils import MergeDictAction, SplitArgs
 from fly import config as fly_config
 from fly.errors import FlyError
 from fly.models import sources
+from fly.paths import timestamp
 from fly.runs import context
 
 
@@ -91,13 +91,14 @@ def _tune(args: argparse.Namespace) -> None:
     options = Options(args.output, kinds, args.candidates, args.max_changed, args.min_recovery)
     facts = device_facts(lm.device)
     print(f"tuning for {facts['name']} ({facts['type']}, {facts['threads']} threads)")
-    record = args.output.with_name(f"fly_tune_{time.strftime('%Y-%m-%dT%H-%M-%S')}.json")
+    record = args.output.with_name(f"fly_tune_{timestamp()}.json")
 
     def keep(tuning: Tuning) -> None:
         output.write_record(record, tuning, lm, workload, options)
 
     try:
-        with evaluate.quiet("lm_eval"):  # it would log the same for every run, between our lines
+        # they would log the same for every run, between our lines
+        with evaluate.quiet("lm_eval"), evaluate.quiet("fly"):
             tuning = Tuner(lm, workload, options, keep).run()
     except BaseException:
         if record.exists():

@@ -12,30 +12,18 @@ from typing import Protocol
 import torch
 
 from fly.execution import oom
-from fly.execution.kv_cache import SlotCache
 from fly.execution.model_runner import ModelRunner
 
 USABLE = 0.85  # the rest is for fragmentation, other processes, and the scores' own work
 
 
 class Work(Protocol):
-    """What one sequence asks of a model on `device`."""
+    """What one sequence asks of a model on `device`: SequenceWork, or a trained head itself."""
 
     @property
     def device(self) -> torch.device: ...
 
     def bytes_for(self, tokens: int) -> int: ...
-
-
-@dataclass(frozen=True)
-class HeadWork:
-    """What one sequence asks of a trained head. per_token: bytes of K/V and of kept states."""
-
-    device: torch.device
-    per_token: int
-
-    def bytes_for(self, tokens: int) -> int:
-        return self.per_token * SlotCache.rounded(tokens)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ does.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -22,6 +21,7 @@ from fly import __version__
 from fly.execution.device import cpu_name
 from fly.execution.model_runner import ModelRunner
 from fly.execution.pass_costs import NO_DRAFT, PairCosts, PassCosts, growth
+from fly.models.fingerprint import of_value
 from fly.paths import fly_home, write_whole
 
 logger = logging.getLogger(__name__)
@@ -71,9 +71,7 @@ def _path(identity: dict[str, Any]) -> Path:
         "lib": transformers.__version__,
         **identity,
     }
-    text = json.dumps(depends_on, sort_keys=True, default=str)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return fly_home() / "calibration" / f"{digest}.json"
+    return fly_home() / "calibration" / f"{of_value(depends_on)}.json"
 
 
 def _read(path: Path) -> PairCosts | None:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from fly.errors import reason_of
 from fly.execution.kv_cache import SlotCache
 from fly.execution.oom import is_out_of_memory
 
@@ -149,7 +150,7 @@ class CudaGraphRunner:
             except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
                 if is_out_of_memory(error):
                     raise
-                self.failure = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                self.failure = reason_of(error)
                 self.clear()
                 logger.warning("compile=auto: eager passes from here on: %s", self.failure)
                 return None

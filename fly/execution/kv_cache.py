@@ -22,6 +22,7 @@ class SlotCache(Cache):
 
     Works for models whose every layer attends to the whole past; `compatibility.refuse_unsupported`
     keeps the others out. Layers are allocated at their first write, on the layer's own device.
+    read_length: how many positions of a row the pass that has begun may read.
     """
 
     def __init__(self, slots: int) -> None:
@@ -32,7 +33,7 @@ class SlotCache(Cache):
         self._values: list[Tensor] = []
         self._rows = slice(0, 0)
         self._positions_BQ = torch.empty(0, 0, dtype=torch.long)
-        self._read_length = 0
+        self.read_length = 0
         self._is_static = False
 
     def reserve(self, tokens: int) -> bool:
@@ -73,7 +74,7 @@ class SlotCache(Cache):
         self._rows = slice(first_slot, first_slot + positions_BQ.shape[0])
         self._positions_BQ = positions_BQ
         self._is_static = read_length is not None
-        self._read_length = int(positions_BQ.max()) + 1 if read_length is None else read_length
+        self.read_length = int(positions_BQ.max()) + 1 if read_length is None else read_length
 
     def copy_slot(self, source: int, destination: int, length: int) -> None:
         """Copy the first `length` tokens of one slot over another."""
@@ -108,7 +109,7 @@ class SlotCache(Cache):
     def readable(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """What this pass's rows may read of a layer, [B, H, read length, D] each."""
         keys, values = self._keys[layer_idx], self._values[layer_idx]
-        return keys[self._rows, :, : self._read_length], values[self._rows, :, : self._read_length]
+        return keys[self._rows, :, : self.read_length], values[self._rows, :, : self.read_length]
 
     def _allocate(self, like: Tensor) -> Tensor:
         return like.new_zeros(self.slots, like.shape[1], self.capacity, like.shape[3])
@@ -116,8 +117,8 @@ class SlotCache(Cache):
     def _write(self, stored: Tensor, new_BHQD: Tensor) -> None:
         positions_BQ = self._positions_BQ
         if positions_BQ.shape[0] == 1 and not self._is_static:  # one row: a plain slice copy
-            start = self._read_length - positions_BQ.shape[1]
-            stored[self._rows, :, start : self._read_length] = new_BHQD
+            start = self.read_length - positions_BQ.shape[1]
+            stored[self._rows, :, start : self.read_length] = new_BHQD
             return
         rows_B1 = torch.arange(self._rows.start, self._rows.stop, device=stored.device)[:, None]
         stored[rows_B1, :, positions_BQ.to(stored.device)] = new_BHQD.transpose(1, 2)
@@ -125,10 +126,10 @@ class SlotCache(Cache):
     # What transformers' models ask a cache for while they build masks and positions; fly passes
     # both explicitly, so these only have to be well-formed.
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._read_length - self._positions_BQ.shape[1]
+        return self.read_length - self._positions_BQ.shape[1]
 
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        return self._read_length, 0
+        return self.read_length, 0
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
         return self.capacity

@@ -25,7 +25,6 @@ from fly.models.architectures import (
 
 GIB = 2**30
 _COUNTS = (1, 2, 4, 8, 16, 32, 64)  # of GPUs that are tried where a pair does not fit
-_LONGEST_LOOKUP = 128  # tokens of a draft from texts, unless lookup_k says otherwise
 _DRAFT_BITS = {"int4": 4, "int8": 8, "fp8": 8}  # draft_quantization
 
 
@@ -206,7 +205,7 @@ def pair_of(config: FlyConfig, where: str, context: int) -> Pair:
     steps = config.spd_k if drafter else 0
     longest = steps
     if drafter and registry.DRAFTERS[drafter].from_texts:
-        longest = max(steps, config.lookup_k or _LONGEST_LOOKUP)
+        longest = max(steps, config.longest_lookup)
     return Pair(found, drafts, context, longest + 1, steps)
 
 

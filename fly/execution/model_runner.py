@@ -17,15 +17,14 @@ from transformers import PreTrainedModel
 from fly.errors import FlyError
 from fly.execution.cuda_graphs import CudaGraphRunner, PassOutput
 from fly.execution.grouped_attention import grouped
-from fly.execution.kv_cache import SlotCache
-from fly.execution.pass_costs import relative_cost, way_of
+from fly.execution.pass_costs import relative_cost
+from fly.execution.slot_runner import SlotRunner
 from fly.models.token_intersection import TokenIntersection
 
 
-class ModelRunner:
+class ModelRunner(SlotRunner):
     """A causal language model and the K/V of the running sequences.
 
-    `lengths[slot]` is how many tokens of that sequence the cache holds; a lower one rolls back.
     A slot keeps what was written to it until something else is, so that a later prompt may share
     it (`reuse_prefixes`).
 
@@ -50,20 +49,16 @@ class ModelRunner:
         vocabulary: int | None = None,
         intersection: TokenIntersection | None = None,
     ) -> None:
+        self.static: CudaGraphRunner | None = None  # `resize` clears it
+        super().__init__(model, slots, input_device(model))
         self.model = model
         self._vocabulary = vocabulary
         self.intersection = intersection
         self.max_length = max_length
-        self.cache = SlotCache(slots)
-        self.lengths = [0] * slots
-        self._written: list[list[int]] = [[] for _ in range(slots)]  # tokens whose K/V lie there
         self._reuse_prefixes = reuse_prefixes
-        self.static: CudaGraphRunner | None = None
-        self.device: torch.device = input_device(model)
         if intersection is not None:
             intersection.to(self.device)
         self.devices = tuple({parameter.device for parameter in model.parameters()})
-        self.way = way_of(model, self.device)
         self._layers: tuple[int, ...] = ()
         self._hidden: list[Tensor] = []
 
@@ -118,10 +113,6 @@ class ModelRunner:
             taken = [torch.empty(1, 0, width, dtype=self.model.dtype, device=self.device)]
         return torch.cat(taken, dim=1) if taken else None
 
-    @property
-    def slots(self) -> int:
-        return len(self.lengths)
-
     def relative_cost(self, tokens: int) -> float:
         """What a pass over so many tokens costs, by a fixed rule: 1 is a pass over one token.
 
@@ -130,10 +121,8 @@ class ModelRunner:
         return relative_cost(self.way, tokens)
 
     def resize(self, slots: int) -> None:
-        """Forget all K/V, free its memory, and go on with so many slots."""
-        self.cache = SlotCache(slots)
-        self.lengths = [0] * slots
-        self._written = [[] for _ in range(slots)]
+        super().resize(slots)
+        self._written: list[list[int]] = [[] for _ in range(slots)]  # tokens whose K/V lie there
         if self.static is not None:
             self.static.clear()
 
@@ -143,8 +132,7 @@ class ModelRunner:
     ) -> int:
         """Fill a slot; returns how many of its tokens were copied rather than computed.
 
-        No logits are built. Chunks keep the arithmetic of a CPU in its caches, and attention from
-        looking at keys that are all hidden.
+        No logits are built.
         """
         self._hidden = []
         reused = self._copy_prefix(slot, tokens) if reuse and self._reuse_prefixes else 0
@@ -155,7 +143,7 @@ class ModelRunner:
     @torch.inference_mode()
     def catch_up(self, slot: int, tokens: list[int], chunk: int | None = None) -> None:
         """Feed a slot what it lacks of `tokens`, whose first `lengths[slot]` it holds."""
-        chunk = chunk or (256 if self.device.type == "cpu" else 2048)
+        chunk = chunk or self.chunk
         for start in range(self.lengths[slot], len(tokens), chunk):
             piece = tokens[start : start + chunk]
             self._forward(slot, [piece], logits_to_keep=torch.empty(0, dtype=torch.long))
@@ -178,7 +166,6 @@ class ModelRunner:
             self.reserve(min(longest, self.max_length) + past)
 
     def reserve(self, tokens: int) -> None:
-        """Reserve memory for `tokens` tokens per slot; what is stored stays."""
         if self.cache.reserve(tokens) and self.static is not None:
             self.static.clear()
 
@@ -235,11 +222,6 @@ class ModelRunner:
                     self.lengths[slot] += count + steps - 1
         return drafted_BK
 
-    def truncate(self, slot: int, length: int) -> None:
-        """Set how many of the tokens written to a slot are valid: drops the others, or takes in
-        what the last pass wrote."""
-        self.lengths[slot] = length
-
     def commit(self, slot: int, tokens: list[int], length: int) -> None:
         """`truncate(slot, length)`, and name those tokens (after passes on the device)."""
         written = self._written[slot]
@@ -267,25 +249,17 @@ class ModelRunner:
             return token_B
         return self.intersection.to_draft_V[token_B].clamp(min=0)  # logits may all be -inf
 
-    @torch.inference_mode()
     def move(self, source: int, destination: int) -> None:
-        """Move a sequence to another slot."""
-        length = self.lengths[source]
-        self.cache.copy_slot(source, destination, length)
-        self.lengths[destination] = length
-        self._written[destination] = self._written[source][:length]
+        super().move(source, destination)
+        self._written[destination] = self._written[source][: self.lengths[source]]
 
     def _forward(
         self, first_slot: int, tokens: list[list[int]], logits_to_keep: int | Tensor
     ) -> Tensor:
         ids_BQ = padded(tokens)
-        lengths_B = torch.tensor(self.lengths[first_slot : first_slot + len(tokens)])
-        positions_BQ = lengths_B[:, None] + torch.arange(ids_BQ.shape[1])
-        read_length = int(positions_BQ.max()) + 1
-        self.reserve(read_length)
-        self.cache.begin(first_slot, positions_BQ)
+        positions_BQ = self._begin(first_slot, *ids_BQ.shape)
         self._note_written(first_slot, tokens)
-        mask = causal_mask(positions_BQ, read_length, self.model.dtype)
+        mask = causal_mask(positions_BQ, self.cache.read_length, self.model.dtype)
         on_device = (ids_BQ.to(self.device), positions_BQ.to(self.device), mask.to(self.device))
         output = self._call(*on_device, logits_to_keep)
         if output.hidden is not None:
@@ -333,6 +307,12 @@ def input_device(model: PreTrainedModel) -> torch.device:
     embedding: Any = model.get_input_embeddings()
     device: torch.device = embedding.weight.device
     return device
+
+
+def context_of(model: PreTrainedModel, most: int) -> int:
+    """Tokens that a model's positions reach, at most `most`."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return min(int(limit or most), most)
 
 
 def common_prefix(left: list[int], right: list[int]) -> int:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from fly.errors import FlyError
+from fly.errors import FlyError, reason_of
 from fly.execution import kernels, oom
-from fly.execution.model_runner import ModelRunner, input_device
+from fly.execution.model_runner import ModelRunner, context_of, input_device
 from fly.models.sources import ModelSource, weight_bytes
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def check_cache_agrees(model: PreTrainedModel, field: str) -> None:
     only where two are that close. Raises FlyError, naming the configuration key `field`.
     """
     config = model.config.get_text_config()
-    length = min(_CHECKED, int(getattr(config, "max_position_embeddings", None) or _CHECKED))
+    length = context_of(model, _CHECKED)
     words = max(1, min(config.vocab_size, 1000) - 3)
     tokens = [(index * index * 7 + index * 11) % words + 3 for index in range(length)]
     name = f"{field} ({model.config.model_type})"
@@ -68,10 +68,9 @@ def check_cache_agrees(model: PreTrainedModel, field: str) -> None:
     try:
         checked = _through_cache(model, tokens)
     except (ValueError, TypeError, RuntimeError, AttributeError, LookupError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise FlyError(
-            f"{name}: cannot be decoded through fly's cache ({reason}): this architecture is not "
-            "supported yet"
+            f"{name}: cannot be decoded through fly's cache ({reason_of(error)}): this "
+            "architecture is not supported yet"
         ) from error
     dtype = torch.bfloat16 if kernels.rounds_inputs(model) else model.dtype
     tolerance = _ROUNDING.get(dtype, _COARSEST) * expected.abs().max().item() + 1e-4

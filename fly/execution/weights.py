@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fly import launch
-from fly.errors import FlyError
+from fly.errors import FlyError, reason_of
 from fly.execution import fused_layer, kernels, packed_linear
 from fly.settings import ExecutionSettings, Quantization
 
@@ -219,8 +219,9 @@ def _quantize_with_torchao(model: PreTrainedModel, kind: str) -> None:
     try:
         quantize_(model, Int8WeightOnlyConfig() if kind == "int8" else Float8WeightOnlyConfig())
     except (RuntimeError, ValueError, NotImplementedError, AssertionError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise FlyError(f"draft_quantization={kind}: torchao: {reason}: set it to none") from error
+        raise FlyError(
+            f"draft_quantization={kind}: torchao: {reason_of(error)}: set it to none"
+        ) from error
 
 
 def set_threads(wanted: int | None) -> None:

@@ -34,7 +34,6 @@ from fly import launch, reading, registry
 from fly.config import FlyConfig
 from fly.errors import FlyError
 from fly.models import sources
-from fly.runs.earlier_outputs import EarlierOutputs
 from fly.runs.resume import parse_pairs
 
 _HF_NAMES = [name for name, engine in registry.IN_PLACE_OF.items() if engine == "fly"]
@@ -161,17 +160,15 @@ def check_gen_kwargs(given: Any, where: str) -> None:
 
 def checked_pair(
     model_args: Mapping[str, Any], engine: str = "fly"
-) -> tuple[FlyConfig, dict[str, Any], sources.ModelSource, EarlierOutputs]:
-    """(configuration, what goes to lm-eval's class, the target, what is drafted from).
+) -> tuple[FlyConfig, dict[str, Any], sources.ModelSource]:
+    """(configuration, what goes to lm-eval's class, the target).
 
-    Raises FlyError for what is wrong with them, and for models and earlier runs whose files are
-    not there or whole.
+    Raises FlyError for what is wrong with them, and for models whose files are not there or whole.
     """
     config, hf_args = fly_config.of_model_args(model_args)
     registry.load_engine(engine).check(config, hf_args)
-    earlier = EarlierOutputs.read(config.earlier_runs)
     target, _ = sources.sources(config, model_args.get("config_path"))
-    return config, hf_args, target, earlier
+    return config, hf_args, target
 
 
 def check_model_args(config: FlyConfig, hf_args: Mapping[str, Any]) -> None:

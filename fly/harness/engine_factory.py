@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 from fly import registry
 from fly.config import FlyConfig
 from fly.execution import pass_costs
-from fly.execution.batch_size import HeadWork, SequenceWork, Work, sequences_that_fit
+from fly.execution.batch_size import SequenceWork, Work, sequences_that_fit
 from fly.execution.calibration import calibrate
-from fly.execution.model_runner import ModelRunner
+from fly.execution.heads.base import Head
+from fly.execution.model_runner import ModelRunner, context_of
 from fly.execution.pass_costs import PairCosts
 from fly.execution.ranks import Ranks
 from fly.execution.weights import PackedWeights, is_sharded
@@ -74,7 +75,7 @@ class EngineFactory:
         """For `missing`, which of all `wanted` requests are not there yet."""
         slots = max(1, min(self._running_sequences(config, missing), len(missing)))
         target = self.target_runner(config, slots)
-        drafts = config.needs_draft_model and self.ranks.rank == 0 and config.head_class is None
+        drafts = config.needs_draft_model and self.ranks.rank == 0
         draft = self.draft_runner(config, slots) if drafts else None
         costs = self._costs(config, wanted, target, draft)
         drafter = self._drafter(config, slots, wanted, draft, costs)
@@ -103,8 +104,11 @@ class EngineFactory:
     def target_runner(self, config: FlyConfig, slots: int) -> ModelRunner:
         return self._runner(config, self.target, slots, self.max_length)
 
-    def draft_runner(self, config: FlyConfig, slots: int) -> ModelRunner:
+    def draft_runner(self, config: FlyConfig, slots: int) -> Any:
+        """A ModelRunner, or a head's own."""
         assert self.draft is not None
+        if isinstance(self.draft, Head):
+            return self.draft.runner(self.target, slots, self.max_length)
         context = context_of(self.draft, self.max_length)
         return self._runner(config, self.draft, slots, context, self.intersection)
 
@@ -138,16 +142,11 @@ class EngineFactory:
         config: FlyConfig,
         slots: int,
         wanted: list[Request],
-        draft: ModelRunner | None,
+        draft: Any,
         costs: PairCosts,
     ) -> Drafter:
         if config.drafter_name is None or self.ranks.rank > 0:
             return NoDrafter()
-
-        def draft_runner() -> ModelRunner:
-            assert draft is not None
-            return draft
-
         kind = registry.load(registry.DRAFTERS[config.drafter_name].where)
         drafter: Drafter = kind.create(
             DrafterContext(
@@ -155,13 +154,10 @@ class EngineFactory:
                 self._planned(wanted),
                 config.part(DrafterSettings),
                 self.eos_ids,
-                draft_runner,
+                draft,
                 costs,
                 _drafts_change_texts(config, wanted),
                 _text_sources(config, wanted),
-                self.target,
-                self.max_length,
-                self.draft if config.head_class is not None else None,
             )
         )
         return drafter
@@ -176,9 +172,8 @@ class EngineFactory:
         if config.drafter_name is not None:
             width += max(config.spd_k, _widest_from_texts(config, requests))
         works: list[Work] = [SequenceWork(ModelRunner(self.target, 1, self.max_length), width)]
-        if self.draft is not None and config.head_class is not None:
-            head: Any = self.draft
-            works.append(HeadWork(head.device, head.bytes_per_token))
+        if isinstance(self.draft, Head):
+            works.append(self.draft)
         elif self.draft is not None:
             runner = ModelRunner(self.draft, 1, self.max_length, intersection=self.intersection)
             sampled = any(not request.sampling.is_greedy for request in requests)
@@ -198,20 +193,18 @@ class EngineFactory:
         config: FlyConfig,
         wanted: list[Request],
         target: ModelRunner,
-        draft: ModelRunner | None,
+        draft: Any,
     ) -> PairCosts:
         """Of both models' passes. Calibrated where texts do not depend on what they decide; else by
         a rule that is the same on every machine of a kind."""
         adapts = config.drafter_name is not None and config.draft_policy == "auto"
-        timed = self._may_adapt and config.head_class is None  # heads read what no timing has
+        timed = self._may_adapt and not isinstance(self.draft, Head)  # it reads what no timing has
         if timed and adapts and not _drafts_change_texts(config, wanted):
             return calibrate(target, draft, self._deciding_costs(config))
-        way, block = draft.way if draft is not None else None, None
-        if config.head_class is not None and self.draft is not None:
-            way = pass_costs.way_of(self.draft, self.draft.device)
-            block = getattr(self.draft, "block_size", None)  # of heads that draft in one pass
-        weight = self.packed.draft_weight if way is not None else 0.0
-        return replace(pass_costs.by_rule(target.way, way, weight), block=block)
+        if draft is None:
+            return pass_costs.by_rule(target.way, None, 0.0)
+        costs = pass_costs.by_rule(target.way, draft.way, self.packed.draft_weight)
+        return replace(costs, block=draft.block)
 
     def _draft_length(
         self, config: FlyConfig, wanted: list[Request], costs: PairCosts
@@ -293,10 +286,4 @@ def _widest_from_texts(config: FlyConfig, wanted: list[Request]) -> int:
     wide = set(_text_sources(config, wanted)) - {"own"}
     if name is None or not registry.DRAFTERS[name].from_texts or not wide:
         return 0
-    return min(_WIDE, config.lookup_k or _WIDE)
-
-
-def context_of(model: PreTrainedModel, most: int) -> int:
-    """Tokens that a model's positions reach, at most `most`."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return min(int(limit or most), most)
+    return min(_WIDE, config.longest_lookup)

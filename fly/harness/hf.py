@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import transformers
@@ -21,16 +21,17 @@ from lm_eval.models.huggingface import HFLM
 
 from fly import config as fly_config
 from fly import launch, registry
-from fly.errors import FlyError
+from fly.errors import FlyError, reason_of
 from fly.execution import self_check, weights
 from fly.execution.argmax import NotFiniteError
 from fly.execution.heads import layer_check
-from fly.execution.model_runner import input_device
+from fly.execution.heads.base import Head
+from fly.execution.model_runner import context_of, input_device
 from fly.execution.ranks import Ranks
 from fly.harness.backend import Backend
-from fly.harness.engine_factory import EngineFactory, context_of
+from fly.harness.engine_factory import EngineFactory
 from fly.models import compatibility, loading, sources, tokenizers
-from fly.models.heads.checkpoint import Checkpoint, TargetShape, read
+from fly.models.heads.checkpoint import TargetShape, read
 from fly.models.token_intersection import TokenIntersection
 from fly.runs.records import Observer, RequestRecord
 from fly.settings import ExecutionSettings
@@ -45,17 +46,6 @@ _OF_THE_HUB = (
     "token", "use_auth_token", "cache_dir", "local_files_only", "force_download", "proxies",
 )  # fmt: skip
 _OF_MODELS = (*_OF_THE_HUB, "use_safetensors", "attn_implementation")
-
-
-class HeadClass(Protocol):
-    """A class that fly/registry.py names as a drafter's `head`. Its `bytes_per_token` is what one
-    token of a sequence takes, for `batch_size=auto`."""
-
-    @classmethod
-    def from_checkpoint(
-        cls, checkpoint: Checkpoint, target: TargetShape, layers: tuple[int, ...] | None
-    ) -> transformers.PreTrainedModel:
-        """layers: the configuration's `head_layer_ids`. Raises FlyError if it does not fit."""
 
 
 @register_model("fly")
@@ -98,21 +88,21 @@ class FlyLM(Backend, HFLM):
         self._num_parameters = self.model.num_parameters()
         self._loaded_dtype = str(self.model.dtype).split(".")[-1]  # packing may change what is seen
         shared = Ranks() if self.world_size > 1 else self.processes  # who shares the target
-        draft_model = intersection = None
+        draft_model: transformers.PreTrainedModel | None = None
+        intersection = None
         if draft is not None and shared.rank == 0:
             if config.head_class is not None:
                 draft_model = self.load_head(registry.load(config.head_class), draft, hf_args)
             else:
-                draft_model = self.load_draft(draft, hf_args)
-                intersection = self._intersection(draft_model)
+                draft_model, tokenizer = self.load_draft(draft, hf_args)
+                intersection = self._intersection(draft_model, tokenizer)
                 # before quantisation, whose errors only cost speed
                 self_check.check_cache_agrees(draft_model, "pretrained")
         self.packed = weights.pack(self.model, draft_model, config.part(ExecutionSettings))
         self_check.check_cache_agrees(self.model, "target_model_path")
-        if draft_model is not None and config.head_class is not None and shared.size == 1:
-            head: Any = draft_model
+        if isinstance(draft_model, Head) and shared.size == 1:
             tokens = self.tokenizer.encode(layer_check.TEXT)
-            layer_check.warn_if_layers_are_shifted(head, self.model, tokens)
+            layer_check.warn_if_layers_are_shifted(draft_model, self.model, tokens)
         if shared.size > 1:
             shared.watch(self.model)
         self.eos_ids = tokenizers.eos_token_ids(self.model, self.tokenizer)
@@ -168,17 +158,17 @@ class FlyLM(Backend, HFLM):
         except FlyError:
             raise
         except Exception as error:  # tokenizers has no other, and a model's code may raise any
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+            reason = reason_of(error)
             if name.endswith(".gguf"):
                 reason += ": it may be cut short: fetch it again"
             raise FlyError(f"{field}={name}: cannot be loaded: {reason}") from error
 
     def load_draft(
         self, source: sources.ModelSource, hf_args: dict[str, Any]
-    ) -> transformers.PreTrainedModel:
+    ) -> tuple[transformers.PreTrainedModel, Any]:
         """Load the draft with HFLM's own loader, then give the target its place back.
 
-        The model is returned as loaded: neither packed nor in use.
+        Returns the model as loaded, neither packed nor in use, and its tokenizer.
         """
         target_model: Any = self._model  # type: ignore[has-type]
         shared = {
@@ -201,7 +191,6 @@ class FlyLM(Backend, HFLM):
                 )
                 if not self.fly_config.dual_tok:
                     tokenizers.check_same_vocabulary(self.tokenizer, tokenizer)
-                self._draft_tokenizer = tokenizer
                 self._create_model(
                     source.path,
                     dtype=self.fly_config.draft_dtype or self._loaded_dtype,
@@ -214,11 +203,11 @@ class FlyLM(Backend, HFLM):
         finally:
             self._model = target_model
         compatibility.refuse_unsupported(draft, "pretrained", context_of(draft, self.max_length))
-        return draft
+        return draft, tokenizer
 
     def load_head(
-        self, kind: HeadClass, source: sources.ModelSource, hf_args: dict[str, Any]
-    ) -> transformers.PreTrainedModel:
+        self, kind: type[Head], source: sources.ModelSource, hf_args: dict[str, Any]
+    ) -> Head:
         """Load a head of the target, whose tokenizer and context are the target's."""
         config = self.fly_config
         name = str(config.draft_model_path)
@@ -233,12 +222,14 @@ class FlyLM(Backend, HFLM):
             parameter.data = parameter.data.to(dtype)
         return head.eval().to(config.draft_device or self.device)
 
-    def _intersection(self, draft: transformers.PreTrainedModel) -> TokenIntersection | None:
+    def _intersection(
+        self, draft: transformers.PreTrainedModel, tokenizer: Any
+    ) -> TokenIntersection | None:
         """The tokens that both models have, and logs their share; None where all are the same."""
-        if self._draft_tokenizer.get_vocab() == self.tokenizer.get_vocab():
+        if tokenizer.get_vocab() == self.tokenizer.get_vocab():
             return None
         found = TokenIntersection.from_tokenizers(
-            self._draft_tokenizer,
+            tokenizer,
             self.tokenizer,
             draft_size=draft.config.get_text_config().vocab_size,
             target_size=self.model.config.get_text_config().vocab_size,

@@ -35,7 +35,7 @@ from vllm.engine.arg_utils import EngineArgs
 from fly import config as fly_config
 from fly import reading
 from fly.config import FlyConfig
-from fly.errors import FlyError
+from fly.errors import FlyError, reason_of
 from fly.harness.backend import Backend
 from fly.harness.vllm_config import METHODS, Installed, counts, shares, speculative_config
 from fly.models import sources, tokenizers
@@ -106,10 +106,9 @@ class FlyVLLM(Backend, VLLM):
         except FlyError:
             raise
         except Exception as error:  # vLLM's own, of many kinds
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
             raise FlyError(
                 f"--model vllm: target_model_path={config.target_model_path} cannot be loaded: "
-                f"{reason}"
+                f"{reason_of(error)}"
             ) from error
         self.generation_config = self._generation_config(target.path, vllm_args)
         self.eos_ids = tokenizers.eos_token_ids(self, self.tokenizer)
@@ -226,7 +225,7 @@ class FlyVLLM(Backend, VLLM):
                         yield self._record(running.pop(output.request_id), output, now)
                 before = time.perf_counter()  # keeping responses is no decoding
         except ValueError as error:
-            raise FlyError(f"--model vllm: {str(error).splitlines()[0]}") from error
+            raise FlyError(f"--model vllm: {reason_of(error)}") from error
         finally:
             if running:
                 engine.abort_request(list(running))

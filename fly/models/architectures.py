@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from fly.errors import FlyError
+from fly.errors import FlyError, reason_of
 from fly.models.sources import ModelSource
 
 KNOWN = Path(__file__).with_name("architectures.json")
@@ -45,10 +45,9 @@ def model_config(source: ModelSource, field: str) -> PretrainedConfig:
             source.path, **({"gguf_file": source.gguf_file} if source.gguf_file else {})
         )
     except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0][:200]
         raise FlyError(
             f"{field}={source.path}: its config.json can neither be read nor is it known here "
-            f"({reason}): name a local folder that holds it"
+            f"({reason_of(error)}): name a local folder that holds it"
         ) from None
     return found.get_text_config()
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from fly.errors import FlyError
+from fly.errors import FlyError, some
 
 
 class WithAllTensors:
@@ -29,10 +29,9 @@ class WithAllTensors:
         loaded = {id(tensor) for name, tensor in tensors.items() if name not in missing}
         absent = sorted(n for n in missing if n not in tensors or id(tensors[n]) not in loaded)
         if absent:
-            more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
             raise FlyError(
-                f"{self._field}={path}: the checkpoint lacks {', '.join(absent[:3])}{more}: fetch "
-                "the model again, or name another one"
+                f"{self._field}={path}: the checkpoint lacks {some(absent)}: fetch the model "
+                "again, or name another one"
             )
         checked: PreTrainedModel = model
         return checked

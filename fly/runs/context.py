@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fly import launch
 from fly.errors import FlyError
+from fly.paths import timestamp
 
 if TYPE_CHECKING:
     from fly.runs.finished_requests import FinishedRequests
@@ -37,7 +38,7 @@ class RunContext:
     results_entry: Callable[[], dict[str, Any]] | None = None
     traced_requests: int = 0
     traced_tokens: set[int] = field(default_factory=set)
-    started: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H-%M-%S"))
+    started: str = field(default_factory=timestamp)
     manifest: Manifest | None = None
     finished_requests: FinishedRequests | None = None
     is_resumable: bool = False

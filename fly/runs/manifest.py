@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 
 from fly import reading
 from fly.errors import FlyError
-from fly.paths import write_whole
+from fly.paths import timestamp, write_whole
 from fly.runs import shapes
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Manifest:
     def create(cls, folder: Path, arguments: dict[str, Any]) -> Manifest:
         """A new run in `folder`, under a name (the second it started) that no other run has."""
         while True:
-            started = time.strftime("%Y-%m-%dT%H-%M-%S")
+            started = timestamp()
             data = {
                 "format": _FORMAT,
                 "started": started,

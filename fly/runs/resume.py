@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,7 +18,7 @@ from lm_eval.utils import simple_parse_args_string
 from fly import config as fly_config
 from fly import launch
 from fly.errors import FlyError
-from fly.paths import run_files
+from fly.paths import run_files, timestamp
 from fly.runs import reader
 from fly.runs.context import RunContext
 from fly.runs.environment import deciding_versions, models_of
@@ -164,7 +163,7 @@ def _join(folder: Path, manifest: Manifest) -> Manifest:
     manifest.data = Manifest.read(manifest.path).data
     if manifest.finished:
         raise FlyError(f"--resume {manifest.folder}: another process has just ended this run")
-    manifest.data["resumed"].append(time.strftime("%Y-%m-%dT%H-%M-%S"))
+    manifest.data["resumed"].append(timestamp())
     return manifest
 
 

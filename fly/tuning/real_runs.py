@@ -185,7 +185,8 @@ class TunedLM(FlyLM):
     def _fresh_draft(self) -> Any:
         _, source = sources.sources(self.fly_config)
         assert source is not None
-        return self.load_draft(source, self._model_args)
+        draft, _ = self.load_draft(source, self._model_args)
+        return draft
 
     def runners(self, slots: int, *, eager: bool = False) -> tuple[ModelRunner, ModelRunner]:
         """Target and draft with so many slots each, as the engine has them or in eager passes."""

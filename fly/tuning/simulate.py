@@ -86,17 +86,13 @@ class CascadeCounter(DraftCounter):
         super().admit(sequence)
         self._index = NgramIndex(*self._sizes)
 
-    def draft(self, sequence: Sequence, chain: list[int], limit: int) -> None:
-        self._index.sync(sequence.tokens[: sequence.final_length])
-        super().draft(sequence, chain, limit)
-
     def _guess(
         self, sequence: Sequence, chain: list[int], done: int, limit: int, unseen: int
     ) -> tuple[int, int]:
         size, guess, lookahead = 0, list[int](), limit - done - 1
         if lookahead > 0:
-            pending = sequence.tokens[sequence.final_length :] + chain[:done]
-            size, guess = self._index.match(pending, min(lookahead, self._count))
+            most = min(lookahead, self._count)
+            size, guess = self._index.match_in(sequence, chain[:done], most)
         length = self._policy.choose([(size, len(guess))], 1, unseen)
         agreed = common_prefix(guess[:length], chain[done:])
         self._policy.observe(size, length, agreed)

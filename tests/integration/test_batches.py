@@ -345,7 +345,10 @@ def test_memory_stays_flat_over_many_requests(pair):
     for _ in engine.run(many):
         drafter = engine._drafter
         capacity.append(
-            (engine._target.cache.capacity, sum(len(index._last) for index in drafter._indexes))
+            (
+                engine._target.cache.capacity,
+                sum(len(index._last) for index in drafter._indexes.values()),
+            )
         )
     assert len(capacity) == 120
     assert {size for size, _ in capacity[30:]} == {512}

@@ -111,7 +111,7 @@ class Stale(BlockDrafter):
 
     def commit(self, running, verdicts, features=None):
         for slot, sequence in enumerate(running):
-            self._runner.lengths[slot] = len(sequence.tokens) - 1
+            self.runner.lengths[slot] = len(sequence.tokens) - 1
 
 
 class Unrolled(BlockDrafter):
@@ -119,7 +119,7 @@ class Unrolled(BlockDrafter):
 
     def commit(self, running, verdicts, features=None):
         counts = [len(verdict.draft) + 1 for verdict in verdicts]
-        self._runner.extend(0, features, counts)
+        self.runner.extend(0, features, counts)
 
 
 @SLOTS
@@ -150,12 +150,12 @@ class Watched(BlockDrafter):
                 known, last = sequence.tokens[:-1], sequence.tokens[-1:]
                 fresh = self.fresh()
                 seen = block_heads.features(self.target, self.wants_features, known)
-                fresh._runner.extend(0, seen, [len(known)])
-                states = fresh._runner.draft(last)
-                logits = fresh._runner.logits(states)
+                fresh.runner.extend(0, seen, [len(known)])
+                states = fresh.runner.draft(last)
+                logits = fresh.runner.logits(states)
                 previous, wanted = torch.tensor(last), []
                 for at in range(len(chain)):
-                    previous = fresh._runner.after(logits[:, at], previous).argmax(-1)
+                    previous = fresh.runner.after(logits[:, at], previous).argmax(-1)
                     wanted.append(int(previous))
                 self.checked += 1
                 self.wrong += wanted != chain
@@ -231,7 +231,7 @@ def test_a_packed_head_of_fewer_bits_drafts_as_well(heads, kind, execution):
     found = []
     for settings in (None, ExecutionSettings(execution=execution, draft_quantization="int8")):
         drafter = block_heads.drafter(heads[kind], target, 1)
-        runner = drafter._runner
+        runner = drafter.runner
         for parameter in runner.head.parameters():
             parameter.data = parameter.data.to(torch.bfloat16)
         if settings is not None:
@@ -239,7 +239,7 @@ def test_a_packed_head_of_fewer_bits_drafts_as_well(heads, kind, execution):
                 assert weights.pack_draft(runner.head, settings).endswith("int8")
             except FlyError as error:
                 pytest.skip(str(error))
-        drafter._runner = BlockRunner(runner.head, target, 1)
+        drafter.runner = BlockRunner(runner.head, target, 1)
         found.append(accepted(tiny.decode_all(tiny.engine(target, drafter, 5), PROMPTS[:5], 20)))
     assert found[1] > 0.8 * found[0] > 20
 
@@ -262,10 +262,8 @@ def test_what_a_head_cannot_do_is_refused_at_once(target, heads):
     def create(target=target, **keys):
         settings = DrafterSettings(**{"spd_k": 5, **keys})
         ends = frozenset({tiny.EOS})
-        runs_none = lambda: None  # noqa: E731
-        context = DrafterContext(
-            1, 1, settings, ends, runs_none, tiny.COSTS, False, (), target, 512, head
-        )
+        runner = head.runner(target, 1, 512)
+        context = DrafterContext(1, 1, settings, ends, runner, tiny.COSTS, False, ())
         return BlockDrafter.create(context)
 
     assert create().wants_features == (1, 2)

@@ -1,12 +1,15 @@
 """The command line, run as a user runs it: lm-eval's flags, fly's routing, one-line errors."""
 
 import json
+import logging
 import subprocess
 import sys
 
+import lm_eval.utils
 import pytest
 
 from fly.cli import main as cli
+from fly.runs.earlier_outputs import EarlierOutputs
 
 TASK = """task: tiny_task
 custom_dataset: !function tiny_utils.load
@@ -112,8 +115,13 @@ def test_use_cache_does_not_mix_configurations(saved_pair, config_file, task_dir
     assert len(list(tmp_path.glob("cache_*.db"))) == 2
 
 
-def test_runs_draft_from_earlier_ones(saved_pair, config_file, task_dir, tmp_path, capsys):
-    """Two folders after one key, which lm-eval's own parser refuses, on the line and in a file."""
+def test_runs_draft_from_earlier_ones(saved_pair, config_file, task_dir, tmp_path, monkeypatch):
+    """Two folders after one key, which lm-eval's own parser refuses, on the line and in a file.
+
+    They are read once.
+    """
+    reads, read = [], EarlierOutputs.read
+    monkeypatch.setattr(EarlierOutputs, "read", lambda *args: reads.append(args) or read(*args))
     for name in ("a", "b"):
         out = ("--output_path", tmp_path / name, "--limit", len(name))
         assert evaluate(saved_pair, config_file, task_dir, *out, more_args=",use_sd=false") == 0
@@ -121,6 +129,7 @@ def test_runs_draft_from_earlier_ones(saved_pair, config_file, task_dir, tmp_pat
     more = f",draft_runs={earlier},enable_fly=false"
     out = ("--output_path", tmp_path / "c", "--limit", 2)
     assert evaluate(saved_pair, config_file, task_dir, *out, more_args=more) == 0
+    assert len(reads) == 1
     entry = json.loads(next((tmp_path / "c").rglob("results_*.json")).read_text())["config"]["fly"]
     assert entry["config"]["draft_runs"] == earlier.split(",")
     assert (entry["draft_runs"]["matched"], entry["draft_runs"]["missing"]) == (1, 1)
@@ -207,6 +216,20 @@ def test_our_tasks_are_listed_from_any_folder(tmp_path):
         check=False,
     )
     assert "All tasks found and valid" in result.stdout, result.stderr[-500:]
+
+
+def test_flys_own_log_lines_are_shown(monkeypatch, capsys):
+    """lm-eval 0.4.13 sets up its own logger only; what it shows is shown of fly's, too."""
+    monkeypatch.setattr(lm_eval.utils, "_LOGGING_CONFIGURED", False, raising=False)
+    for name in ("lm_eval", "fly"):
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [])
+    assert run("--version") == 0
+    log = logging.getLogger("fly.execution.weights")
+    log.info("passes: target eager")
+    log.debug("more than that")
+    error = capsys.readouterr().err
+    assert error.count("passes: target eager") == 1
+    assert "more than that" not in error
 
 
 def test_version(capsys):

@@ -438,7 +438,7 @@ def test_a_draft_that_is_loaded_again_has_the_checkpoints_dtype(saved_pair, monk
     ready = fly_lm(saved_pair, dtype="bfloat16")
     assert ready.model.dtype == torch.float32
     _, draft = sources.sources(ready.fly_config)
-    assert ready.load_draft(draft, {}).dtype == torch.bfloat16
+    assert ready.load_draft(draft, {})[0].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("batch_size", [2, "auto"])

@@ -1,5 +1,7 @@
 """The incremental n-gram index against a scan of the whole text."""
 
+from types import SimpleNamespace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,8 +32,9 @@ def scan(tokens, pending, count, min_size, max_size):
 def test_a_match_equals_a_scan(tokens, pending, count, min_size, max_size):
     index = NgramIndex(min_size, max_size)
     index.extend(tokens[: len(tokens) // 2])
-    index.sync(tokens)
-    assert index.match(pending, count)[1] == scan(tokens, pending, count, min_size, max_size)
+    sequence = SimpleNamespace(tokens=[*tokens, *pending[:1]], final_length=len(tokens))
+    _, found = index.match_in(sequence, pending[1:], count)
+    assert found == scan(tokens, pending, count, min_size, max_size)
 
 
 def test_until_eos_keeps_the_first_eos():

@@ -23,8 +23,10 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from fly.execution.grouped_attention import grouped_attention
+from fly.execution.heads.base import Head
 from fly.execution.kv_cache import SlotCache
 from fly.execution.model_runner import causal_mask, input_device
+from fly.execution.slot_runner import SlotRunner
 from fly.models.heads.block import BlockSpec, own_tensors, parse
 from fly.models.heads.checkpoint import Checkpoint, TargetShape
 
@@ -99,7 +101,7 @@ class ConfidenceHead(nn.Module):
         self.proj = Probe(width, 1)
 
 
-class BlockHead(PreTrainedModel):
+class BlockHead(Head):
     """The head's own weights; the embedding and most often the output head are the target's.
 
     vocabulary: ids of the target.
@@ -110,7 +112,7 @@ class BlockHead(PreTrainedModel):
     def __init__(self, spec: BlockSpec, vocabulary: int) -> None:
         config = spec.decoder
         super().__init__(config)
-        self.spec = spec
+        self.spec, self.layers_read = spec, spec.layers
         hidden = config.hidden_size
         draft_vocabulary = len(spec.vocabulary.to_target_D) if spec.vocabulary else vocabulary
         self.fc = nn.Linear(len(spec.layers) * hidden, hidden, bias=False)
@@ -133,21 +135,18 @@ class BlockHead(PreTrainedModel):
     def from_checkpoint(
         cls, checkpoint: Checkpoint, target: TargetShape, layers: tuple[int, ...] | None = None
     ) -> BlockHead:
-        """See `fly.models.heads.block.parse`. Raises FlyError, too, for tensors that are not what
-        the checkpoint's own config.json says."""
+        """See `fly.models.heads.block.parse`."""
         spec = parse(checkpoint, target, layers)
         head = cls(spec, target.vocabulary)
         own_tensors(checkpoint).load_into(head)
         return head
 
-    @property
-    def layers_read(self) -> tuple[int, ...]:
-        return self.spec.layers
+    def runner(self, target: PreTrainedModel, slots: int, max_length: int) -> BlockRunner:
+        return BlockRunner(self, target, slots)
 
     def next_tokens(
         self, target: PreTrainedModel, tokens: list[int], features_1NF: Tensor
     ) -> dict[int, int]:
-        """See `fly.execution.heads.layer_check.Head`."""
         places = range(_CONTEXT, len(tokens), _STRIDE)
         last = [tokens[at] for at in places]
         runner = BlockRunner(self, target, len(places))
@@ -157,13 +156,7 @@ class BlockHead(PreTrainedModel):
         return dict(zip(places, logits_BV.argmax(dim=-1).tolist()))
 
     @property
-    def block_size(self) -> int:
-        """Positions of the one pass that drafts."""
-        return self.spec.block_size
-
-    @property
     def bytes_per_token(self) -> int:
-        """Of a sequence's K/V."""
         config = self.config
         size = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         return size * self.dtype.itemsize
@@ -195,36 +188,19 @@ def _rotated(x_BHND: Tensor, rotary: Rotary) -> Tensor:
     return x_BHND * cos + torch.cat([-second, first], dim=-1) * sin
 
 
-class BlockRunner:
+class BlockRunner(SlotRunner):
     """A block head with its K/V of the running sequences' context.
 
-    `lengths[slot]` is how many of a sequence's tokens the cache holds, by their features; a lower
-    one rolls back. A block's own K/V are written behind them and overwritten by what comes next:
-    nothing of a block stays.
+    A block's own K/V are written behind the context's and overwritten by what comes next: nothing
+    of a block stays, and `lengths` never count it.
     """
 
     def __init__(self, head: BlockHead, target: PreTrainedModel, slots: int) -> None:
-        self.head, self.spec = head, head.spec
+        super().__init__(head, slots, head.device)
+        self.head, self.spec, self.dtype = head, head.spec, head.dtype
+        self.target, self.block = target, head.spec.block_size
         self.max_length: int = head.config.max_position_embeddings
-        self.device, self.dtype = head.device, head.dtype
-        self._target = target
         self._vocabulary = self.spec.vocabulary and self.spec.vocabulary.to(self.device)
-        self.resize(slots)
-
-    def resize(self, slots: int) -> None:
-        """Forget all K/V, and go on with so many slots."""
-        self.cache = SlotCache(slots)
-        self.lengths = [0] * slots
-
-    def reserve(self, tokens: int) -> None:
-        """Reserve memory for sequences of `tokens` tokens."""
-        self.cache.reserve(tokens + self.spec.block_size)
-
-    @torch.inference_mode()
-    def move(self, source: int, destination: int) -> None:
-        """Move a sequence to another slot."""
-        self.cache.copy_slot(source, destination, self.lengths[source])
-        self.lengths[destination] = self.lengths[source]
 
     @torch.inference_mode()
     def extend(self, first_slot: int, features_BNF: Tensor, counts: list[int]) -> None:
@@ -246,32 +222,23 @@ class BlockRunner:
         positions_BP = self._begin(0, len(last), width)
         ids_BP = torch.full_like(positions_BP, self.spec.mask_token_id)
         ids_BP[:, 0] = torch.tensor(last)
-        x_BPD = self._target.get_input_embeddings()(ids_BP.to(input_device(self._target)))
-        end = int(positions_BP.max()) + 1
+        x_BPD = self.target.get_input_embeddings()(ids_BP.to(input_device(self.target)))
         sees_all_BP = positions_BP[:, -1:].expand(-1, width)
         states_BPD = self.head(
             x_BPD.to(self.device, self.dtype),
             positions_BP.to(self.device),
-            causal_mask(sees_all_BP, end, self.dtype).to(self.device),
+            causal_mask(sees_all_BP, self.cache.read_length, self.dtype).to(self.device),
             self.cache,
         )
         return states_BPD[:, width - self.spec.most_drafts :]
-
-    def _begin(self, first_slot: int, rows: int, width: int) -> Tensor:
-        """The positions that a pass writes, [B, width], on the host."""
-        lengths_B = torch.tensor(self.lengths[first_slot : first_slot + rows])
-        positions = lengths_B[:, None] + torch.arange(width)
-        self.cache.reserve(int(positions.max()) + 1)
-        self.cache.begin(first_slot, positions)
-        return positions
 
     @torch.inference_mode()
     def logits(self, states_BKD: Tensor) -> Tensor:
         """Over the head's ids; `after` makes them the target's."""
         lm_head: Any = self.head.lm_head
         if lm_head is None:
-            lm_head = self._target.get_output_embeddings()
-            states_BKD = states_BKD.to(self._target.device, self._target.dtype)
+            lm_head = self.target.get_output_embeddings()
+            states_BKD = states_BKD.to(self.target.device, self.target.dtype)
         logits_BKD: Tensor = lm_head(states_BKD.contiguous())
         return logits_BKD.to(self.device)
 

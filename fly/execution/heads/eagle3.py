@@ -24,8 +24,10 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from fly.execution.grouped_attention import grouped_attention
+from fly.execution.heads.base import Head
 from fly.execution.kv_cache import SlotCache
 from fly.execution.model_runner import causal_mask, padded
+from fly.execution.slot_runner import SlotRunner
 from fly.models.heads.checkpoint import Checkpoint, TargetShape
 from fly.models.heads.eagle3 import Eagle3Files, files_of
 
@@ -92,7 +94,7 @@ class PairLayer(nn.Module):
         return output
 
 
-class Eagle3Head(PreTrainedModel):
+class Eagle3Head(Head):
     """An EAGLE-3 head; `vocabulary` maps its ids to the target's. embed_tokens: its own embeddings,
     None where it uses the target's."""
 
@@ -120,9 +122,9 @@ class Eagle3Head(PreTrainedModel):
 
     @classmethod
     def from_checkpoint(
-        cls, checkpoint: Checkpoint, target: TargetShape, layers: tuple[int, ...] | None
+        cls, checkpoint: Checkpoint, target: TargetShape, layers: tuple[int, ...] | None = None
     ) -> Eagle3Head:
-        """layers: the configuration's `head_layer_ids`. Raises FlyError if it does not fit."""
+        """See `fly.models.heads.eagle3.files_of`."""
         files = files_of(checkpoint, target, layers)
         head = cls(files)
         Checkpoint(checkpoint.name, checkpoint.config, files.tensors).load_into(head)
@@ -130,15 +132,17 @@ class Eagle3Head(PreTrainedModel):
 
     @property
     def bytes_per_token(self) -> int:
-        """Of one token of one sequence: K/V, and the state that is kept until it is final."""
+        """K/V, and the state that is kept until the token is final."""
         numbers = 2 * self.config.num_key_value_heads * self.config.head_dim
         return (numbers + self.config.hidden_size) * self.dtype.itemsize
+
+    def runner(self, target: PreTrainedModel, slots: int, max_length: int) -> Eagle3Runner:
+        return Eagle3Runner(self, target, slots, max_length)
 
     def next_tokens(
         self, target: PreTrainedModel, tokens: list[int], features_1NF: Tensor
     ) -> dict[int, int]:
-        """See `fly.execution.heads.layer_check.Head`."""
-        runner = Eagle3Runner(self, target, 1, len(tokens))
+        runner = self.runner(target, 1, len(tokens))
         logits_ND = runner.score(tokens[1:], runner.project(features_1NF[0, :-1]))
         to_target_D = self.vocabulary.to(logits_ND.device).to_target_D
         return dict(enumerate(to_target_D[logits_ND.argmax(dim=-1)].tolist(), start=1))
@@ -173,30 +177,19 @@ class Eagle3Head(PreTrainedModel):
         return self.lm_head(normed_BH), normed_BH if self._norm_output else hidden_BH
 
 
-class Eagle3Runner:
-    """A head with the K/V of the running sequences.
+class Eagle3Runner(SlotRunner):
+    """A head with the K/V of the running sequences, whose `lengths` count pairs.
 
-    `lengths[slot]` is how many pairs of that sequence the cache holds; a lower one rolls back.
     target: its embeddings serve a head without its own.
     """
 
     def __init__(
         self, head: Eagle3Head, target: PreTrainedModel, slots: int, max_length: int
     ) -> None:
+        super().__init__(head, slots, head.device)
         self.head = head
         self.max_length = max_length
-        self.device: torch.device = head.device
         self._embed: Any = head.embed_tokens or target.get_input_embeddings()
-        self.resize(slots)
-
-    @property
-    def slots(self) -> int:
-        return len(self.lengths)
-
-    def resize(self, slots: int) -> None:
-        """Forget all K/V, free its memory, and go on with so many slots."""
-        self.cache = SlotCache(slots)
-        self.lengths = [0] * slots
 
     @torch.inference_mode()
     def project(self, features: Tensor) -> Tensor:
@@ -206,9 +199,9 @@ class Eagle3Runner:
     @torch.inference_mode()
     def catch_up(self, slot: int, tokens: list[int], states_QH: Tensor) -> None:
         """Feed a slot pairs of which nothing is to be predicted; any number."""
-        chunk = 256 if self.device.type == "cpu" else 2048
-        for start in range(0, len(tokens), chunk):
-            self._pass(slot, [tokens[start : start + chunk]], [states_QH[start : start + chunk]])
+        for start in range(0, len(tokens), self.chunk):
+            piece = slice(start, start + self.chunk)
+            self._pass(slot, [tokens[piece]], [states_QH[piece]])
 
     @torch.inference_mode()
     def extend(self, tokens: list[list[int]], states: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -229,30 +222,15 @@ class Eagle3Runner:
     def _pass(self, first_slot: int, tokens: list[list[int]], states: list[Tensor]) -> Tensor:
         ids_BQ = padded(tokens)
         states_BQH = pad_sequence(states, batch_first=True)
-        lengths_B = torch.tensor(self.lengths[first_slot : first_slot + len(tokens)])
-        positions_BQ = lengths_B[:, None] + torch.arange(ids_BQ.shape[1])
-        read_length = int(positions_BQ.max()) + 1
-        self.cache.reserve(read_length)
-        self.cache.begin(first_slot, positions_BQ)
+        positions_BQ = self._begin(first_slot, *ids_BQ.shape).to(self.device)
         embeddings_BQH = self._embed(ids_BQ.to(self._embed.weight.device))
-        positions_BQ = positions_BQ.to(self.device)
         hidden_BQH: Tensor = self.head(
             embeddings_BQH.to(self.device, self.head.dtype),
             states_BQH,
             positions_BQ,
-            causal_mask(positions_BQ, read_length, self.head.dtype),
+            causal_mask(positions_BQ, self.cache.read_length, self.head.dtype),
             self.cache,
         )
         for slot, row in enumerate(tokens, start=first_slot):
             self.lengths[slot] += len(row)
         return hidden_BQH
-
-    def truncate(self, slot: int, length: int) -> None:
-        """Drop all pairs of a slot but the first `length`."""
-        self.lengths[slot] = length
-
-    @torch.inference_mode()
-    def move(self, source: int, destination: int) -> None:
-        """Move a sequence to another slot."""
-        self.cache.copy_slot(source, destination, self.lengths[source])
-        self.lengths[destination] = self.lengths[source]

@@ -7,12 +7,11 @@ that is given the neighbour of each state still drafts, only worse, and no text 
 from __future__ import annotations
 
 import logging
-from typing import Protocol
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
+from fly.execution.heads.base import Head
 from fly.execution.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -30,19 +29,6 @@ def mean(values):
 """
 _FEWEST = 16  # tokens of the text that say anything
 _MARGIN, _LEAST = 1.2, 4  # a shift must win by a fifth of what agrees, and by so many tokens
-
-
-class Head(Protocol):
-    """What fly/registry.py names as a drafter's `head`."""
-
-    @property
-    def layers_read(self) -> tuple[int, ...]: ...
-
-    def next_tokens(
-        self, target: PreTrainedModel, tokens: list[int], features_1NF: Tensor
-    ) -> dict[int, int]:
-        """By place in a text: the target id that the head drafts right after that place's token.
-        features: of all tokens. A head may leave places out."""
 
 
 @torch.inference_mode()

@@ -20,6 +20,7 @@ import functools
 import torch
 from torch import Tensor, nn
 
+from fly.errors import reason_of
 from fly.execution.kernels import blocks, build, tiles
 from fly.execution.kernels.build import instructions
 from fly.execution.kernels.vector import PANEL
@@ -47,7 +48,7 @@ def why_not() -> str | None:
     try:
         works = all(_is_right(kind) for kind in (Bfloat16Linear, Int8Linear))
     except (RuntimeError, OSError) as error:  # LLVM's
-        return f"fly's kernels cannot be compiled here: {str(error).strip().splitlines()[0]}"
+        return f"fly's kernels cannot be compiled here: {reason_of(error)}"
     return None if works else "fly's kernels compute wrongly here"
 
 

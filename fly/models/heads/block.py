@@ -86,6 +86,7 @@ def parse(
     # SpecForge has all keys of the method in dflash_config, z-lab some
     keys = {**shape, **config, **(config.get("dflash_config") or {})}
     _refuse_unsupported(checkpoint, keys)
+    d2t = checkpoint.tensors.get("d2t")
     try:
         spec = BlockSpec(
             decoder=_decoder(checkpoint, shape),
@@ -93,7 +94,7 @@ def parse(
             block_size=int(keys["block_size"]),
             mask_token_id=int(keys["mask_token_id"]),
             from_anchor=bool(keys.get("sample_from_anchor", _is_from_anchor(config))),
-            vocabulary=_vocabulary(checkpoint, target),
+            vocabulary=None if d2t is None else checkpoint.vocabulary_of(d2t, target),
             markov_rank=int(keys.get("markov_rank") or 0),
             confidence=_confidence(keys),
         )
@@ -150,16 +151,6 @@ def _confidence(keys: Mapping[str, Any]) -> Literal["hidden", "hidden and markov
     if not keys.get("enable_confidence_head"):
         return None
     return "hidden and markov" if keys.get("confidence_head_with_markov") else "hidden"
-
-
-def _vocabulary(checkpoint: Checkpoint, target: TargetShape) -> DraftVocabulary | None:
-    d2t = checkpoint.tensors.get("d2t")
-    if d2t is None:
-        return None
-    try:
-        return DraftVocabulary.from_offsets(d2t, target.vocabulary)
-    except ValueError as error:
-        raise checkpoint.refuse(f"its d2t: {error}") from None
 
 
 def own_tensors(checkpoint: Checkpoint) -> Checkpoint:

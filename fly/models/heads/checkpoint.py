@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from fly.errors import FlyError
+from fly.errors import FlyError, some
+from fly.models.draft_vocabulary import DraftVocabulary
 from fly.models.sources import ModelSource
 
 _FILES = ("config.json", "*.safetensors", "pytorch_model*.bin")
@@ -62,9 +63,9 @@ class Checkpoint:
         reads is a part of the head that would be left out."""
         names = set(wanted)
         if missing := sorted(names - self.tensors.keys()):
-            raise self.refuse(f"the checkpoint lacks {_some(missing)}")
+            raise self.refuse(f"the checkpoint lacks {some(missing)}")
         if unread := sorted(self.tensors.keys() - names):
-            raise self.refuse(f"a head with {_some(unread)} is not supported")
+            raise self.refuse(f"a head with {some(unread)} is not supported")
 
     def check_shape(self, name: str, shape: tuple[int, ...], why: str) -> None:
         """Raise FlyError unless the tensor has this shape; `why` says where the shape is from."""
@@ -98,6 +99,13 @@ class Checkpoint:
                 "choose the head of this target, or set head_layer_ids"
             )
         return layers
+
+    def vocabulary_of(self, d2t_D: Tensor, target: TargetShape) -> DraftVocabulary:
+        """What its `d2t` says; FlyError if that names ids that the target does not have."""
+        try:
+            return DraftVocabulary.from_offsets(d2t_D, target.vocabulary)
+        except ValueError as error:
+            raise self.refuse(f"its d2t does not fit the target: {error}") from None
 
     def rope(self, shape: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
         """(theta, scaling or None), which transformers 4 keeps apart and 5 in `rope_parameters`."""
@@ -149,11 +157,6 @@ def _dequantised(checkpoint: Checkpoint) -> dict[str, Tensor]:
             tensor = tensor.float() * scale.float().reshape(-1, 1)
         found[name] = tensor
     return found
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
 
 
 def _times(shape: tuple[int, ...]) -> str:

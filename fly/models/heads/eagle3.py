@@ -181,7 +181,4 @@ def _vocabulary(
         )
     if len(d2t_D) != count:
         raise checkpoint.refuse(f"d2t names {len(d2t_D)} tokens, and lm_head has {count}")
-    try:
-        return DraftVocabulary.from_offsets(d2t_D, target.vocabulary)
-    except ValueError as error:
-        raise checkpoint.refuse(f"its d2t does not fit the target: {error}") from None
+    return checkpoint.vocabulary_of(d2t_D, target)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from fly.execution.model_runner import ModelRunner
 from fly.execution.pass_costs import PairCosts
+from fly.execution.slot_runner import SlotRunner
 from fly.settings import DrafterSettings, TextSourceName
 from fly.speculation.sequence import Sequence, Verdict
 
@@ -93,9 +91,9 @@ class DrafterContext:
     """What a drafter is made from.
 
     slots: how many sequences run at most. sequences: the same for the whole run, of which a part
-    may be there already. draft_runner: the draft model's runner with so many slots; only for
-    drafters that need one (fly/registry.py). target, max_length, head: for drafters whose draft is
-    a head of the target; its class is the registry's `head`. costs: of both models' passes.
+    may be there already. draft_runner: of the draft, with so many slots: a ModelRunner, or what the
+    registry's `head` makes by `runner`; None for drafters that need no draft (fly/registry.py).
+    costs: of both models' passes.
     changes_texts: what is drafted, and how much, may change a text (lossy rules; tokens drawn from
     a draft model), so that it must not depend on what other requests were like. text_sources: see
     fly/speculation/drafters/texts.py.
@@ -105,13 +103,10 @@ class DrafterContext:
     sequences: int
     settings: DrafterSettings
     eos_ids: frozenset[int]
-    draft_runner: Callable[[], ModelRunner]
+    draft_runner: Any
     costs: PairCosts
     changes_texts: bool
     text_sources: tuple[TextSourceName, ...]
-    target: PreTrainedModel
-    max_length: int
-    head: PreTrainedModel | None
 
 
 class Drafter:
@@ -121,13 +116,14 @@ class Drafter:
 
     devices: where it leaves work that the host has not waited for. wants_features: numbers of the
     target's hidden states that it reads (fly.execution.model_runner); `admit` and `commit` get them
-    side by side, [.., F]. Prefixes are then computed, not copied. runner: the draft model's, None
-    without one. longest: drafts that cost no pass may have so many tokens, whatever the limits.
+    side by side, [.., F]. Prefixes are then computed, not copied. runner: the draft's, which
+    follows the slots; None without one. longest: drafts that cost no pass may have so many tokens,
+    whatever the limits.
     """
 
     devices: tuple[torch.device, ...] = ()
     wants_features: tuple[int, ...] = ()
-    runner: ModelRunner | None = None
+    runner: SlotRunner | None = None
     longest: int = 0
 
     @classmethod
@@ -161,9 +157,13 @@ class Drafter:
 
     def move(self, source: int, destination: int) -> None:
         """The sequence of slot `source` continues in slot `destination`."""
+        if self.runner is not None:
+            self.runner.move(source, destination)
 
     def resize(self, slots: int) -> None:
         """Forget every sequence and go on with so many slots; they are admitted again."""
+        if self.runner is not None:
+            self.runner.resize(slots)
 
 
 class NoDrafter(Drafter):

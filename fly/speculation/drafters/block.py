@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fly.errors import FlyError
-from fly.execution.heads.block import BlockHead, BlockRunner
+from fly.execution.heads.block import BlockRunner
 from fly.execution.weights import is_sharded
 from fly.speculation.drafters.base import Draft, Drafter, DrafterContext
 from fly.speculation.drafters.draft_model import Chain, draft_of, lengthen
@@ -22,56 +22,57 @@ class BlockDrafter(Drafter):
     token that it decides on, so that rejection sampling stays lossless.
     """
 
+    runner: BlockRunner
+
     @classmethod
     def create(cls, context: DrafterContext) -> Drafter:
-        head = context.head
-        assert isinstance(head, BlockHead)
-        spd_k, most = context.settings.spd_k, head.spec.most_drafts
+        runner: BlockRunner = context.draft_runner
+        spec, spd_k = runner.spec, context.settings.spd_k
+        most = spec.most_drafts
         if spd_k > most:
             raise FlyError(
                 f"spd_k={spd_k}: this head drafts at most {most} tokens (block_size="
-                f"{head.spec.block_size}): set spd_k to {most} or lower"
+                f"{spec.block_size}): set spd_k to {most} or lower"
             )
-        if is_sharded(context.target):
+        if is_sharded(runner.target):
             raise FlyError(
                 "drafter=block: tp_plan shards the embedding and output head that it shares with "
                 "the target: leave tp_plan out, or choose another drafter"
             )
         confidence = context.settings.confidence_thre
-        if confidence is not None and head.spec.confidence is None:
+        if confidence is not None and spec.confidence is None:
             raise FlyError(
                 f"confidence_thre={confidence}: this head has no confidence head: leave it out"
             )
-        runner = BlockRunner(head, context.target, context.slots)
         return cls(runner, context.eos_ids, confidence)
 
     def __init__(
         self, runner: BlockRunner, eos_ids: frozenset[int], confidence: float | None = None
     ) -> None:
-        self._runner = runner
+        self.runner = runner
         self.wants_features = runner.spec.layers
         self.devices = (runner.device,)
         self._eos_ids = eos_ids
         self._confidence = confidence
 
     def reserve(self, longest: int, spd_k: int) -> None:
-        self._runner.reserve(longest)
+        self.runner.reserve(longest + self.runner.spec.block_size)
 
     def admit(
         self, slot: int, sequence: Sequence, features: Tensor | None = None, *, soon: bool = True
     ) -> None:
         assert features is not None
-        self._runner.lengths[slot] = 0
-        self._runner.extend(slot, features, [features.shape[1]])
+        self.runner.lengths[slot] = 0
+        self.runner.extend(slot, features, [features.shape[1]])
 
     def propose(self, running: list[Sequence], limits: list[int]) -> Draft:
         # the head has learned no positions past its own context; the target goes on alone there
-        rooms = [max(0, self._runner.max_length - len(s.tokens)) for s in running]
+        rooms = [max(0, self.runner.max_length - len(s.tokens)) for s in running]
         chains = [Chain(min(limit, room)) for limit, room in zip(limits, rooms)]
         if any(chain.is_open for chain in chains):
-            states_BKD = self._runner.draft([s.tokens[-1] for s in running])
+            states_BKD = self.runner.draft([s.tokens[-1] for s in running])
             states_BKD = states_BKD[:, : max(chain.limit for chain in chains)]
-            logits_BKD = self._runner.logits(states_BKD)
+            logits_BKD = self.runner.logits(states_BKD)
             for states_BD, logits_BD in zip(states_BKD.unbind(dim=1), logits_BKD.unbind(dim=1)):
                 self._lengthen(running, chains, states_BD, logits_BD)
         return draft_of(chains)
@@ -82,24 +83,18 @@ class BlockDrafter(Drafter):
         ends = [(chain.tokens or s.tokens)[-1] for s, chain in zip(running, chains)]
         before_B = torch.tensor(ends, device=states_BD.device)
         if self._confidence is not None:
-            sure = self._runner.confidence(states_BD, before_B).tolist()
+            sure = self.runner.confidence(states_BD, before_B).tolist()
             for chain, probability in zip(chains, sure):
                 chain.ended = chain.ended or probability < self._confidence
-        lengthen(running, chains, self._runner.after(logits_BD, before_B), self._eos_ids)
+        lengthen(running, chains, self.runner.after(logits_BD, before_B), self._eos_ids)
 
     def commit(
         self, running: list[Sequence], verdicts: list[Verdict], features: Tensor | None = None
     ) -> None:
         assert features is not None
-        lengths, counts = self._runner.lengths, []
+        lengths, counts = self.runner.lengths, []
         for slot, sequence in enumerate(running):
             known = len(sequence.tokens) - 1
             counts.append(max(0, known - lengths[slot]))
             lengths[slot] = min(lengths[slot], known)
-        self._runner.extend(0, features, counts)
-
-    def move(self, source: int, destination: int) -> None:
-        self._runner.move(source, destination)
-
-    def resize(self, slots: int) -> None:
-        self._runner.resize(slots)
+        self.runner.extend(0, features, counts)

@@ -66,7 +66,7 @@ class CascadeDrafter(ModelDrafter):
     @classmethod
     def create(cls, context: DrafterContext) -> Drafter:
         return cls(
-            context.draft_runner(),
+            context.draft_runner,
             context.eos_ids,
             ngram_sizes(context.settings) if "own" in context.text_sources else None,
             Lookup.create(context, has_model=True),
@@ -83,20 +83,17 @@ class CascadeDrafter(ModelDrafter):
         self._lookup = lookup
         self.longest = lookup.longest if lookup else 0
         self.drafts_alone = guesses is None  # else the host looks guesses up in every step
-        self._min_size, self._max_size, self._count = guesses or (1, 1, 0)
-        self._indexes = [self._new_index() for _ in runner.lengths]
+        *self._sizes, self._count = guesses or (1, 1, 0)
+        self._indexes: dict[int, NgramIndex] = {}  # by slot
         self._guess_policy = GuessPolicy(runner.relative_cost)
         self._matched_sizes = [0] * runner.slots
-
-    def _new_index(self) -> NgramIndex:
-        return NgramIndex(self._min_size, self._max_size)
 
     def admit(
         self, slot: int, sequence: Sequence, features: Tensor | None = None, *, soon: bool = True
     ) -> None:
         # while an earlier output is followed, the draft model has nothing to do
         super().admit(slot, sequence, features, soon=soon and not sequence.request.earlier)
-        self._indexes[slot] = self._new_index()
+        self._indexes[slot] = NgramIndex(*self._sizes)
         if self._lookup is not None:
             self._lookup.admit(slot, sequence)
 
@@ -129,9 +126,8 @@ class CascadeDrafter(ModelDrafter):
             room = chain.limit - len(chain.tokens) - 1
             size, guess = 0, list[int]()
             if chain.is_open and room > 0 and self._count:
-                self._indexes[slot].sync(sequence.tokens[: sequence.final_length])
-                pending = sequence.tokens[sequence.final_length :] + chain.tokens
-                size, guess = self._indexes[slot].match(pending, min(room, self._count))
+                most = min(room, self._count)
+                size, guess = self._indexes[slot].match_in(sequence, chain.tokens, most)
                 guess = guess[: len(self._views.speakable(guess))]
             self._matched_sizes[slot] = size
             guesses.append(guess)
@@ -158,4 +154,4 @@ class CascadeDrafter(ModelDrafter):
 
     def resize(self, slots: int) -> None:
         super().resize(slots)
-        del self._indexes[slots:]
+        self._indexes.clear()

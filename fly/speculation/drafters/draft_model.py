@@ -58,7 +58,7 @@ class ModelDrafter(Drafter):
 
     @classmethod
     def create(cls, context: DrafterContext) -> Drafter:
-        return cls(context.draft_runner(), context.eos_ids)
+        return cls(context.draft_runner, context.eos_ids)
 
     def __init__(self, runner: ModelRunner, eos_ids: frozenset[int]) -> None:
         self.runner = runner
@@ -167,12 +167,6 @@ class ModelDrafter(Drafter):
         for slot, sequence in enumerate(running):
             known = min(self.runner.lengths[slot], self._views.settled(sequence))
             self.runner.commit(slot, self._views.ids(sequence), known)
-
-    def move(self, source: int, destination: int) -> None:
-        self.runner.move(source, destination)
-
-    def resize(self, slots: int) -> None:
-        self.runner.resize(slots)
 
 
 def lengthen(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fly.execution.heads.eagle3 import Eagle3Head, Eagle3Runner
+from fly.execution.heads.eagle3 import Eagle3Runner
 from fly.models.draft_vocabulary import DraftVocabulary
 from fly.speculation.drafters.base import Draft, Drafter, DrafterContext
 from fly.speculation.drafters.draft_model import CATCH_UP, Chain, draft_of, lengthen
@@ -48,33 +48,33 @@ class TrueStates:
 class Eagle3Drafter(Drafter):
     """Chains from an EAGLE-3 head, greedy or sampled as the request says; none past EOS."""
 
+    runner: Eagle3Runner
+
     @classmethod
     def create(cls, context: DrafterContext) -> Drafter:
-        assert isinstance(context.head, Eagle3Head)
-        runner = Eagle3Runner(context.head, context.target, context.slots, context.max_length)
-        return cls(runner, context.eos_ids)
+        return cls(context.draft_runner, context.eos_ids)
 
-    def __init__(self, head: Eagle3Runner, eos_ids: frozenset[int]) -> None:
-        self._head = head
-        self.devices = (head.device,)
-        self.wants_features = head.head.layers_read
-        self._vocabulary: DraftVocabulary = head.head.vocabulary.to(head.device)
+    def __init__(self, runner: Eagle3Runner, eos_ids: frozenset[int]) -> None:
+        self.runner = runner
+        self.devices = (runner.device,)
+        self.wants_features = runner.head.layers_read
+        self._vocabulary: DraftVocabulary = runner.head.vocabulary.to(runner.device)
         self._eos_ids = eos_ids
-        self._known: list[TrueStates | None] = [None] * head.slots
+        self._known: dict[int, TrueStates] = {}  # by slot
 
     def admit(
         self, slot: int, sequence: Sequence, features: Tensor | None = None, *, soon: bool = True
     ) -> None:
         assert features is not None
-        self._head.truncate(slot, 0)
-        self._known[slot] = known = TrueStates(self._head.project(features[0]))
+        self.runner.truncate(slot, 0)
+        self._known[slot] = known = TrueStates(self.runner.project(features[0]))
         if soon:
             self._catch_up(slot, known, sequence)
 
     def _catch_up(self, slot: int, known: TrueStates, sequence: Sequence) -> None:
         """Feed all true pairs but the last, whose pass predicts, and keep no state in vain."""
         tokens, states_QH = known.unfed(sequence.tokens)
-        self._head.catch_up(slot, tokens[:-1], states_QH[:-1])
+        self.runner.catch_up(slot, tokens[:-1], states_QH[:-1])
         known.fed += max(0, len(tokens) - 1)
         self._forget(known, sequence)
 
@@ -92,7 +92,7 @@ class Eagle3Drafter(Drafter):
         ]
         tokens, states = self._true_pairs(running, chains)
         while any(chain.is_open for chain in chains):
-            logits_BD, states_BH = self._head.extend(tokens, states)
+            logits_BD, states_BH = self.runner.extend(tokens, states)
             logits_BV = self._vocabulary.spread_logits(logits_BD)
             lengthen(running, chains, logits_BV, self._eos_ids)
             tokens = [chain.tokens[-1:] if chain.is_open else [] for chain in chains]
@@ -101,10 +101,8 @@ class Eagle3Drafter(Drafter):
 
     def _limit(self, slot: int, sequence: Sequence, limit: int) -> int:
         """Nothing is drafted after a text's first token, before which no features are."""
-        known = self._known[slot]
-        assert known is not None
-        left = self._head.max_length - len(sequence.tokens)
-        return min(limit, max(0, left)) if known.end else 0
+        left = self.runner.max_length - len(sequence.tokens)
+        return min(limit, max(0, left)) if self._known[slot].end else 0
 
     def _true_pairs(
         self, running: list[Sequence], chains: list[Chain]
@@ -113,7 +111,6 @@ class Eagle3Drafter(Drafter):
         tokens, states = list[list[int]](), list[Tensor]()
         for slot, (sequence, chain) in enumerate(zip(running, chains)):
             known = self._known[slot]
-            assert known is not None
             if chain.is_open and known.end - known.fed > CATCH_UP:
                 self._catch_up(slot, known, sequence)
             fed, states_QH = known.unfed(sequence.tokens)
@@ -126,9 +123,8 @@ class Eagle3Drafter(Drafter):
         self, running: list[Sequence], verdicts: list[Verdict], features: Tensor | None = None
     ) -> None:
         assert features is not None
-        for slot, (sequence, new_QH) in enumerate(zip(running, self._head.project(features))):
+        for slot, (sequence, new_QH) in enumerate(zip(running, self.runner.project(features))):
             known = self._known[slot]
-            assert known is not None
             wanted = len(sequence.tokens) - 1
             if wanted > known.end:
                 new_QH = new_QH[: wanted - known.end]
@@ -137,15 +133,15 @@ class Eagle3Drafter(Drafter):
                 known.states_MH = known.states_MH[: wanted - known.first]
             # the last token was not there when its place in the cache was filled
             known.fed = min(known.fed, max(0, wanted - 1))
-            self._head.truncate(slot, known.fed)
+            self.runner.truncate(slot, known.fed)
             self._forget(known, sequence)
             if known.end - known.fed > 8 * CATCH_UP:  # nothing is drafted for it, for now
                 self._catch_up(slot, known, sequence)
 
     def move(self, source: int, destination: int) -> None:
-        self._head.move(source, destination)
+        super().move(source, destination)
         self._known[destination] = self._known[source]
 
     def resize(self, slots: int) -> None:
-        self._head.resize(slots)
-        self._known = [None] * slots
+        super().resize(slots)
+        self._known.clear()

@@ -24,7 +24,6 @@ from fly.speculation.drafters.texts import SOURCES, START, Proposal
 from fly.speculation.sequence import Sequence, Verdict
 
 _WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # lengths that are tried
-_MOST = 128  # draft tokens of a round, where nobody set another number
 _MOST_IN_PASS = 512  # tokens: their logits take memory
 _PRIOR = 4.0  # tokens that a chance without counts is worth
 _AT_START = 8  # what a text's beginning is taken for: as if so many tokens spoke for it
@@ -182,14 +181,13 @@ class Lookup:
 
     def __init__(
         self,
-        slots: int,
         settings: DrafterSettings,
         names: Iterable[TextSourceName],
         choice: Choice,
         eos_ids: frozenset[int],
     ) -> None:
-        self.longest = settings.lookup_k or _MOST
-        self._sources = [SOURCES[name](slots, settings) for name in SOURCES if name in {*names}]
+        self.longest = settings.longest_lookup
+        self._sources = [SOURCES[name](settings) for name in SOURCES if name in {*names}]
         self._choice = choice
         self._eos_ids = eos_ids
         self._used: list[Proposal | None] = []
@@ -204,7 +202,7 @@ class Lookup:
         if has_model and not names:
             return None
         choice = Choice(context.costs, context.sequences, learns=learns, has_model=has_model)
-        return cls(context.slots, context.settings, names, choice, context.eos_ids)
+        return cls(context.settings, names, choice, context.eos_ids)
 
     def admit(self, slot: int, sequence: Sequence) -> None:
         for source in self._sources:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from fly.settings import DrafterSettings
+from fly.speculation.sequence import Sequence
 
 
 class NgramIndex:
@@ -28,9 +29,12 @@ class NgramIndex:
                     self._last[tuple(self._tokens[end - size :])] = end
             self._tokens.append(token)
 
-    def sync(self, tokens: Seq[int]) -> None:
-        """Append what `tokens` holds beyond the text so far (final text never changes)."""
-        self.extend(tokens[len(self._tokens) :])
+    def match_in(self, sequence: Sequence, drafted: Seq[int], count: int) -> tuple[int, list[int]]:
+        """`match` in the sequence's own text, of which the index takes in what is final. drafted:
+        tokens behind it."""
+        tokens, final = sequence.tokens, sequence.final_length
+        self.extend(tokens[len(self._tokens) : final])
+        return self.match([*tokens[final:], *drafted], count)
 
     def match(self, pending: Seq[int], count: int) -> tuple[int, list[int]]:
         """(size of the longest suffix found, up to `count` tokens after its most recent match).

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from fly.settings import DrafterSettings, TextSourceName
 from fly.speculation.drafters.follower import Follower
-from fly.speculation.drafters.ngram import NgramIndex
+from fly.speculation.drafters.ngram import NgramIndex, ngram_sizes
 from fly.speculation.drafters.suffix_index import Continuation, SuffixIndex
 from fly.speculation.sequence import Sequence
 
@@ -47,7 +47,7 @@ class TextSource:
 
     letter: ClassVar[str]
 
-    def __init__(self, slots: int, settings: DrafterSettings) -> None:
+    def __init__(self, settings: DrafterSettings) -> None:
         """`settings`: sizes of n-grams."""
 
     def admit(self, slot: int, sequence: Sequence) -> None:
@@ -69,8 +69,8 @@ class EarlierRuns(TextSource):
 
     letter = "e"
 
-    def __init__(self, slots: int, settings: DrafterSettings) -> None:
-        self._followers: list[list[Follower]] = [[] for _ in range(slots)]
+    def __init__(self, settings: DrafterSettings) -> None:
+        self._followers: dict[int, list[Follower]] = {}  # by slot
 
     def admit(self, slot: int, sequence: Sequence) -> None:
         self._followers[slot] = [
@@ -108,14 +108,14 @@ class Siblings(TextSource):
 
     letter = "s"
 
-    def __init__(self, slots: int, settings: DrafterSettings) -> None:
+    def __init__(self, settings: DrafterSettings) -> None:
         self._of_prompt: dict[tuple[int, ...], _Samples] = {}
-        self._of_slot: list[_Samples | None] = [None] * slots
+        self._of_slot: dict[int, _Samples] = {}
 
     def admit(self, slot: int, sequence: Sequence) -> None:
         request = sequence.request
         if request.prompt not in self._of_prompt:  # samples of one prompt come one after another
-            running = {id(samples) for samples in self._of_slot}
+            running = {id(samples) for samples in self._of_slot.values()}
             kept = {p: s for p, s in self._of_prompt.items() if id(s) in running}
             self._of_prompt = {**kept, request.prompt: _Samples()}
         samples = self._of_slot[slot] = self._of_prompt[request.prompt]
@@ -127,15 +127,12 @@ class Siblings(TextSource):
 
     def match(self, slot: int, sequence: Sequence, count: int) -> Proposal | None:
         samples = self._of_slot[slot]
-        assert samples is not None
         own, _ = samples.texts[id(sequence.request)]
         found = samples.index.match(sequence.tokens, count, without=own)
         return _proposal(self.letter, found)
 
     def commit(self, slot: int, sequence: Sequence) -> None:
-        samples = self._of_slot[slot]
-        assert samples is not None
-        self._learn(samples, sequence)
+        self._learn(self._of_slot[slot], sequence)
 
     def _learn(self, samples: _Samples, sequence: Sequence) -> None:
         text, known = samples.texts[id(sequence.request)]
@@ -152,19 +149,15 @@ class OwnText(TextSource):
 
     letter = "n"
 
-    def __init__(self, slots: int, settings: DrafterSettings) -> None:
-        self._sizes = settings.min_ngram_size, settings.max_ngram_size
-        self._most = settings.num_ngram_pred_tokens
-        self._indexes = [NgramIndex(*self._sizes) for _ in range(slots)]
+    def __init__(self, settings: DrafterSettings) -> None:
+        *self._sizes, self._most = ngram_sizes(settings)
+        self._indexes: dict[int, NgramIndex] = {}  # by slot
 
     def admit(self, slot: int, sequence: Sequence) -> None:
         self._indexes[slot] = NgramIndex(*self._sizes)
 
     def match(self, slot: int, sequence: Sequence, count: int) -> Proposal | None:
-        index = self._indexes[slot]
-        index.sync(sequence.tokens[: sequence.final_length])
-        provisional = sequence.tokens[sequence.final_length :]
-        size, tokens = index.match(provisional, min(count, self._most))
+        size, tokens = self._indexes[slot].match_in(sequence, (), min(count, self._most))
         return Proposal(self.letter, size, tokens, [1.0] * len(tokens)) if tokens else None
 
     def move(self, source: int, destination: int) -> None:
@@ -176,7 +169,7 @@ class Others(TextSource):
 
     letter = "o"
 
-    def __init__(self, slots: int, settings: DrafterSettings) -> None:
+    def __init__(self, settings: DrafterSettings) -> None:
         self._index = SuffixIndex(3)
 
     def match(self, slot: int, sequence: Sequence, count: int) -> Proposal | None:

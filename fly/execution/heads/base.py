@@ -1,0 +1,48 @@
+"""What every trained head of a target is, whatever its architecture."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fly.execution.kv_cache import SlotCache
+from fly.execution.slot_runner import SlotRunner
+from fly.models.heads.checkpoint import Checkpoint, TargetShape
+
+
+class Head(PreTrainedModel):
+    """A class that fly/registry.py names as a drafter's `head`.
+
+    layers_read: numbers of the target's hidden states that it reads, as
+    fly.execution.model_runner counts them.
+    """
+
+    layers_read: tuple[int, ...]
+
+    @classmethod
+    def from_checkpoint(
+        cls, checkpoint: Checkpoint, target: TargetShape, layers: tuple[int, ...] | None = None
+    ) -> Head:
+        """layers: the configuration's `head_layer_ids`. Raises FlyError if it does not fit, and for
+        tensors that are not what the checkpoint's own config.json says."""
+        raise NotImplementedError
+
+    @property
+    def bytes_per_token(self) -> int:
+        """What one token of a sequence takes: K/V, and states that are kept."""
+        raise NotImplementedError
+
+    def bytes_for(self, tokens: int) -> int:
+        """What a sequence of so many tokens takes, for `batch_size=auto`."""
+        return self.bytes_per_token * SlotCache.rounded(tokens)
+
+    def runner(self, target: PreTrainedModel, slots: int, max_length: int) -> SlotRunner:
+        """What its drafter runs it by, for sequences of up to `max_length` tokens."""
+        raise NotImplementedError
+
+    def next_tokens(
+        self, target: PreTrainedModel, tokens: list[int], features_1NF: Tensor
+    ) -> dict[int, int]:
+        """By place in a text: the target id that the head drafts right after that place's token.
+        features: of all tokens. A head may leave places out."""
+        raise NotImplementedError
