@@ -26,12 +26,7 @@ class BlockDrafter(Drafter):
     def create(cls, context: DrafterContext) -> Drafter:
         head = context.head
         assert isinstance(head, BlockHead)
-        spd_k, most = context.settings.spd_k, head.spec.most_drafts
-        if spd_k > most:
-            raise FlyError(
-                f"spd_k={spd_k}: this head drafts at most {most} tokens (block_size="
-                f"{head.spec.block_size}): set spd_k to {most} or lower"
-            )
+        head.spec.check_drafts(context.settings.spd_k)
         if is_sharded(context.target):
             raise FlyError(
                 "drafter=block: tp_plan shards the embedding and output head that it shares with "
