@@ -29,29 +29,32 @@ def offsets(drafted: torch.Tensor) -> torch.Tensor:
     return drafted - torch.arange(len(drafted))
 
 
-def tensors(seed=0, drafted=None, vocab=64, reads=3) -> dict[str, torch.Tensor]:
+def tensors(seed=0, drafted=None, vocab=64, reads=3, hidden=32) -> dict[str, torch.Tensor]:
     """A random head's, as SafeAILab names them. drafted: the target ids that it drafts; all by
     default."""
+    half, wide = hidden // 2, 3 * hidden // 2
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape):
         return torch.randn(*shape, generator=generator) * 0.2
 
     count = vocab if drafted is None else len(drafted)
-    found = {"fc.weight": random(32, reads * 32), "lm_head.weight": random(count, 32)}
+    found = {
+        "fc.weight": random(hidden, reads * hidden), "lm_head.weight": random(count, hidden)
+    }  # fmt: skip
     for name, shape in (
-        ("self_attn.q_proj", (32, 64)),
-        ("self_attn.k_proj", (16, 64)),
-        ("self_attn.v_proj", (16, 64)),
-        ("self_attn.o_proj", (32, 32)),
-        ("mlp.gate_proj", (48, 32)),
-        ("mlp.up_proj", (48, 32)),
-        ("mlp.down_proj", (32, 48)),
+        ("self_attn.q_proj", (hidden, 2 * hidden)),
+        ("self_attn.k_proj", (half, 2 * hidden)),
+        ("self_attn.v_proj", (half, 2 * hidden)),
+        ("self_attn.o_proj", (hidden, hidden)),
+        ("mlp.gate_proj", (wide, hidden)),
+        ("mlp.up_proj", (wide, hidden)),
+        ("mlp.down_proj", (hidden, wide)),
     ):
         found[f"midlayer.{name}.weight"] = random(*shape)
     norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
     for name in ("norm", *(f"midlayer.{norm}" for norm in norms)):
-        found[f"{name}.weight"] = 1 + random(32)
+        found[f"{name}.weight"] = 1 + random(hidden)
     if drafted is not None:
         found["d2t"] = offsets(drafted)
         found["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, drafted, True)

@@ -47,6 +47,11 @@ def _check(args: argparse.Namespace) -> None:
     found = config.load(args.file)
     check_names(found, args.file)
     print(f"{args.file}: valid ({found.mode}, drafter {found.drafter_name}, {found.hash()})")
+    if found.head_class is not None and found.draft_model_path is not None:
+        from fly.cli import head_pair  # torch and transformers
+
+        for line in head_pair.explain(found, args.file):
+            print(line)
     if args.memory:
         _print_memory(args, found)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import torch
 from transformers import PretrainedConfig
 
 from fly import registry
@@ -22,6 +24,7 @@ from fly.models.architectures import (
     stored_dtype,
     without_weights,
 )
+from fly.models.heads.checkpoint import TargetShape, read
 
 GIB = 2**30
 _COUNTS = (1, 2, 4, 8, 16, 32, 64)  # of GPUs that are tried where a pair does not fit
@@ -30,7 +33,8 @@ _DRAFT_BITS = {"int4": 4, "int8": 8, "fp8": 8}  # draft_quantization
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model without its weights. plan: how transformers shards its layers (`tp_plan=auto`)."""
+    """A model without its weights. plan: how transformers shards its layers (`tp_plan=auto`).
+    kept: bytes of a token that are kept beside its K/V, by heads."""
 
     name: str
     config: PretrainedConfig = field(repr=False)
@@ -38,6 +42,7 @@ class ModelShape:
     plan: dict[str, str] = field(repr=False)
     count: int
     dtype: str
+    kept: int = 0
 
     @property
     def bytes(self) -> int:
@@ -58,7 +63,7 @@ class ModelShape:
     def kv_bytes(self, kv_heads: int, layers: int) -> int:
         """Bytes of one token's keys and values in so many heads of so many layers."""
         size = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.heads
-        return 2 * layers * kv_heads * int(size) * stored_dtype(self.config).itemsize
+        return 2 * layers * kv_heads * int(size) * stored_dtype(self.config).itemsize + self.kept
 
 
 @dataclass(frozen=True)
@@ -190,17 +195,14 @@ def pair_of(config: FlyConfig, where: str, context: int) -> Pair:
     target, draft = sources.sources(config, where)
     found = _shape(target, "target_model_path", config.target_model_path)
     drafts = None
-    if draft is not None and config.head_class is not None:
-        raise FlyError(
-            f"draft_model_path={config.draft_model_path}: the memory of heads is not counted yet: "
-            "set use_sd=false to count the target's, and add the head's files and its K/V, of one "
-            "layer"
-        )
     if draft is not None:  # it is loaded in the target's dtype, unless its own is given
         dtype = config.draft_dtype or str(stored_dtype(found.config)).removeprefix("torch.")
         bits = _DRAFT_BITS.get(config.draft_quantization)
         name = str(config.draft_model_path)
-        drafts = _shape(draft, "draft_model_path", name, dtype, bits)
+        if config.head_class is not None:
+            drafts = _head(config, draft, found, dtype, bits)
+        else:
+            drafts = _shape(draft, "draft_model_path", name, dtype, bits)
     drafter = config.drafter_name
     steps = config.spd_k if drafter else 0
     longest = steps
@@ -214,26 +216,59 @@ def _shape(
     field: str,
     name: str,
     dtype: str | None = None,
-    bits: int | None = None,
+    bits: float | None = None,
 ) -> ModelShape:
     config = model_config(source, field)
     if dtype is not None:
         config.dtype = dtype
-    model = without_weights(config)
+    model = without_weights(config, f"{field}={name}")
     plan = dict(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {})
     try:
         bits = bits or quantised_bits(config)
     except FlyError as error:
         raise FlyError(f"{field}={name}: {error}") from None
-    kind = str(stored_dtype(config)).removeprefix("torch.")
     return ModelShape(
         name=name,
         config=config,
         parameters=list(parameters(model, bits)),
         plan=plan,
         count=sum(tensor.numel() for tensor in model.parameters()),
-        dtype=kind if bits is None else f"{kind}, linear layers {bits} bits",
+        dtype=_in_words(stored_dtype(config), bits),
     )
+
+
+def _head(
+    config: FlyConfig, source: sources.ModelSource, target: ModelShape, dtype: str, bits: int | None
+) -> ModelShape:
+    """A trained head, by its own files: what its configuration does not say is which of the
+    target's tensors it has copies of."""
+    name = str(config.draft_model_path)
+    if not sources.is_local(source):
+        raise FlyError(
+            f"draft_model_path={name}: the memory of a head is counted from its files: name the "
+            "folder that holds them, or set use_sd=false to count the target's alone"
+        )
+    assert config.head_class is not None
+    head: Any = registry.load(config.head_class).from_checkpoint(
+        read(source, name, {}), TargetShape.of(target.config), config.head_layer_ids
+    )
+    head.to(getattr(torch, dtype))
+    head.config.dtype = dtype
+    found = ModelShape(
+        name=name,
+        config=head.config,
+        parameters=list(parameters(head, bits)),
+        plan={},
+        count=sum(tensor.numel() for tensor in head.parameters()),
+        dtype=_in_words(head.dtype, bits),
+    )
+    kept = head.bytes_per_token - found.kv_bytes(found.kv_heads, found.layers)
+    return replace(found, kept=kept)
+
+
+def _in_words(dtype: torch.dtype, bits: float | None) -> str:
+    kind = str(dtype).removeprefix("torch.")
+    return kind if bits is None else f"{kind}, linear layers {bits:g} bits"
 
 
 def fitting(pair: Pair, gpu: int) -> list[tuple[Layout, int]]:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import transformers
@@ -30,6 +30,7 @@ if current_platform.is_cpu():
 from lm_eval.models.vllm_causallms import VLLM
 from vllm import SamplingParams, TokensPrompt
 from vllm.config import SpeculativeConfig
+from vllm.config.speculative import SpeculativeMethod
 from vllm.engine.arg_utils import EngineArgs
 
 from fly import config as fly_config
@@ -39,6 +40,8 @@ from fly.errors import FlyError, reason_of
 from fly.harness.backend import Backend
 from fly.harness.vllm_config import METHODS, Installed, counts, shares, speculative_config
 from fly.models import sources, tokenizers
+from fly.models.heads.block import kind_of
+from fly.models.heads.checkpoint import read_config
 from fly.runs.records import Observer, RequestRecord, zero_seconds
 from fly.speculation.sequence import Request
 from fly.speculation.stop_strings import StopMatcher
@@ -48,7 +51,7 @@ _COUNTERS = "vllm:spec_decode_"
 
 def _installed() -> Installed:
     fields = [field.name for field in dataclasses.fields(SpeculativeConfig)]
-    return Installed(version("vllm"), fields)
+    return Installed(version("vllm"), fields, get_args(SpeculativeMethod))
 
 
 @dataclasses.dataclass
@@ -89,10 +92,10 @@ class FlyVLLM(Backend, VLLM):
         self.check(config, vllm_args)
         self.use_config(config)
         target, draft = sources.sources(config, config_path)
-        if draft is not None and not config.dual_tok:
+        if draft is not None and config.head_class is None and not config.dual_tok:
             self._check_vocabularies(target.path, draft.path, vllm_args)
         self.speculative_config = speculative_config(
-            config, draft.path if draft else None, _installed()
+            config, draft.path if draft else None, _installed(), self._block_head(config, draft)
         )
         if str(batch_size).isdecimal():
             max_batch_size = int(batch_size)
@@ -147,6 +150,13 @@ class FlyVLLM(Backend, VLLM):
         if not config.prefix_reuse:
             arguments["enable_prefix_caching"] = False
         return arguments
+
+    def _block_head(self, config: FlyConfig, draft: sources.ModelSource | None) -> str | None:
+        """Which kind of block head the pair has, by its files; None without one."""
+        if draft is None or config.drafter_name != "block":
+            return None
+        hub = {"revision": config.draft_revision}
+        return kind_of(read_config(draft, str(config.draft_model_path), hub))
 
     def _check_vocabularies(self, target: str, draft: str, vllm_args: dict[str, Any]) -> None:
         trust = {"trust_remote_code": vllm_args.get("trust_remote_code", False)}
@@ -318,8 +328,8 @@ class FlyVLLM(Backend, VLLM):
     def _drafts(self, state: _Running, output: Any) -> list[tuple[int, int]]:
         """(drafted, accepted) of a finished request's passes with a draft.
 
-        vLLM gives no account of requests that a stop string ended. A draft model's drafts are of
-        one length; of n-grams only what was accepted is known then.
+        vLLM gives no account of requests that a stop string ended. Drafts of a draft model or a
+        head are of one length; of n-grams only what was accepted is known then.
         """
         config, metrics = self.speculative_config, output.outputs[0].spec_decode_metrics
         if config is None:
@@ -327,9 +337,9 @@ class FlyVLLM(Backend, VLLM):
         if metrics is not None:
             return list(zip(metrics.per_step_drafted, metrics.per_step_accepted))
         accepted = [after - before - 1 for before, after in pairwise(state.lengths)]
-        if config["method"] == METHODS["model"]:
-            return [(config["num_speculative_tokens"], count) for count in accepted]
-        return [(count, count) for count in accepted if count]
+        if config["method"] == METHODS["ngram"]:
+            return [(count, count) for count in accepted if count]
+        return [(config["num_speculative_tokens"], count) for count in accepted]
 
     # ---------------------------------------------------------------- reporting
 

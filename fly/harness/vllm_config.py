@@ -13,7 +13,8 @@ from fly.config import FlyConfig
 from fly.errors import FlyError
 from fly.runs.records import Counts, Positions
 
-METHODS = {"model": "draft_model", "ngram": "ngram"}  # by drafter
+METHODS = {"model": "draft_model", "ngram": "ngram", "eagle3": "eagle3"}  # by drafter
+BLOCK_METHODS = ("dflash", "dspark")  # of drafter=block, by what the head's files say it is
 RULES = {"exact": "standard", "fly": "fly"}  # rejection_sample_method, by rule
 # Keys that vLLM cannot follow, with the values under which they ask nothing of it: of every run, of
 # those that draft, and of FLy.
@@ -30,6 +31,8 @@ _OF_DRAFTS: dict[str, tuple[Any, ...]] = {
     "draft_device": (None,),
     "draft_dtype": (None,),
     "draft_quantization": ("auto", "none"),
+    "head_layer_ids": (None,),
+    "confidence_thre": (None,),
 }
 _OF_FLY: dict[str, tuple[Any, ...]] = {
     "entropy_kind": ("top3",),
@@ -46,36 +49,48 @@ _OF_FLY: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Installed:
-    """The vLLM at hand: its version, and the fields of its SpeculativeConfig."""
+    """The vLLM at hand: its version, and the fields and methods of its SpeculativeConfig."""
 
     version: str
     fields: Collection[str]
+    methods: Collection[str]
 
     def refuse(self, what: str, remedy: str) -> FlyError:
         return FlyError(f"{what}: vLLM {self.version} {remedy}, or use --model hf")
 
 
+# The first release with all that is asked for here.
+FIRST_WITH_ALL = Installed(
+    "0.33", ("fly_window_size", "use_heterogeneous_vocab"), (*METHODS.values(), *BLOCK_METHODS)
+)
+
+
 def speculative_config(
-    config: FlyConfig, draft: str | None, installed: Installed
+    config: FlyConfig, draft: str | None, installed: Installed, head: str | None = None
 ) -> dict[str, Any] | None:
     """vLLM's `speculative_config` for the pair; None where the target decodes alone.
 
-    draft: folder or hub id of the draft model. Raises FlyError, naming the key, for what this vLLM
-    cannot do.
+    draft: folder or hub id of the draft model or head. head: which of BLOCK_METHODS a block head
+    is; None where its files are not read yet, and the result has no method. Raises FlyError, naming
+    the key, for what this vLLM cannot do.
     """
     _refuse(config, _OF_EVERY_RUN, installed)
     drafter = config.drafter_name
     if drafter is None:
         return None
     _refuse(config, _OF_DRAFTS, installed)
-    if drafter not in METHODS:
+    method = head if drafter == "block" else METHODS.get(drafter)
+    if method is None and drafter != "block":
         key = "use_ngram=True" if config.drafter is None else f"drafter={drafter}"
         raise installed.refuse(key, "has no such drafter: set drafter to model or ngram")
+    if method is not None and method not in installed.methods:
+        raise installed.refuse(f"drafter={drafter}", f"has no method {method}: upgrade it")
     if config.rule not in RULES:
         raise installed.refuse(
             f"verification={config.rule}", "has no such rule: set verification to exact or fly"
         )
-    found: dict[str, Any] = {"method": METHODS[drafter], "num_speculative_tokens": config.spd_k}
+    found: dict[str, Any] = {"method": method} if method is not None else {}
+    found["num_speculative_tokens"] = config.spd_k
     if drafter == "ngram":
         found["num_speculative_tokens"] = min(config.spd_k, config.num_ngram_pred_tokens)
         found["prompt_lookup_min"] = config.min_ngram_size
@@ -83,7 +98,8 @@ def speculative_config(
     else:
         found["model"] = draft
         found |= {"revision": config.draft_revision} if config.draft_revision else {}
-        found |= {"use_heterogeneous_vocab": True} if config.dual_tok else {}
+        if config.dual_tok and drafter == "model":
+            found["use_heterogeneous_vocab"] = True
     if config.rule == "fly":
         found |= _fly(config, found["num_speculative_tokens"], installed)
     if "use_heterogeneous_vocab" in found and "use_heterogeneous_vocab" not in installed.fields:

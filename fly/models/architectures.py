@@ -10,17 +10,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from fly.errors import FlyError, reason_of
-from fly.models.sources import ModelSource
+from fly.models.sources import ModelSource, is_local
 
 KNOWN = Path(__file__).with_name("architectures.json")
-_BITS_BY_METHOD = {"fp8": 8, "fbgemm_fp8": 8, "fp_quant": 4, "mxfp4": 4}
+_BITS_BY_METHOD = {"fp8": 8, "fbgemm_fp8": 8, "fp_quant": 4, "mxfp4": 4.25}  # mxfp4: scales by 32
 
 
 @dataclass(frozen=True)
@@ -32,14 +34,27 @@ class Parameter:
     bytes: int
 
 
+def is_here(source: ModelSource) -> bool:
+    """Whether `model_config` needs no network for it."""
+    return is_local(source) or source.path in _known()
+
+
+def _known() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = json.loads(KNOWN.read_text(encoding="utf-8"))
+    return found
+
+
 def model_config(source: ModelSource, field: str) -> PretrainedConfig:
     """The configuration of a local model, of a known hub model or, with a network, of any.
 
     Raises FlyError, naming `field`, for one that cannot be read.
     """
-    known = json.loads(KNOWN.read_text(encoding="utf-8")).get(source.path)
+    known = _known().get(source.path)
     if known is not None:
-        return AutoConfig.for_model(**known)
+        try:
+            return AutoConfig.for_model(**known)
+        except ValueError:
+            raise _not_loaded(known["model_type"], f"{field}={source.path}") from None
     try:
         found: PretrainedConfig = AutoConfig.from_pretrained(
             source.path, **({"gguf_file": source.gguf_file} if source.gguf_file else {})
@@ -52,13 +67,25 @@ def model_config(source: ModelSource, field: str) -> PretrainedConfig:
     return found.get_text_config()
 
 
-def without_weights(config: PretrainedConfig) -> PreTrainedModel:
-    """The model on the meta device: shapes, no memory."""
+def without_weights(config: PretrainedConfig, name: str) -> PreTrainedModel:
+    """The model on the meta device: shapes, no memory.
+
+    Raises FlyError, naming `name`, for what transformers loads as no causal language model.
+    """
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise _not_loaded(config.model_type, name)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=stored_dtype(config)
         )
     return model
+
+
+def _not_loaded(model_type: str, name: str) -> FlyError:
+    return FlyError(
+        f"{name}: transformers {transformers.__version__} loads {model_type} as no causal language "
+        "model: use --model vllm, or choose another model"
+    )
 
 
 def stored_dtype(config: PretrainedConfig) -> torch.dtype:
@@ -67,31 +94,42 @@ def stored_dtype(config: PretrainedConfig) -> torch.dtype:
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
-def parameters(model: PreTrainedModel, bits: int | None) -> Iterator[Parameter]:
+def parameters(model: PreTrainedModel, bits: float | None) -> Iterator[Parameter]:
     """All parameters, tied ones once. bits: of a weight in quantised layers; None: there are none.
 
-    Quantised are linear layers but the output embedding; their scales, under 1 %, are left out.
+    Quantised are linear layers and fused experts but the output embedding and what the checkpoint's
+    quantization_config leaves out; scales, mostly under 1 %, are left out.
     """
     linear = {
         id(module.weight)
         for module in model.modules()
         if isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings()
     }
+    settings = _quantization(model.config)
+    kept = [f"*.{name}.*" for name in settings.get("modules_to_not_convert") or ()]
     for name, tensor in model.named_parameters():
+        is_weight = id(tensor) in linear or (tensor.dim() == 3 and ".experts." in name)
+        is_kept = any(fnmatch(f".{name}.", pattern) for pattern in kept)
         own = 8 * tensor.dtype.itemsize
-        per_weight = own if bits is None or id(tensor) not in linear else bits
-        yield Parameter(name, tuple(tensor.shape), tensor.numel() * per_weight // 8)
+        per_weight = bits if bits is not None and is_weight and not is_kept else own
+        yield Parameter(name, tuple(tensor.shape), int(tensor.numel() * per_weight // 8))
 
 
-def quantised_bits(config: PretrainedConfig) -> int | None:
+def _quantization(config: PretrainedConfig) -> dict[str, Any]:
+    """The checkpoint's quantization_config; empty without one."""
+    found = getattr(config, "quantization_config", None) or {}
+    settings: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
+    return settings
+
+
+def quantised_bits(config: PretrainedConfig) -> float | None:
     """Bits of a weight in the checkpoint's quantised layers; None if there are none.
 
     Raises FlyError for a quantization_config that does not say.
     """
-    found = getattr(config, "quantization_config", None)
-    if not found:
+    settings = _quantization(config)
+    if not settings:
         return None
-    settings: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
     method = str(settings.get("quant_method"))
     groups = settings.get("config_groups") or {}  # compressed-tensors
     group_bits = {group["weights"]["num_bits"] for group in groups.values() if group.get("weights")}
@@ -107,4 +145,4 @@ def quantised_bits(config: PretrainedConfig) -> int | None:
         raise FlyError(
             f"quantization_config: quant_method={method} does not say its bits per weight"
         )
-    return int(bits)
+    return float(bits)

@@ -49,6 +49,11 @@ def resolve_source(text: str, field: str) -> ModelSource:
     return ModelSource(text)
 
 
+def is_local(source: ModelSource) -> bool:
+    """Whether the model is a folder or file of this machine, not a hub id."""
+    return Path(source.path).is_dir()
+
+
 def weight_bytes(source: ModelSource) -> int:
     """Bytes of a local model's weights once loaded; 0 for a model on a hub."""
     folder = Path(source.path)

@@ -40,6 +40,13 @@ def test_dflash_drafts_in_place_and_dspark_the_token_after():
     assert not block.parse(Checkpoint("x", config, {}), SHAPE).from_anchor
 
 
+def test_files_say_which_of_the_two_a_head_is():
+    """As vLLM names its methods; DeepSpec's DFlash goes by DSpark's name."""
+    found = [block.kind_of(block_heads.config(kind, TARGET)) for kind in block_heads.KINDS]
+    assert found == ["dflash", "dspark", "dspark"]
+    assert block.kind_of({"speculators_model_type": "dflash"}) == "dflash"
+
+
 def test_deepspecs_dflash_is_a_dspark_without_its_heads():
     head = parse("dspark", markov_rank=0, enable_confidence_head=False)
     assert (head.from_anchor, head.markov_rank, head.confidence) == (True, 0, None)

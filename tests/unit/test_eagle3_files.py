@@ -60,6 +60,11 @@ PRODUCERS = {
         TENSORS,
         (4, 6, 8),
     ),
+    "deepspec": (
+        {**FLAT, "architectures": ["Qwen3Eagle3Model"], "model_type": "qwen3",
+         "layer_types": ["full_attention"], "target_layer_ids": [1, 3, 4]},
+        under("layers.0."), (2, 4, 5),
+    ),
     "automodel": (FLAT, {f"model.{name}": t for name, t in TENSORS.items()}, (2, 4, 5)),
     "quark": ({**FLAT, "quantization_config": {}}, quark(TENSORS), (2, 4, 5)),
 }  # fmt: skip

@@ -6,17 +6,28 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
 from fly import config
 from fly.errors import FlyError
 from fly.execution import memory
+from fly.execution.heads.block import BlockHead
+from fly.execution.heads.eagle3 import Eagle3Head
+from fly.execution.kv_cache import SlotCache
 from fly.execution.memory import GIB
-from fly.models.architectures import KNOWN, model_config, quantised_bits, without_weights
+from fly.models.architectures import (
+    KNOWN,
+    model_config,
+    parameters,
+    quantised_bits,
+    without_weights,
+)
+from fly.models.heads.checkpoint import TargetShape, read
 from fly.models.sources import ModelSource
 from fly.paths import data_dir
-from tests import tiny
+from tests import block_heads, heads, tiny
 from tests.integration.test_cli import run
 
 LARGE = sorted(data_dir("fly_config").glob("FLy_*.json"))
@@ -115,10 +126,14 @@ def test_what_cannot_be_sharded_is_said(saved):
         ("Qwen/Qwen2.5-72B-Instruct", 72_706_203_648),
         ("Qwen/Qwen2.5-Coder-0.5B-Instruct", 494_032_768),
         ("Qwen/Qwen2.5-Coder-1.5B-Instruct", 1_543_714_304),
+        ("Qwen/Qwen3-8B", 8_190_735_360),
+        # the model card: 20.91 and 116.83 billion
+        ("openai/gpt-oss-20b", 20_914_757_184),
+        ("openai/gpt-oss-120b", 116_829_156_672),
     ],
 )
 def test_the_shipped_architectures_have_the_published_number_of_parameters(model, count):
-    found = without_weights(model_config(ModelSource(model), "a test"))
+    found = without_weights(model_config(ModelSource(model), "a test"), "a test")
     assert sum(tensor.numel() for tensor in found.parameters()) == count
 
 
@@ -157,6 +172,50 @@ def test_quantised_layers_take_their_bits_and_the_rest_its_dtype(saved):
     found.quantization_config = {"quant_method": "new"}
     with pytest.raises(FlyError, match="quant_method=new does not say its bits"):
         quantised_bits(found)
+
+
+@pytest.mark.skipif(transformers.__version__ < "5", reason="experts are linear layers of their own")
+@pytest.mark.parametrize(
+    ("model", "gib"),  # as the model card has it
+    [("openai/gpt-oss-20b", 12.8), ("openai/gpt-oss-120b", 60.8)],
+)
+def test_experts_take_the_checkpoints_bits_and_attention_only_where_it_does(model, gib):
+    config = model_config(ModelSource(model), "a test")
+    found = parameters(without_weights(config, "a test"), quantised_bits(config))
+    assert round(sum(parameter.bytes for parameter in found) / GIB, 1) == gib
+
+
+@pytest.mark.parametrize("drafter", ["eagle3", "block"])
+def test_a_head_is_counted_from_its_files(saved, tmp_path, drafter):
+    target = loaded(saved, "target")
+    if drafter == "eagle3":
+        config = {**heads.SHAPE, "eagle_aux_hidden_state_layer_ids": [2, 3, 3]}
+        folder = heads.save(tmp_path / "head", config, heads.tensors(0, torch.arange(0, 64, 2)))
+        head = Eagle3Head
+    else:
+        folder = block_heads.save(block_heads.published("dspark", target), tmp_path / "head")
+        head = BlockHead
+    keys = {"draft_model_path": str(folder), "drafter": drafter, "spd_k": 5}
+    need = memory.pair_of(settings(saved, **keys), "a test", 100).need(memory.ONE_GPU, 1)
+    alone = memory.pair_of(settings(saved, use_sd=False), "a test", 100).need(memory.ONE_GPU, 1)
+    checkpoint = read(ModelSource(str(folder)), "head", {})
+    held = head.from_checkpoint(checkpoint, TargetShape.of(target.config), None)
+    assert need.target == alone.target
+    assert need.draft == sum(parameter.nbytes for parameter in held.parameters()) > 0
+    tokens = (need.sequence - alone.sequence) / held.bytes_per_token
+    assert tokens == SlotCache.rounded(100 + 5)
+
+
+def test_a_head_on_the_hub_is_one_line(saved):
+    with pytest.raises(
+        FlyError, match=r"draft_model_path=org/head: .* counted from its files: name"
+    ):
+        memory.pair_of(settings(saved, draft_model_path="org/head", drafter="eagle3"), "a test", 8)
+
+
+def test_a_model_that_transformers_loads_as_no_language_model_is_one_line():
+    with pytest.raises(FlyError, match=r"x: transformers .* loads kimi_k25 as no causal language"):
+        without_weights(model_config(ModelSource("moonshotai/Kimi-K2.5"), "x"), "x")
 
 
 def check(capsys, path, *flags):

@@ -11,14 +11,15 @@ from fly import registry
 from fly.errors import FlyError
 from fly.harness.vllm_config import Installed, counts, shares, speculative_config
 
-OF_0_32 = Installed("0.32.0", ["method", "model", "use_heterogeneous_vocab"])
-OF_0_33 = Installed("0.33.0", [*OF_0_32.fields, "fly_window_size"])
+METHODS = ("draft_model", "ngram", "eagle3", "dflash", "dspark")
+OF_0_32 = Installed("0.32.0", ["method", "model", "use_heterogeneous_vocab"], METHODS)
+OF_0_33 = Installed("0.33.0", [*OF_0_32.fields, "fly_window_size"], METHODS)
 PAIR = {"target_model_path": "t", "draft_model_path": "d", "spd_k": 8, "win_len": 5}
 
 
-def mapped(installed=OF_0_33, **keys):
+def mapped(installed=OF_0_33, head=None, **keys):
     config = fly_config.build({**PAIR, **keys}, "test")
-    return speculative_config(config, "d", installed)
+    return speculative_config(config, "d", installed, head)
 
 
 def test_every_rule_and_drafter_that_vllm_has():
@@ -44,6 +45,22 @@ def test_every_rule_and_drafter_that_vllm_has():
     assert mapped(spd_k=0, win_len=5, enable_fly=False) is None
 
 
+def test_heads_go_by_their_own_methods():
+    head = {"model": "d", "num_speculative_tokens": 8}
+    assert mapped(enable_fly=False, drafter="eagle3") == {"method": "eagle3", **head}
+    for kind in ("dflash", "dspark"):
+        found = mapped(enable_fly=False, drafter="block", head=kind)
+        assert found == {"method": kind, **head}
+    # before the head's files are read
+    assert mapped(enable_fly=False, drafter="block") == head
+    assert mapped(drafter="eagle3")["fly_window_size"] == 5
+    # a head has no tokenizer of its own
+    assert mapped(enable_fly=False, drafter="eagle3", dual_tok=True) == {"method": "eagle3", **head}
+    old = Installed("0.12.0", OF_0_33.fields, METHODS[:3])
+    with pytest.raises(FlyError, match=r"drafter=block: vLLM 0.12.0 has no method dspark: upgrade"):
+        mapped(old, head="dspark", drafter="block")
+
+
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
@@ -62,6 +79,8 @@ def test_every_rule_and_drafter_that_vllm_has():
         ({"win_len": 0}, "win_len=0: .* a window of 1 to 7 for drafts of 8 tokens"),
         ({"drafter": "ngram", "win_len": 6}, "win_len=6: .* a window of 1 to 5 for drafts of 6"),
         ({"draft_quantization": "int8"}, "draft_quantization=int8: .* set it to auto or none"),
+        ({"drafter": "eagle3", "head_layer_ids": [1, 2, 3]}, "head_layer_ids=.*set it to None"),
+        ({"drafter": "block", "confidence_thre": 0.5}, "confidence_thre=0.5"),
         ({"draft_dtype": "float16"}, "draft_dtype=float16"),
         ({"draft_device": "cuda:1"}, "draft_device=cuda:1"),
         ({"draft_sources": ["own"], "drafter": "ngram"}, "draft_sources="),
@@ -89,7 +108,7 @@ def test_a_vllm_without_fly():
     with pytest.raises(FlyError, match=re.escape(wanted)):
         mapped(OF_0_32)
     assert mapped(OF_0_32, enable_fly=False)["method"] == "draft_model"
-    old = Installed("0.9.0", ["method"])
+    old = Installed("0.9.0", ["method"], METHODS)
     with pytest.raises(FlyError, match=r"dual_tok=True: .* needs one vocabulary"):
         mapped(old, enable_fly=False, dual_tok=True)
 

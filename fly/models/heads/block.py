@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from transformers import Qwen3Config
 
+from fly.errors import FlyError
 from fly.models.draft_vocabulary import DraftVocabulary
 from fly.models.heads.checkpoint import Checkpoint, TargetShape
 
@@ -59,6 +60,14 @@ class BlockSpec:
         """Tokens that one pass drafts."""
         return self.block_size if self.from_anchor else self.block_size - 1
 
+    def check_drafts(self, spd_k: int) -> None:
+        """Raise FlyError if the head cannot draft so many tokens."""
+        if spd_k > self.most_drafts:
+            raise FlyError(
+                f"spd_k={spd_k}: this head drafts at most {self.most_drafts} tokens (block_size="
+                f"{self.block_size}): set spd_k to {self.most_drafts} or lower"
+            )
+
 
 def is_block(config: Mapping[str, Any]) -> bool:
     """Whether a checkpoint's config.json is a block head's."""
@@ -66,6 +75,14 @@ def is_block(config: Mapping[str, Any]) -> bool:
     return config.get("speculators_model_type") in _SPECULATORS or any(
         name in _ARCHITECTURES for name in names
     )
+
+
+def kind_of(config: Mapping[str, Any]) -> Literal["dflash", "dspark"]:
+    """Which of the two a block head's config.json says it is. DeepSpec's DFlash is a DSpark head
+    without its Markov and confidence heads, and goes by that name."""
+    kind = config.get("speculators_model_type")
+    is_dflash = kind == "dflash" or "DFlashDraftModel" in (config.get("architectures") or ())
+    return "dflash" if is_dflash else "dspark"
 
 
 def parse(

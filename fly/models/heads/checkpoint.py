@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 
 from fly.errors import FlyError, some
 from fly.models.draft_vocabulary import DraftVocabulary
-from fly.models.sources import ModelSource
+from fly.models.sources import ModelSource, is_local
 
 _FILES = ("config.json", "*.safetensors", "pytorch_model*.bin")
 _OF_SNAPSHOTS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
@@ -126,21 +126,42 @@ def read(source: ModelSource, name: str, hub: Mapping[str, Any]) -> Checkpoint:
 
     Raises FlyError for files that hold no head.
     """
-    folder = Path(source.path)
-    if not folder.is_dir():
-        given = {key: hub[key] for key in _OF_SNAPSHOTS if key in hub}
-        folder = Path(snapshot_download(source.path, allow_patterns=list(_FILES), **given))
+    folder = _folder(source, _FILES, hub)
     tensors: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(file)
     if not tensors:
         for file in sorted(folder.glob("pytorch_model*.bin")):
             tensors |= torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = _config(folder)
     found = Checkpoint(name, config, tensors)
     if not tensors:
         raise found.refuse("the folder has neither *.safetensors nor pytorch_model*.bin")
     return Checkpoint(name, config, _dequantised(found))
+
+
+def read_config(source: ModelSource, name: str, hub: Mapping[str, Any]) -> dict[str, Any]:
+    """The head's config.json alone, from where `read` takes it.
+
+    Raises FlyError if it cannot be had.
+    """
+    try:
+        return _config(_folder(source, ("config.json",), hub))
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise FlyError(f"pretrained={name}: its config.json cannot be read: {reason}") from None
+
+
+def _folder(source: ModelSource, files: Iterable[str], hub: Mapping[str, Any]) -> Path:
+    if is_local(source):
+        return Path(source.path)
+    given = {key: hub[key] for key in _OF_SNAPSHOTS if key in hub}
+    return Path(snapshot_download(source.path, allow_patterns=list(files), **given))
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return found
 
 
 def _dequantised(checkpoint: Checkpoint) -> dict[str, Tensor]:

@@ -3,12 +3,13 @@
 - SafeAILab, SpecForge, AngelSlim, TorchSpec: one flat config.json, tensors under `midlayer.`.
 - speculators (vLLM): the layer's shape under `transformer_layer_config`, tensors under `layers.0.`.
 - NVIDIA: as SpecForge, with layer ids and flags under `eagle_config`.
+- DeepSpec: flat, tensors under `layers.0.`, the target's layers under `target_layer_ids`.
 - AMD Quark: any of them with 8-bit weights (fly.models.heads.checkpoint dequantises them).
 
 Two conventions number the hidden states that a head reads. EAGLE's code, vLLM and speculators index
-hidden_states, as fly does; SpecForge and NVIDIA's ModelOpt number layers by their outputs, one
-less, and start at 1. The same key holds either, so the first id tells them apart, as in SGLang
-(its pull request 25454): 1 is never read as an index.
+hidden_states, as fly does; SpecForge, DeepSpec and NVIDIA's ModelOpt number layers by their
+outputs, one less. But for DeepSpec's, the same key holds either, so the first id tells them apart,
+as in SGLang (its pull request 25454): 1 is never read as an index.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from fly.models.draft_vocabulary import NONE, DraftVocabulary
 from fly.models.heads.checkpoint import Checkpoint, TargetShape
 
 _IDS = "eagle_aux_hidden_state_layer_ids"
+_OUTPUT_IDS = "target_layer_ids"  # DeepSpec's
 _FAMILIES = ("llama", "qwen2", "qwen3")
 _PADDING = 512  # ids that models of one tokenizer may pad their vocabularies by
 _PREFIXES = re.compile(r"^(?:model\.)?(?:midlayer\.|layers\.0\.)?")
@@ -62,8 +64,6 @@ def files_of(
     """
     config = checkpoint.config
     eagle = config.get("eagle_config") or {}
-    shape = config.get("transformer_layer_config") or config
-    _check_kind(checkpoint, shape, eagle)
 
     def flag(name: str) -> bool:
         return bool(config.get(name) or eagle.get(name))
@@ -71,11 +71,11 @@ def files_of(
     tensors = {_name(name): tensor for name, tensor in checkpoint.tensors.items()}
     tensors.pop("t2d", None)
     renamed = Checkpoint(checkpoint.name, config, tensors)
-    llama = _llama(renamed, shape)
-    _check_fits(renamed, llama, config.get("target_hidden_size"), target)
+    llama, layers = parse_config(renamed, target, override)
+    _check_embeddings(renamed, llama, target)
     return Eagle3Files(
         llama=llama,
-        layers=renamed.layers_of(_layers(config, eagle, target), target, override),
+        layers=layers,
         feature_size=target.hidden_size,
         norm_before_residual=flag("norm_before_residual"),
         norm_before_fc=flag("norm_before_fc"),
@@ -84,6 +84,22 @@ def files_of(
         vocabulary=_vocabulary(renamed, tensors.pop("d2t", None), llama.vocab_size, target),
         tensors=tensors,
     )
+
+
+def parse_config(
+    checkpoint: Checkpoint, target: TargetShape, override: tuple[int, ...] | None = None
+) -> tuple[LlamaConfig, tuple[int, ...]]:
+    """(the shape of the head's layer, the hidden states that it reads), by its config.json alone.
+
+    Raises FlyError, in one line, for what is no EAGLE-3 head or does not fit the target.
+    """
+    config = checkpoint.config
+    eagle = config.get("eagle_config") or {}
+    shape = config.get("transformer_layer_config") or config
+    _check_kind(checkpoint, shape, eagle)
+    llama = _llama(checkpoint, shape)
+    _check_fits(checkpoint, llama, config.get("target_hidden_size"), target)
+    return llama, checkpoint.layers_of(_layers(config, eagle, target), target, override)
 
 
 def _name(name: str) -> str:
@@ -116,11 +132,18 @@ def _check_kind(checkpoint: Checkpoint, shape: Mapping[str, Any], eagle: Mapping
 def _layers(
     config: Mapping[str, Any], eagle: Mapping[str, Any], target: TargetShape
 ) -> tuple[int, ...]:
+    if outputs := config.get(_OUTPUT_IDS):
+        return tuple(layer + 1 for layer in outputs)
     found = tuple(config.get(_IDS) or eagle.get(_IDS) or ())
     if not found:
-        return (2, target.layers // 2, target.layers - 3)
+        return usual_layers(target)
     counts_outputs = found[0] == 1 and "speculators_model_type" not in config
     return tuple(layer + 1 for layer in found) if counts_outputs else found
+
+
+def usual_layers(target: TargetShape) -> tuple[int, ...]:
+    """What a head reads whose files name no layers: EAGLE's own choice."""
+    return (2, target.layers // 2, target.layers - 3)
 
 
 def _llama(checkpoint: Checkpoint, shape: Mapping[str, Any]) -> LlamaConfig:
@@ -162,6 +185,9 @@ def _check_fits(
             f"is made for a vocabulary of {llama.vocab_size} tokens, and the target has "
             f"{target.vocabulary}: choose the head of this target"
         )
+
+
+def _check_embeddings(checkpoint: Checkpoint, llama: LlamaConfig, target: TargetShape) -> None:
     if llama.hidden_size != target.hidden_size and "embed_tokens.weight" not in checkpoint.tensors:
         raise checkpoint.refuse("the checkpoint lacks embed_tokens, and the target's do not fit")
 

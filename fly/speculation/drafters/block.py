@@ -27,20 +27,14 @@ class BlockDrafter(Drafter):
     @classmethod
     def create(cls, context: DrafterContext) -> Drafter:
         runner: BlockRunner = context.draft_runner
-        spec, spd_k = runner.spec, context.settings.spd_k
-        most = spec.most_drafts
-        if spd_k > most:
-            raise FlyError(
-                f"spd_k={spd_k}: this head drafts at most {most} tokens (block_size="
-                f"{spec.block_size}): set spd_k to {most} or lower"
-            )
+        runner.spec.check_drafts(context.settings.spd_k)
         if is_sharded(runner.target):
             raise FlyError(
                 "drafter=block: tp_plan shards the embedding and output head that it shares with "
                 "the target: leave tp_plan out, or choose another drafter"
             )
         confidence = context.settings.confidence_thre
-        if confidence is not None and spec.confidence is None:
+        if confidence is not None and runner.spec.confidence is None:
             raise FlyError(
                 f"confidence_thre={confidence}: this head has no confidence head: leave it out"
             )
