@@ -265,14 +265,15 @@ class Backend(TemplateLM):
         return texts
 
     def keep(self, instance: Instance, text: str, record: RequestRecord, log: JsonLines) -> None:
-        """A finished response goes to lm-eval's cache and to the per-request file at once."""
-        self.cache_hook.add_partial("generate_until", instance.args, text)
+        """A finished response goes to the per-request file and to lm-eval's cache at once: in this
+        order, so that a process that is killed in between leaves no answer without its record."""
         if self.fly_config.enable_statistics:
             ids = output_ids.encode(record.tokens)
             output = {"ids": ids, "tokenizer": self._tokenizer_hash}
             log.write(
                 {**identity(record.request), **record.as_dict(), "text": text, "output": output}
             )
+        self.cache_hook.add_partial("generate_until", instance.args, text)
 
     @cached_property
     def _tokenizer_hash(self) -> str:

@@ -313,6 +313,20 @@ def test_bad_model_args_get_one_line(saved_pair, kwargs, message):
     assert "\n" not in str(caught.value)
 
 
+def test_no_answer_is_in_the_cache_without_its_record(saved_pair, tmp_path, monkeypatch):
+    """A process that was killed between the two lost the record: the resumed run asked the cache."""
+    context.start(tmp_path)
+    lm = fly_lm(saved_pair)
+    recorded = []
+
+    def cache(*args):
+        recorded.append([len(file.read_text().splitlines()) for file in tmp_path.glob("*.jsonl")])
+
+    monkeypatch.setattr(lm.cache_hook, "add_partial", cache)
+    lm.generate_until(instances({"max_gen_toks": 4}))
+    assert recorded == [[count] for count in range(1, len(PROMPTS) + 1)]
+
+
 def test_what_was_finished_survives_ctrl_c(saved_pair, tmp_path, monkeypatch, caplog):
     """Finished responses are on disk and in lm-eval's cache when the run is cut short."""
     context.start(tmp_path)

@@ -64,13 +64,13 @@ def test_a_line_of_the_table(bench, tmp_path):
         record("exact_k8", 0, [0.0, 1.0, 1.0, 0.0], seconds=2.0),
         record("exact_k8", 4, [1.0], seconds=100.0),
     )
-    row = bench.row(bench.read(path), "exact_k8", "gsm8k_cot")
+    row = bench.row(bench.read(path), "exact_k8", "gsm8k_cot", "target_only")
     assert (row["documents"], row["correct"], row["target_only_correct"]) == (4, 2.0, 3.0)
     assert (row["lost"], row["won"]) == (2, 1)
     assert row["mcnemar_p"] == pytest.approx(1.0)
     assert row["tau"] == pytest.approx(6.0)
     assert row["emitted_per_drafted"] == pytest.approx(0.75)
-    against_itself = bench.row(bench.read(path), "target_only", "gsm8k_cot")
+    against_itself = bench.row(bench.read(path), "target_only", "gsm8k_cot", "target_only")
     assert against_itself["time_x_over_exact"] == pytest.approx(2.0)
     assert against_itself["mcnemar_p"] == 1.0
 
@@ -106,10 +106,10 @@ def test_only_what_is_left_of_a_chunk_is_decoded(bench, tmp_path, monkeypatch):
         how = {"filter": "flexible-extract", "exact_match": 1.0, "resps": [["text"]]}
         return [{"doc_id": document, **how} for document in documents]
 
-    fake = Namespace(fly_config=FlyConfig(target_model_path="x"))
+    fake = Namespace(fly_config=FlyConfig(target_model_path="x"), engines=Namespace(batch_size=0))
     monkeypatch.setattr("fly.harness.hf.FlyLM", lambda **_: fake)
     monkeypatch.setattr("fly.harness.evaluate.evaluate", evaluate)
-    given = args(tmp_path, device="cpu", limit=5, chunk=4, tasks=["gsm8k_cot"])
+    given = args(tmp_path, device="cpu", first=0, limit=5, chunk=4, tasks=["gsm8k_cot"])
     for _ in range(2):
         bench.run(given, {"target_only": SETTINGS["target_only"]}, path)
     assert seen == [("gsm8k_cot", [0, 3]), ("gsm8k_cot", [4])]
@@ -117,5 +117,5 @@ def test_only_what_is_left_of_a_chunk_is_decoded(bench, tmp_path, monkeypatch):
 
 
 def test_every_setting_meets_every_document_once(bench):
-    seen = [(s, t, d) for s, t, ds in bench.turns(20, 8, list(SETTINGS)) for d in ds]
+    seen = [(s, t, d) for s, t, ds in bench.turns(0, 20, 8, list(SETTINGS)) for d in ds]
     assert len(seen) == len(set(seen)) == 2 * len(bench.TASKS) * 20
