@@ -314,7 +314,7 @@ def test_bad_model_args_get_one_line(saved_pair, kwargs, message):
 
 
 def test_no_answer_is_in_the_cache_without_its_record(saved_pair, tmp_path, monkeypatch):
-    """A process that was killed between the two lost the record: the resumed run asked the cache."""
+    """A process that was killed between the two lost the record: later the cache answered."""
     context.start(tmp_path)
     lm = fly_lm(saved_pair)
     recorded = []
