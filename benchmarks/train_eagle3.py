@@ -41,6 +41,7 @@ from fly.execution import weights
 from fly.execution.heads.eagle3 import Eagle3Head
 from fly.execution.model_runner import ModelRunner, causal_mask
 from fly.models.heads.checkpoint import Checkpoint, TargetShape
+from fly.models.heads.eagle3 import usual_layers
 from fly.models.sources import resolve_source
 from fly.models.tokenizers import eos_token_ids
 from fly.settings import ExecutionSettings, Settings
@@ -183,6 +184,7 @@ class Trainer:
         self._lessons: dict[tuple[int, ...], Lesson] = {}
 
     def lesson(self, text: list[int]) -> Lesson:
+        """Of the text's first `width` tokens."""
         text = text[: self._width]
         if (kept := self._lessons.get(tuple(text))) is None:
             kept = self._lessons[tuple(text)] = self._read(text)
@@ -345,6 +347,7 @@ def functions_to_complete(count: int) -> list[str]:
 
 
 def chat_prompts(questions: list[str], tokenizer: Any) -> list[list[int]]:
+    """Ids of chats in which a user asks these."""
     return [
         tokenizer.encode(
             tokenizer.apply_chat_template(
@@ -378,7 +381,7 @@ def main() -> None:
     path = resolve_source(args.target, "--target").path
     tokenizer = AutoTokenizer.from_pretrained(path)
     target: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
-    layers = (2, target.config.num_hidden_layers // 2, target.config.num_hidden_layers - 3)
+    layers = usual_layers(TargetShape.of(target.config))
     kept = args.output / "texts.json"
     last = last_weights(target)
     weights.pack(target, None, ExecutionSettings())

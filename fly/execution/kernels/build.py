@@ -28,8 +28,6 @@ _INSTRUCTIONS = {
     "avx512": "skylake-avx512",
     "avx2": "haswell",
 }
-
-
 _VECTORS = {
     "avx512_bf16": vector.AVX512_DOT,
     "avx512": vector.AVX512,
@@ -64,12 +62,12 @@ def instructions() -> str | None:
     if capability != "AVX512":
         return None
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "ALL")).upper()
-    may_use_tiles = limit in ("ALL", "DEFAULT") or "AMX" in limit
+    allows_tiles = limit in ("ALL", "DEFAULT") or "AMX" in limit
     # bfloat16 comes with every CPU that has tiles; the system has to allow them to a process
-    if may_use_tiles and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx():
+    if allows_tiles and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx():
         return "amx"
     # the CPUs that have these dot products have VNNI, too
-    if (may_use_tiles or "BF16" in limit) and torch.cpu._is_avx512_bf16_supported():
+    if (allows_tiles or "BF16" in limit) and torch.cpu._is_avx512_bf16_supported():
         return "avx512_bf16"
     return "avx512"
 

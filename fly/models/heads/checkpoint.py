@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from fly.errors import FlyError, some
+from fly.errors import FlyError, reason_of, some
 from fly.models.draft_vocabulary import DraftVocabulary
 from fly.models.sources import ModelSource, is_local
 
@@ -148,8 +148,9 @@ def read_config(source: ModelSource, name: str, hub: Mapping[str, Any]) -> dict[
     try:
         return _config(_folder(source, ("config.json",), hub))
     except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise FlyError(f"pretrained={name}: its config.json cannot be read: {reason}") from None
+        raise FlyError(
+            f"pretrained={name}: its config.json cannot be read: {reason_of(error)}"
+        ) from None
 
 
 def _folder(source: ModelSource, files: Iterable[str], hub: Mapping[str, Any]) -> Path:
