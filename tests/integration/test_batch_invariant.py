@@ -67,6 +67,25 @@ def test_bits_do_not_depend_on_the_pass(family):
     assert not differing(packed(family))
 
 
+@pytest.mark.parametrize("group", [1, 3, 5, 7, 12])
+def test_a_head_has_the_same_bits_beside_those_that_share_its_keys(group):
+    dtype = kernels.activation_dtype()
+    query = torch.randn(2, 2 * group, 3, 32).to(dtype)
+    cached = (torch.randn(2, 2, 40, 32).to(dtype), torch.randn(2, 2, 40, 32).to(dtype))
+    positions = torch.tensor([[0, 1, 2], [30, 31, 32]])
+    run = LayerKernels()
+    together = run.attention(query, cached, positions, 0, 0.2)
+    for head in range(2 * group):
+        own = tuple(part[:, head // group, None].contiguous() for part in cached)
+        alone = run.attention(query[:, head, None].contiguous(), own, positions, 0, 0.2)
+        assert torch.equal(together[:, :, head], alone[:, :, 0])
+    keys, values = (part.float().repeat_interleave(group, 1) for part in cached)
+    unseen = torch.arange(40) > positions[:, None, :, None]
+    scores = (query.float() @ keys.mT * 0.2).masked_fill(unseen, -torch.inf)
+    expected = (scores.softmax(-1) @ values).transpose(1, 2)
+    torch.testing.assert_close(together.float(), expected, rtol=0.01, atol=0.01)
+
+
 def test_torchs_attention_is_caught(monkeypatch):
     """With inputs in float32: rounding them hides most of its differences in so small a model."""
     monkeypatch.setattr(kernels, "instructions", lambda: "avx2")

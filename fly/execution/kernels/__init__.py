@@ -287,7 +287,11 @@ class LayerKernels:
         rows, heads, width, size = query.shape
         _, kv_heads, capacity, _ = cached[0].shape
         out = torch.empty(rows, width, heads, size, dtype=query.dtype)
-        function = build.elementwise_function("attention", size, instructions=_isa())
+        isa = _isa()
+        parts_at_once = 1 if isa == "avx2" else 4  # of 16 and of 32 vector registers
+        function = build.elementwise_function(
+            "attention", size, heads // kv_heads, parts_at_once, instructions=isa
+        )
         build.run(
             function, query.data_ptr(), cached[0].data_ptr(), cached[1].data_ptr(),
             positions_BQ.data_ptr(), out.data_ptr(), rows, width, heads, kv_heads, capacity,

@@ -8,10 +8,12 @@ bfloat16 where transformers' layers do; only the rotation rounds just once. Widt
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 from fly.execution.kernels.ir import Function, Value, module
 
 _V = "<16 x float>"
+_TOGETHER = 4  # queries of attention
 _EXP = (  # e^f for |f| <= ln 2 / 2, by Taylor's series: the largest error is 1e-7 of the value
     1.0, 1.0, 1 / 2, 1 / 6, 1 / 24, 1 / 120, 1 / 720,
 )  # fmt: skip
@@ -61,6 +63,26 @@ class _Vectors(Function):
         """The sum of a vector's parts, always in the same order."""
         arguments = ("float 0.0", f"{_V} {vector}")
         return self.call("float", "vector.reduce.fadd.v16f32", *arguments, flags="reassoc")
+
+    def totals(self, vectors: Sequence[str]) -> str:
+        """The sums of four vectors' parts, as a vector of four; each has the bits of `total`."""
+
+        def halves(left: str, right: str, width: int) -> str:
+            starts = range(0, 32, 2 * width)
+            low, high = (
+                ", ".join(f"i32 {s + skip + i}" for s in starts for i in range(width))
+                for skip in (0, width)
+            )
+            both = f"shufflevector {_V} {left}, {_V} {right}, <16 x i32>"
+            return self.op(f"fadd {_V} {self.op(f'{both} <{low}>')}, {self.op(f'{both} <{high}>')}")
+
+        first, second = (halves(vectors[i], vectors[i + 1], 8) for i in (0, 2))
+        quarters = halves(first, second, 4)
+        pairs = halves(quarters, quarters, 2)
+        sums = halves(pairs, pairs, 1)
+        places = ", ".join(f"i32 {i}" for i in range(_TOGETHER))
+        whole = f"shufflevector {_V} {sums}, {_V} poison, <{_TOGETHER} x i32> <{places}>"
+        return self.op(whole)
 
     def single(self, bits: str) -> str:
         """The float32 whose bits an argument holds."""
@@ -194,70 +216,96 @@ def rotate(element: str) -> str:
     return module(f)
 
 
-def attention(element: str, size: int) -> str:
-    """@attention: causal attention of heads of `size`, one query of one head after the other.
+def attention(element: str, size: int, group: int, parts_at_once: int) -> str:
+    """@attention: causal attention of heads of `size`, a few queries of one token at a time.
 
     queries [sequences, heads, width, size]; keys and values in the cache's [slots, kv_heads,
     capacity, size], the query's own position included; out [sequences, width, heads, size]. slot:
-    of the first sequence; scale: a float32's bits. Every sum goes through the keys in their order,
-    so a query's result has the same bits whatever else is in the pass.
+    of the first sequence; scale: a float32's bits. `group` heads share keys and values; at most
+    four of them go through these together, `parts_at_once` vectors of a value at a time. Every sum
+    of a query goes through the keys in their order, so its result has the same bits whatever else
+    is in the pass.
     """
     f = _Vectors("attention", element)
     a = f.arguments(
         "ptr queries, ptr keys, ptr values, ptr positions, ptr out, i64 sequences, i64 width, "
         "i64 heads, i64 kv_heads, i64 capacity, i64 slot, i64 scale, counter counter"
     )
-    scale = f.single(a.scale)
-    scores = f.op(f"alloca float, i64 {f.add(a.capacity, 16)}, align 64")
-    parts = range(0, size, 16)
-    group = f.div(a.heads, a.kv_heads)
-    of_sequence = f.mul(a.heads, a.width)
-    with f.shares(a.counter, f.mul(a.sequences, of_sequence), 4) as first:
-        end = f.min(f.add(first, 4), f.mul(a.sequences, of_sequence))
-        with f.loop(first, end) as item:
-            sequence, rest = f.div(item.index, of_sequence), f.rem(item.index, of_sequence)
-            head, token = f.div(rest, a.width), f.rem(rest, a.width)
-            at = f.add(f.mul(sequence, a.width), token)
-            count = f.add(f.load("i64", f.at(a.positions, at, "i64"), 8), 1)
-            slot_head = f.add(f.mul(f.add(a.slot, sequence), a.kv_heads), f.div(head, group))
-            past = f.mul(f.mul(slot_head, a.capacity), size)
-            query_at = f.mul(item.index, size)
-            query = [f.get(a.queries, f.add(query_at, part)) for part in parts]
-            lowest = [("float", _constant(-3.0e38))]
-            with f.loop(0, count, carried=lowest) as key:
+    blocks = -(-group // _TOGETHER)
+    count = -(-group // blocks)  # queries at a time
+    together, parts = range(count), range(0, size, 16)
+    scale = f.splat("float", _TOGETHER, f.single(a.scale))
+    row_of_scores = f.add(a.capacity, 16)
+    scores = f.op(f"alloca float, i64 {f.mul(row_of_scores, count)}, align 64")
+    scores_of = [f.at(scores, f.mul(row_of_scores, query), "float") for query in together]
+    query = f.op(f"alloca float, i64 {count * size}, align 64")
+    with f.shares(a.counter, f.mul(f.mul(a.sequences, a.width), f.mul(a.kv_heads, blocks))) as item:
+        rest, token = f.div(item, a.width), f.rem(item, a.width)
+        rest, block = f.div(rest, blocks), f.rem(rest, blocks)
+        sequence, kv_head = f.div(rest, a.kv_heads), f.rem(rest, a.kv_heads)
+        at = f.add(f.mul(sequence, a.width), token)
+        keys = f.add(f.load("i64", f.at(a.positions, at, "i64"), 8), 1)
+        slot_head = f.add(f.mul(f.add(a.slot, sequence), a.kv_heads), kv_head)
+        past = f.mul(f.mul(slot_head, a.capacity), size)
+        # the last block takes heads of the one before again, rather than go beyond the group
+        in_group = f.min(f.mul(block, count), group - count)
+        first_head = f.add(f.mul(kv_head, group), in_group)
+        for i in together:
+            head = f.add(f.add(f.mul(sequence, a.heads), first_head), i)
+            query_at = f.mul(f.add(f.mul(head, a.width), token), size)
+            for part in parts:
+                value = f.get(a.queries, f.add(query_at, part))
+                f.store(_V, value, f.at(query, i * size + part, "float"), 64)
+        lowest = [(f"<{_TOGETHER} x float>", f"splat (float {_constant(-3.0e38)})")]
+        with f.loop(0, keys, carried=lowest) as key:
+            row = f.add(past, f.mul(key.index, size))
+            dots = ["zeroinitializer"] * count
+            for part in parts:
+                of_key = f.get(a.keys, f.add(row, part))
+                for i in together:
+                    of_query = f.load(_V, f.at(query, i * size + part, "float"), 64)
+                    dots[i] = f.each("fma", of_query, of_key, dots[i])
+            totals = f.totals([dots[min(i, count - 1)] for i in range(_TOGETHER)])
+            four = f"<{_TOGETHER} x float>"
+            score = f.op(f"fmul {four} {totals}, {scale}")
+            for i in together:
+                one = f.op(f"extractelement {four} {score}, i32 {i}")
+                f.store("float", one, f.at(scores_of[i], key.index, "float"), 4)
+            both = (f"{four} {key.values[0]}", f"{four} {score}")
+            key.values = [f.call(four, f"maxnum.v{_TOGETHER}f32", *both, flags="nnan")]
+        shares = [_softmax(f, scores_of[i], keys, key.values[0], i) for i in together]
+        for start in range(0, len(parts), parts_at_once):
+            some = parts[start : start + parts_at_once]
+            zeros = [(_V, "zeroinitializer") for _ in together for _ in some]
+            with f.loop(0, keys, carried=zeros) as key:
                 row = f.add(past, f.mul(key.index, size))
-                dot = "zeroinitializer"
-                for part, of_query in zip(parts, query):
-                    dot = f.each("fma", of_query, f.get(a.keys, f.add(row, part)), dot)
-                score = f.op(f"fmul float {f.total(dot)}, {scale}")
-                f.store("float", score, f.at(scores, key.index, "float"), 4)
-                both = (f"float {key.values[0]}", f"float {score}")
-                key.values = [f.call("float", "maxnum.f32", *both, flags="nnan")]
-            most = key.values[0]
-            lowest_16 = f"splat (float {_constant(-3.0e38)})"
-            f.store(_V, lowest_16, f.at(scores, count, "float"), 4)  # no weight to speak of
-            most_16 = f.splat("float", 16, most)
-            with f.loop(0, count, 16, carried=[(_V, "zeroinitializer")]) as block:
-                place = f.at(scores, block.index, "float")
-                below = f.op(f"fsub {_V} {f.load(_V, place, 4)}, {most_16}")
-                weights = _exp(f, below)
-                f.store(_V, weights, place, 4)
-                block.values = [f.op(f"fadd {_V} {block.values[0]}, {weights}")]
-            whole = f.total(block.values[0])
-            zeros = [(_V, "zeroinitializer") for _ in parts]
-            with f.loop(0, count, carried=zeros) as key:
-                row = f.add(past, f.mul(key.index, size))
-                one = f.load("float", f.at(scores, key.index, "float"), 4)
-                weight = f.splat("float", 16, one)
-                key.values = [
-                    f.each("fma", weight, f.get(a.values, f.add(row, part)), before)
-                    for part, before in zip(parts, key.values)
-                ]
-            share = f.splat("float", 16, f.op(f"fdiv float 1.0, {whole}"))
-            to = f.mul(f.add(f.mul(at, a.heads), head), size)
-            for part, mixed in zip(parts, key.values):
-                f.put(f.op(f"fmul {_V} {mixed}, {share}"), a.out, f.add(to, part))
+                of_value = [f.get(a.values, f.add(row, part)) for part in some]
+                for i in together:
+                    one = f.load("float", f.at(scores_of[i], key.index, "float"), 4)
+                    weight = f.splat("float", 16, one)
+                    for j, value in enumerate(of_value, i * len(some)):
+                        key.values[j] = f.each("fma", weight, value, key.values[j])
+            for i in together:
+                to = f.mul(f.add(f.mul(at, a.heads), f.add(first_head, i)), size)
+                for j, part in enumerate(some, i * len(some)):
+                    mixed = f.op(f"fmul {_V} {key.values[j]}, {shares[i]}")
+                    f.put(mixed, a.out, f.add(to, part))
     return module(f)
+
+
+def _softmax(f: _Vectors, scores: str, keys: str, most: str, query: int) -> str:
+    """Turn a query's scores into weights; returns a vector of 1 / their sum. most: the largest
+    score of each of four queries."""
+    largest = f.op(f"extractelement <{_TOGETHER} x float> {most}, i32 {query}")
+    lowest = f"splat (float {_constant(-3.0e38)})"
+    f.store(_V, lowest, f.at(scores, keys, "float"), 4)  # behind the last: no weight to speak of
+    largest_16 = f.splat("float", 16, largest)
+    with f.loop(0, keys, 16, carried=[(_V, "zeroinitializer")]) as block:
+        place = f.at(scores, block.index, "float")
+        weights = _exp(f, f.op(f"fsub {_V} {f.load(_V, place, 4)}, {largest_16}"))
+        f.store(_V, weights, place, 4)
+        block.values = [f.op(f"fadd {_V} {block.values[0]}, {weights}")]
+    return f.splat("float", 16, f.op(f"fdiv float 1.0, {f.total(block.values[0])}"))
 
 
 def quantize(element: str) -> str:
