@@ -34,6 +34,8 @@ NO_ENTROPY = {"entropy_thre": None}
 # exp(-1/8): logits between 16 and 32 lie 1/8 apart in bfloat16, so that the target's own arithmetic
 # does not tell such tokens apart
 ONE_STEP = {**ACROSS, **NO_ENTROPY, "draft_ratio_thre": 0.88, "draft_rank_max": 2}
+NEAR = {**ACROSS, **NO_ENTROPY, "draft_ratio_thre": 0.3, "draft_rank_max": 2}
+GUARDED = {"exact_first_tokens": 16, "exact_pattern": "numbers"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "target_only": {"use_sd": False},
     "exact_k5": {"spd_k": 5, "enable_fly": False},
@@ -44,7 +46,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "across_k6": {"spd_k": 6, **ACROSS},
     "across_k8": {"spd_k": 8, **ACROSS},
     "margin_k8": {"spd_k": 8, **ACROSS, **NO_ENTROPY, "margin_thre": 0.2},
-    "ratio_k8": {"spd_k": 8, **ACROSS, **NO_ENTROPY, "draft_ratio_thre": 0.3, "draft_rank_max": 2},
+    "ratio_k8": {"spd_k": 8, **NEAR},
+    "across_k8_w4": {"spd_k": 8, "win_len": 4, **ACROSS},
+    "first4_k8": {"spd_k": 8, "exact_first_tokens": 4, **ACROSS},
+    "first16_k8": {"spd_k": 8, "exact_first_tokens": 16, **ACROSS},
+    "first64_k8": {"spd_k": 8, "exact_first_tokens": 64, **ACROSS},
+    "guarded_k8": {"spd_k": 8, **GUARDED, **ACROSS},
+    "ratio_guarded_k8": {"spd_k": 8, **GUARDED, **NEAR},
     "typical": {"spd_k": 8, "verification": "typical"},
     "one_step_k5": {"spd_k": 5, **ONE_STEP},
     "tie_k5": {"spd_k": 5, **ACROSS, **NO_ENTROPY, "draft_ratio_thre": 0.6, "draft_rank_max": 2},
@@ -185,6 +193,7 @@ def run(args: argparse.Namespace, settings: dict[str, dict[str, Any]], path: Pat
         device=args.device,
         batch_size=args.batch_size,
         batch_invariant=invariant.pop(),
+        draft_policy="fixed",  # rules are compared, not what pays for so many sequences here
     )
     base = lm.fly_config.model_dump()
     done = read(path)
