@@ -335,6 +335,8 @@ def test_restrictions_of_other_libraries_hold_for_kernels(monkeypatch):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
         for limit, expected in (
             ("AVX512_CORE_BF16", "avx512_bf16"),
+            ("AVX512_CORE_FP16", "avx512_bf16"),
+            ("AVX10_1_512", "avx512_bf16"),
             ("AVX512_CORE_VNNI", "avx512"),
         ):
             monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)

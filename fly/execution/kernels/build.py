@@ -67,7 +67,8 @@ def instructions() -> str | None:
     if allows_tiles and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx():
         return "amx"
     # the CPUs that have these dot products have VNNI, too
-    if (allows_tiles or "BF16" in limit) and torch.cpu._is_avx512_bf16_supported():
+    has_bfloat16 = any(name in limit for name in ("BF16", "FP16", "AVX10"))
+    if (allows_tiles or has_bfloat16) and torch.cpu._is_avx512_bf16_supported():
         return "avx512_bf16"
     return "avx512"
 
