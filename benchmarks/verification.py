@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from provenance import commit
-from scipy.stats import binomtest
 
 SAMPLED = "do_sample=True,temperature=1.0,top_k=0"
 ACROSS = {"defer_across_rounds": True}
@@ -116,6 +115,14 @@ class Tally:
         """Of decoding, over the given chunks."""
         of_chunks = [self.chunks[chunk]["seconds"] for chunk in chunks]
         return sum(seconds[phase] for seconds in of_chunks for phase in DECODING)
+
+    def predicted(self, chunks: set[frozenset[int]], passes: list[float]) -> float:
+        """Milliseconds of the given chunks' rounds and drafted tokens, one sequence at a time."""
+        target, draft = passes
+        return sum(
+            self.chunks[chunk]["rounds"] * target + self.chunks[chunk]["drafted"] * draft
+            for chunk in chunks
+        )
 
 
 Tallies = dict[tuple[str, str], Tally]
@@ -235,49 +242,68 @@ def run(args: argparse.Namespace, settings: dict[str, dict[str, Any]], path: Pat
         print(f"{documents[0]}..{documents[-1]} {task} {setting}", flush=True)
 
 
-def row(tallies: Tallies, setting: str, task: str, baseline: str) -> dict[str, Any]:
-    """One line of the table. Answers against `baseline`, time of decoding against exact_k8."""
+def row(
+    tallies: Tallies, setting: str, task: str, baseline: str, passes: list[float] | None = None
+) -> dict[str, Any]:
+    """One line of the table. Answers against `baseline`, time of decoding against exact_k8.
+
+    passes: milliseconds of a pass of the target and of the draft model over one sequence, from
+    which `predicted_x` counts what exact_k8's rounds and drafts take over this setting's.
+    """
+    from fly.analysis.statistics import compare_tasks
+
     own, target = tallies[setting, task], tallies[baseline, task]
     exact = tallies["exact_k8", task]
     both = sorted(set(own.correct) & set(target.correct))
-    lost = sum(target.correct[d] > own.correct[d] for d in both)
-    won = sum(target.correct[d] < own.correct[d] for d in both)
     chunks = set(own.chunks) & set(exact.chunks)
     drafted = own.total("drafted")
+    scores = [[tally.correct[d] for d in both] for tally in (target, own)]
+    compared = compare_tasks([(scores[0], scores[1])])
     return {
         "setting": setting,
         "task": task,
         "documents": len(both),
-        "correct": sum(own.correct[d] for d in both),
-        "target_only_correct": sum(target.correct[d] for d in both),
-        "lost": lost,
-        "won": won,
-        "mcnemar_p": binomtest(lost, lost + won).pvalue if lost + won else 1.0,
+        "correct": sum(scores[1]),
+        "target_only_correct": sum(scores[0]),
+        "recovery": compared.recovery,
+        "recovery_interval": compared.interval and [compared.interval.low, compared.interval.high],
+        "lost": compared.lost,
+        "won": compared.won,
+        "mcnemar_p": compared.p,
         "same_text": sum(own.texts[d] == target.texts[d] for d in both),
         "tau": own.total("emitted") / own.total("rounds"),
         "emitted_per_drafted": own.total("emitted") / drafted if drafted else None,
         "discarded_share": own.total("discarded") / own.total("emitted"),
         "time_x_over_exact": exact.seconds(chunks) / own.seconds(chunks) if chunks else None,
+        "predicted_x": exact.predicted(chunks, passes) / own.predicted(chunks, passes)
+        if chunks and passes
+        else None,
         "tokens_over_exact": own.emitted(chunks) / exact.emitted(chunks) if chunks else None,
     }
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     print(
-        "| setting | task | correct | target-only | lost / won | McNemar p | same text | tau "
-        "| emitted / drafted | dropped | time x over exact | tokens x |\n" + "|---" * 12 + "|"
+        "| setting | task | correct | target-only | recovery | lost / won | McNemar p | same text "
+        "| tau | emitted / drafted | dropped | time x over exact | predicted x | tokens x |\n"
+        + "|---" * 14
+        + "|"
     )
     for r in rows:
-        per_draft = "-" if r["emitted_per_drafted"] is None else f"{r['emitted_per_drafted']:.2f}"
-        time_x, tokens = (
+        per_draft, time_x, predicted, tokens, recovery = (
             "-" if r[key] is None else f"{r[key]:.2f}"
-            for key in ("time_x_over_exact", "tokens_over_exact")
-        )
+            for key in (
+                "emitted_per_drafted", "time_x_over_exact", "predicted_x", "tokens_over_exact",
+                "recovery",
+            )
+        )  # fmt: skip
+        if r["recovery_interval"]:
+            recovery += " [{:.2f}, {:.2f}]".format(*r["recovery_interval"])
         print(
             f"| {r['setting']} | {r['task']} | {r['correct']:.0f}/{r['documents']} "
-            f"| {r['target_only_correct']:.0f} | {r['lost']} / {r['won']} | {r['mcnemar_p']:.2f} "
-            f"| {r['same_text']} | {r['tau']:.2f} | {per_draft} | {r['discarded_share']:.1%} "
-            f"| {time_x} | {tokens} |"
+            f"| {r['target_only_correct']:.0f} | {recovery} | {r['lost']} / {r['won']} "
+            f"| {r['mcnemar_p']:.2f} | {r['same_text']} | {r['tau']:.2f} | {per_draft} "
+            f"| {r['discarded_share']:.1%} | {time_x} | {predicted} | {tokens} |"
         )
 
 
@@ -285,7 +311,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="qwen2.5-coder.json")
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=[*SETTINGS, *BITS])
-    parser.add_argument("--baseline", default="target_only", choices=[*SETTINGS, *BITS])
+    parser.add_argument("--baseline", default="target_only", help="a setting's name")
     parser.add_argument(
         "--add", action="append", default=[], help='further settings, NAME={"key": value, ...}'
     )
@@ -297,6 +323,10 @@ def main() -> None:
     parser.add_argument("--max_gen_toks", type=int, default=384)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--output", type=Path, required=True, help="folder of the raw records")
+    parser.add_argument(
+        "--passes", type=float, nargs=2, metavar=("TARGET_MS", "DRAFT_MS"),
+        help="predict times of one sequence from these",
+    )  # fmt: skip
     parser.add_argument("--report", action="store_true", help="print the table, run nothing")
     args = parser.parse_args()
     settings = {name: {**SETTINGS, **BITS}[name] for name in args.settings}
@@ -307,7 +337,11 @@ def main() -> None:
         check_same_experiment(path, args, settings)
         run(args, settings, path)
     tallies = read(path, args.limit)
-    rows = [row(tallies, *key, args.baseline) for key in list(tallies) if tallies[key].correct]
+    rows = [
+        row(tallies, *key, args.baseline, args.passes)
+        for key in list(tallies)
+        if tallies[key].correct and tallies[args.baseline, key[1]].correct
+    ]
     print_table(rows)
     print(json.dumps({"rows": rows}))
 

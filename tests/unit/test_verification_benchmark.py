@@ -16,11 +16,11 @@ def bench():
     return benchmark_scripts.load("verification")
 
 
-def record(setting, first, corrects, seconds=1.0, task="gsm8k_cot"):
+def record(setting, first, corrects, seconds=1.0, task="gsm8k_cot", rounds=10):
     documents = [
         {"doc_id": first + n, "correct": c, "text": f"{first + n}"} for n, c in enumerate(corrects)
     ]
-    stats = {"emitted": 60, "rounds": 10, "drafted": 80, "discarded": 6}
+    stats = {"emitted": 60, "rounds": rounds, "drafted": 80, "discarded": 6}
     stats["seconds"] = {"draft": seconds, "verify": 0.0, "other": 0.0}
     where = {"pair": "x.json", "max_gen_toks": 320, "batch_size": 8, "config": SETTINGS[setting]}
     return {"setting": setting, "task": task, "stats": stats, "documents": documents, **where}
@@ -61,18 +61,21 @@ def test_a_line_of_the_table(bench, tmp_path):
     write(
         path,
         record("target_only", 0, [1.0, 1.0, 0.0, 1.0]),
-        record("exact_k8", 0, [0.0, 1.0, 1.0, 0.0], seconds=2.0),
+        record("exact_k8", 0, [0.0, 1.0, 1.0, 0.0], seconds=2.0, rounds=15),
         record("exact_k8", 4, [1.0], seconds=100.0),
     )
     row = bench.row(bench.read(path), "exact_k8", "gsm8k_cot", "target_only")
     assert (row["documents"], row["correct"], row["target_only_correct"]) == (4, 2.0, 3.0)
     assert (row["lost"], row["won"]) == (2, 1)
     assert row["mcnemar_p"] == pytest.approx(1.0)
-    assert row["tau"] == pytest.approx(6.0)
+    assert row["tau"] == pytest.approx(120 / 25)
     assert row["emitted_per_drafted"] == pytest.approx(0.75)
+    assert row["recovery"] == pytest.approx(2 / 3)
     against_itself = bench.row(bench.read(path), "target_only", "gsm8k_cot", "target_only")
     assert against_itself["time_x_over_exact"] == pytest.approx(2.0)
     assert against_itself["mcnemar_p"] == 1.0
+    at_one = bench.row(bench.read(path), "target_only", "gsm8k_cot", "target_only", [100.0, 10.0])
+    assert at_one["predicted_x"] == pytest.approx((15 * 100 + 80 * 10) / (10 * 100 + 80 * 10))
 
 
 def test_a_limit_leaves_out_what_lies_beyond(bench, tmp_path):
