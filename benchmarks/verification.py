@@ -35,6 +35,8 @@ NO_ENTROPY = {"entropy_thre": None}
 ONE_STEP = {**ACROSS, **NO_ENTROPY, "draft_ratio_thre": 0.88, "draft_rank_max": 2}
 NEAR = {**ACROSS, **NO_ENTROPY, "draft_ratio_thre": 0.3, "draft_rank_max": 2}
 GUARDED = {"exact_first_tokens": 16, "exact_pattern": "numbers"}
+FENCED = {"exact_first_tokens": 16, "exact_pattern": ["numbers", "code_fences"]}
+SYMBOLS = {**FENCED, "exact_pattern": ["numbers", "code_fences", r"[+*/=<>$%\\-]"]}
 SETTINGS: dict[str, dict[str, Any]] = {
     "target_only": {"use_sd": False},
     "exact_k5": {"spd_k": 5, "enable_fly": False},
@@ -52,6 +54,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "first64_k8": {"spd_k": 8, "exact_first_tokens": 64, **ACROSS},
     "guarded_k8": {"spd_k": 8, **GUARDED, **ACROSS},
     "ratio_guarded_k8": {"spd_k": 8, **GUARDED, **NEAR},
+    "fenced_k8": {"spd_k": 8, **FENCED, **ACROSS},
+    "fenced_k8_w4": {"spd_k": 8, "win_len": 4, **FENCED, **ACROSS},
+    "symbols_k8": {"spd_k": 8, **SYMBOLS, **ACROSS},
+    "symbols_k8_w4": {"spd_k": 8, "win_len": 4, **SYMBOLS, **ACROSS},
     "typical": {"spd_k": 8, "verification": "typical"},
     "one_step_k5": {"spd_k": 5, **ONE_STEP},
     "tie_k5": {"spd_k": 5, **ACROSS, **NO_ENTROPY, "draft_ratio_thre": 0.6, "draft_rank_max": 2},
