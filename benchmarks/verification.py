@@ -37,6 +37,7 @@ NEAR = {**ACROSS, **NO_ENTROPY, "draft_ratio_thre": 0.3, "draft_rank_max": 2}
 GUARDED = {"exact_first_tokens": 16, "exact_pattern": "numbers"}
 FENCED = {"exact_first_tokens": 16, "exact_pattern": ["numbers", "code_fences"]}
 SYMBOLS = {**FENCED, "exact_pattern": ["numbers", "code_fences", r"[+*/=<>$%\\-]"]}
+TIE = {**NEAR, "draft_ratio_thre": 0.6}
 SETTINGS: dict[str, dict[str, Any]] = {
     "target_only": {"use_sd": False},
     "exact_k5": {"spd_k": 5, "enable_fly": False},
@@ -58,10 +59,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fenced_k8_w4": {"spd_k": 8, "win_len": 4, **FENCED, **ACROSS},
     "symbols_k8": {"spd_k": 8, **SYMBOLS, **ACROSS},
     "symbols_k8_w4": {"spd_k": 8, "win_len": 4, **SYMBOLS, **ACROSS},
+    "ratio_symbols_k8": {"spd_k": 8, **SYMBOLS, **NEAR},
+    "tie_symbols_k8": {"spd_k": 8, **SYMBOLS, **TIE},
     "typical": {"spd_k": 8, "verification": "typical"},
     "one_step_k5": {"spd_k": 5, **ONE_STEP},
-    "tie_k5": {"spd_k": 5, **ACROSS, **NO_ENTROPY, "draft_ratio_thre": 0.6, "draft_rank_max": 2},
-    "tie_k8": {"spd_k": 8, **ACROSS, **NO_ENTROPY, "draft_ratio_thre": 0.6, "draft_rank_max": 2},
+    "tie_k5": {"spd_k": 5, **TIE},
+    "tie_k8": {"spd_k": 8, **TIE},
     "top_k": {"spd_k": 8, "verification": "top_k"},
     "target_only_t1": {"use_sd": False, "gen_kwargs": SAMPLED},
     "exact_k8_t1": {"spd_k": 8, "enable_fly": False, "gen_kwargs": SAMPLED},
