@@ -37,6 +37,7 @@ NEAR = {**ACROSS, **NO_ENTROPY, "draft_ratio_thre": 0.3, "draft_rank_max": 2}
 GUARDED = {"exact_first_tokens": 16, "exact_pattern": "numbers"}
 FENCED = {"exact_first_tokens": 16, "exact_pattern": ["numbers", "code_fences"]}
 SYMBOLS = {**FENCED, "exact_pattern": ["numbers", "code_fences", r"[+*/=<>$%\\-]"]}
+NEAR_15 = {**NEAR, "draft_ratio_thre": 0.15}
 TIE = {**NEAR, "draft_ratio_thre": 0.6}
 SETTINGS: dict[str, dict[str, Any]] = {
     "target_only": {"use_sd": False},
@@ -64,13 +65,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ratio_symbols_k8_w4": {"spd_k": 8, "win_len": 4, **SYMBOLS, **NEAR},
     "ratio_symbols_k10_w4": {"spd_k": 10, "win_len": 4, **SYMBOLS, **NEAR},
     "ratio_symbols_k8_w2": {"spd_k": 8, "win_len": 2, **SYMBOLS, **NEAR},
-    "ratio15_symbols_k8_w4": {
-        "spd_k": 8,
-        "win_len": 4,
-        **SYMBOLS,
-        **NEAR,
-        "draft_ratio_thre": 0.15,
-    },
+    "ratio15_symbols_k8_w4": {"spd_k": 8, "win_len": 4, **SYMBOLS, **NEAR_15},
+    "ratio15_symbols_k8_w2": {"spd_k": 8, "win_len": 2, **SYMBOLS, **NEAR_15},
+    "ratio15_fenced_k8_w2": {"spd_k": 8, "win_len": 2, **FENCED, **NEAR_15},
     "typical": {"spd_k": 8, "verification": "typical"},
     "one_step_k5": {"spd_k": 5, **ONE_STEP},
     "tie_k5": {"spd_k": 5, **TIE},
