@@ -9,7 +9,7 @@ fly_setup
 fly pair fetch qwen2.5-coder
 
 out=results/start
-command=(fly compare --model_args config_path=fly_config/qwen2.5-coder.json,trace=true
+command=(fly compare --model_args config_path=fly_config/qwen2.5-coder-guarded.json,trace=true
     --tasks humaneval_instruct --batch_size 1 --apply_chat_template --confirm_run_unsafe_code
     --limit "${LIMIT:-8}" --modes target-only fly --output_path "$out")
 echo "running: ${command[*]}"

@@ -37,6 +37,7 @@ __all__ = [
 
 _LEVELS = 63  # int8 weights lie within -63..63: see vector._Int8
 _TINY = torch.finfo(torch.float32).tiny
+_LONG = 1 << 17  # keys whose scores for four heads take 2 MiB of a thread's stack
 _GRABS = 8  # how often a thread comes for more panels
 
 
@@ -288,9 +289,10 @@ class LayerKernels:
         _, kv_heads, capacity, _ = cached[0].shape
         out = torch.empty(rows, width, heads, size, dtype=query.dtype)
         isa = _isa()
+        heads_at_once = 4 if capacity <= _LONG else 1
         parts_at_once = 1 if isa == "avx2" else 4  # of 16 and of 32 vector registers
         function = build.elementwise_function(
-            "attention", size, heads // kv_heads, parts_at_once, instructions=isa
+            "attention", size, heads // kv_heads, heads_at_once, parts_at_once, instructions=isa
         )
         build.run(
             function, query.data_ptr(), cached[0].data_ptr(), cached[1].data_ptr(),

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from fly.execution.kernels.ir import Function, Value, module
 
 _V = "<16 x float>"
-_TOGETHER = 4  # queries of attention
+_TOGETHER = 4  # sums of `totals`
 _EXP = (  # e^f for |f| <= ln 2 / 2, by Taylor's series: the largest error is 1e-7 of the value
     1.0, 1.0, 1 / 2, 1 / 6, 1 / 24, 1 / 120, 1 / 720,
 )  # fmt: skip
@@ -216,22 +216,22 @@ def rotate(element: str) -> str:
     return module(f)
 
 
-def attention(element: str, size: int, group: int, parts_at_once: int) -> str:
+def attention(element: str, size: int, group: int, most: int, parts_at_once: int) -> str:
     """@attention: causal attention of heads of `size`, a few queries of one token at a time.
 
     queries [sequences, heads, width, size]; keys and values in the cache's [slots, kv_heads,
     capacity, size], the query's own position included; out [sequences, width, heads, size]. slot:
-    of the first sequence; scale: a float32's bits. `group` heads share keys and values; at most
-    four of them go through these together, `parts_at_once` vectors of a value at a time. Every sum
-    of a query goes through the keys in their order, so its result has the same bits whatever else
-    is in the pass.
+    of the first sequence; scale: a float32's bits. `group` heads share keys and values; `most` of
+    them (up to four) go through these together, `parts_at_once` vectors of a value at a time. Every
+    sum of a query goes through the keys in their order, so its result has the same bits whatever
+    else is in the pass. Scores lie on the stack: 4 bytes for each key and head.
     """
     f = _Vectors("attention", element)
     a = f.arguments(
         "ptr queries, ptr keys, ptr values, ptr positions, ptr out, i64 sequences, i64 width, "
         "i64 heads, i64 kv_heads, i64 capacity, i64 slot, i64 scale, counter counter"
     )
-    blocks = -(-group // _TOGETHER)
+    blocks = -(-group // most)
     count = -(-group // blocks)  # queries at a time
     together, parts = range(count), range(0, size, 16)
     scale = f.splat("float", _TOGETHER, f.single(a.scale))
