@@ -121,6 +121,32 @@ def test_an_attention_that_sees_the_pass_is_caught(monkeypatch):
     assert differing(model)
 
 
+def test_sums_that_part_where_a_chunk_begins_are_caught(monkeypatch):
+    """Keys of earlier passes and of this one, each with a softmax of its own, then merged."""
+
+    def in_two_parts(self, query, cached, positions, slot, scaling):
+        group = query.shape[1] // cached[0].shape[1]
+        keys, values = (
+            part[slot : slot + len(query)].float().repeat_interleave(group, 1) for part in cached
+        )
+        unseen = torch.arange(keys.shape[2]) > positions[:, None, :, None]
+        scores = (query.float() @ keys.mT * scaling).masked_fill(unseen, -torch.inf)
+        values = values.masked_fill(
+            unseen.all(2)[..., None], 0.0
+        )  # what no query sees is no number
+        weights = (scores - scores.amax(-1, keepdim=True)).exp()
+        border = int(positions.min())
+        parts = [slice(None, border), slice(border, None)]
+        mixed = sum(weights[..., part] @ values[:, :, part] for part in parts)
+        whole = sum(weights[..., part].sum(-1, keepdim=True) for part in parts)
+        return (mixed / whole).to(query.dtype).transpose(1, 2).contiguous()
+
+    monkeypatch.setattr(kernels, "instructions", lambda: "avx2")
+    model = packed("qwen2")
+    monkeypatch.setattr(LayerKernels, "attention", in_two_parts)
+    assert {"chunk": 13} in differing(model)
+
+
 def test_a_prefix_copied_short_is_caught(monkeypatch):
     model, real = packed("qwen2"), tiny.ModelRunner._copy_prefix
 
