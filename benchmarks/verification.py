@@ -39,6 +39,7 @@ FENCED = {"exact_first_tokens": 16, "exact_pattern": ["numbers", "code_fences"]}
 SYMBOLS = {**FENCED, "exact_pattern": ["numbers", "code_fences", r"[+*/=<>$%\\-]"]}
 NEAR_15 = {**NEAR, "draft_ratio_thre": 0.15}
 TIE = {**NEAR, "draft_ratio_thre": 0.6}
+PLANNED = {"spd_k": 8, "win_len": 2, **SYMBOLS, **NEAR_15}
 SETTINGS: dict[str, dict[str, Any]] = {
     "target_only": {"use_sd": False},
     "exact_k5": {"spd_k": 5, "enable_fly": False},
@@ -67,6 +68,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ratio_symbols_k8_w2": {"spd_k": 8, "win_len": 2, **SYMBOLS, **NEAR},
     "ratio15_symbols_k8_w4": {"spd_k": 8, "win_len": 4, **SYMBOLS, **NEAR_15},
     "ratio15_symbols_k8_w2": {"spd_k": 8, "win_len": 2, **SYMBOLS, **NEAR_15},
+    "planned_k8_w2": {**PLANNED, "exact_first_tokens": 64},
+    "planned128_k8_w2": {**PLANNED, "exact_first_tokens": 128},
     "ratio15_fenced_k8_w2": {"spd_k": 8, "win_len": 2, **FENCED, **NEAR_15},
     "typical": {"spd_k": 8, "verification": "typical"},
     "one_step_k5": {"spd_k": 5, **ONE_STEP},
