@@ -2,11 +2,12 @@
 
     python benchmarks/passes.py --config qwen2.5-coder.json --execution kernels onednn eager
 
-Each way runs in a process of its own (`invariant` is kernels with batch_invariant=true); passes of
-one sequence at --context tokens, by their median. Beside them: the rate of PyTorch's float32 matrix
-product (1024 x 1536 x 8960), which bounds a CPU's passes over many tokens where it has no bfloat16
-instructions. The last line printed is one JSON object; restrict the instructions with
-ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA and MKL_ENABLE_INSTRUCTIONS to see another CPU's side.
+Each way runs in a process of its own (`invariant` is kernels with batch_invariant, which the others
+run without); passes of one sequence at --context tokens, by their median. Beside them: the rate of
+PyTorch's float32 matrix product (1024 x 1536 x 8960), which bounds a CPU's passes over many tokens
+where it has no bfloat16 instructions. The last line printed is one JSON object; restrict the
+instructions with ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA and MKL_ENABLE_INSTRUCTIONS to see another
+CPU's side.
 """
 
 from __future__ import annotations
@@ -49,9 +50,11 @@ def worker(args: argparse.Namespace) -> None:
     from fly.execution.model_runner import ModelRunner
     from fly.harness.hf import FlyLM
 
-    execution: dict[str, Any] = {"execution": args.execution[0]}
-    if args.execution[0] == "invariant":
-        execution = {"execution": "kernels", "batch_invariant": True}
+    is_invariant = args.execution[0] == "invariant"
+    execution: dict[str, Any] = {
+        "execution": "kernels" if is_invariant else args.execution[0],
+        "batch_invariant": is_invariant,
+    }
     lm = FlyLM(config_path=args.config, device="cpu", batch_size=1, **execution)
     models = {"target": lm.model, "draft": lm.draft_model}
     passes: dict[str, dict[int, float]] = {}
