@@ -21,7 +21,7 @@ cat <<'TEXT'
 What to try next (source .venv/bin/activate first):
   FLy's tokens, live, by their origin:      fly trace "Write a function that reverses a list." \
                                                 --model_args config_path=fly_config/qwen2.5-coder.json
-  one run, as lm-eval would do it:          fly --model hf --model_args config_path=fly_config/qwen2.5-coder.json \
+  one run, as lm-eval would do it:          fly --model hf --model_args config_path=fly_config/qwen2.5-coder-guarded.json \
                                                 --tasks humaneval_instruct --batch_size 1 --apply_chat_template \
                                                 --confirm_run_unsafe_code
   the fastest setting that holds here:      fly tune fly_config/qwen2.5-coder.json --help
