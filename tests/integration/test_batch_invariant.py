@@ -121,29 +121,43 @@ def test_an_attention_that_sees_the_pass_is_caught(monkeypatch):
     assert differing(model)
 
 
-def test_sums_that_part_where_a_chunk_begins_are_caught(monkeypatch):
-    """Keys of earlier passes and of this one, each with a softmax of its own, then merged."""
+def attention_in_two_parts(border):
+    """Sums over the keys before `border(positions)` and over the others, added in the end.
 
-    def in_two_parts(self, query, cached, positions, slot, scaling):
+    Products and sums are of the same shapes for every query, so nothing else depends on the pass.
+    """
+
+    def attention(self, query, cached, positions, slot, scaling):
         group = query.shape[1] // cached[0].shape[1]
         keys, values = (
-            part[slot : slot + len(query)].float().repeat_interleave(group, 1) for part in cached
+            part[slot : slot + len(query)].float().repeat_interleave(group, 1)[:, :, None]
+            for part in cached
         )
-        unseen = torch.arange(keys.shape[2]) > positions[:, None, :, None]
-        scores = (query.float() @ keys.mT * scaling).masked_fill(unseen, -torch.inf)
-        values = values.masked_fill(
-            unseen.all(2)[..., None], 0.0
-        )  # what no query sees is no number
+        place = torch.arange(keys.shape[3])
+        unseen = place > positions[:, None, :, None]
+        scores = (keys * query.float()[..., None, :]).sum(-1) * scaling
+        scores = scores.masked_fill(unseen, -torch.inf)
         weights = (scores - scores.amax(-1, keepdim=True)).exp()
-        border = int(positions.min())
-        parts = [slice(None, border), slice(border, None)]
-        mixed = sum(weights[..., part] @ values[:, :, part] for part in parts)
-        whole = sum(weights[..., part].sum(-1, keepdim=True) for part in parts)
+        values = values.masked_fill((place > positions.max())[:, None], 0.0)  # not written yet
+        mixed, whole = 0, 0
+        for is_part in (place < border(positions), place >= border(positions)):
+            part = weights * is_part
+            mixed = mixed + (values.mT * part[..., None, :]).sum(-1)
+            whole = whole + part.sum(-1, keepdim=True)
         return (mixed / whole).to(query.dtype).transpose(1, 2).contiguous()
 
+    return attention
+
+
+def test_sums_that_part_where_a_chunk_begins_are_caught(monkeypatch):
+    """Those that part at a fixed key are not."""
     monkeypatch.setattr(kernels, "instructions", lambda: "avx2")
     model = packed("qwen2")
-    monkeypatch.setattr(LayerKernels, "attention", in_two_parts)
+    monkeypatch.setattr(LayerKernels, "attention", attention_in_two_parts(lambda positions: 16))
+    assert not differing(model)
+    monkeypatch.setattr(
+        LayerKernels, "attention", attention_in_two_parts(lambda positions: int(positions.min()))
+    )
     assert {"chunk": 13} in differing(model)
 
 
