@@ -74,6 +74,8 @@ def test_a_line_of_the_table(bench, tmp_path):
     against_itself = bench.row(bench.read(path), "target_only", "gsm8k_cot", "target_only")
     assert against_itself["time_x_over_exact"] == pytest.approx(2.0)
     assert against_itself["mcnemar_p"] == 1.0
+    without = bench.row(bench.read(path), "exact_k8", "gsm8k_cot", "never run")
+    assert (without["documents"], without["recovery"], without["tau"]) == (0, None, row["tau"])
     at_one = bench.row(bench.read(path), "target_only", "gsm8k_cot", "target_only", [100.0, 10.0])
     assert at_one["predicted_x"] == pytest.approx((15 * 100 + 80 * 10) / (10 * 100 + 80 * 10))
 
