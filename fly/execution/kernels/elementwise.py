@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from fly.execution.kernels.ir import Function, Value, module
 
 _V = "<16 x float>"
-_TOGETHER = 4  # sums of `totals`
+_FOUR = "<4 x float>"
+_LOWEST = -3.0e38  # a score
 _EXP = (  # e^f for |f| <= ln 2 / 2, by Taylor's series: the largest error is 1e-7 of the value
     1.0, 1.0, 1 / 2, 1 / 6, 1 / 24, 1 / 120, 1 / 720,
 )  # fmt: skip
@@ -56,7 +57,7 @@ class _Vectors(Function):
         return self.call(_V, f"{name}.v16f32", *typed, flags=flags)
 
     def same(self, value: float) -> str:
-        """A vector of one constant."""
+        """A vector of one constant, of any width."""
         return f"splat (float {_constant(value)})"
 
     def total(self, vector: str) -> str:
@@ -80,9 +81,8 @@ class _Vectors(Function):
         quarters = halves(first, second, 4)
         pairs = halves(quarters, quarters, 2)
         sums = halves(pairs, pairs, 1)
-        places = ", ".join(f"i32 {i}" for i in range(_TOGETHER))
-        whole = f"shufflevector {_V} {sums}, {_V} poison, <{_TOGETHER} x i32> <{places}>"
-        return self.op(whole)
+        places = ", ".join(f"i32 {i}" for i in range(4))
+        return self.op(f"shufflevector {_V} {sums}, {_V} poison, <4 x i32> <{places}>")
 
     def single(self, bits: str) -> str:
         """The float32 whose bits an argument holds."""
@@ -216,28 +216,29 @@ def rotate(element: str) -> str:
     return module(f)
 
 
-def attention(element: str, size: int, group: int, most: int, parts_at_once: int) -> str:
+def attention(element: str, size: int, group: int, heads_at_once: int, parts_at_once: int) -> str:
     """@attention: causal attention of heads of `size`, a few queries of one token at a time.
 
     queries [sequences, heads, width, size]; keys and values in the cache's [slots, kv_heads,
     capacity, size], the query's own position included; out [sequences, width, heads, size]. slot:
-    of the first sequence; scale: a float32's bits. `group` heads share keys and values; `most` of
-    them (up to four) go through these together, `parts_at_once` vectors of a value at a time. Every
-    sum of a query goes through the keys in their order, so its result has the same bits whatever
-    else is in the pass. Scores lie on the stack: 4 bytes for each key and head.
+    of the first sequence; scale: a float32's bits. `group` heads share keys and values;
+    `heads_at_once` of them (up to four) go through these together, `parts_at_once` vectors of a
+    value at a time. Every sum of a query goes through the keys in their order, so its result has
+    the same bits whatever else is in the pass. Scores lie on the stack: 4 bytes for each key and
+    head.
     """
     f = _Vectors("attention", element)
     a = f.arguments(
         "ptr queries, ptr keys, ptr values, ptr positions, ptr out, i64 sequences, i64 width, "
         "i64 heads, i64 kv_heads, i64 capacity, i64 slot, i64 scale, counter counter"
     )
-    blocks = -(-group // most)
+    blocks = -(-group // heads_at_once)
     count = -(-group // blocks)  # queries at a time
     together, parts = range(count), range(0, size, 16)
-    scale = f.splat("float", _TOGETHER, f.single(a.scale))
+    scale = f.splat("float", 4, f.single(a.scale))
     row_of_scores = f.add(a.capacity, 16)
     scores = f.op(f"alloca float, i64 {f.mul(row_of_scores, count)}, align 64")
-    scores_of = [f.at(scores, f.mul(row_of_scores, query), "float") for query in together]
+    scores_of = [f.at(scores, f.mul(row_of_scores, i), "float") for i in together]
     query = f.op(f"alloca float, i64 {count * size}, align 64")
     with f.shares(a.counter, f.mul(f.mul(a.sequences, a.width), f.mul(a.kv_heads, blocks))) as item:
         rest, token = f.div(item, a.width), f.rem(item, a.width)
@@ -256,8 +257,7 @@ def attention(element: str, size: int, group: int, most: int, parts_at_once: int
             for part in parts:
                 value = f.get(a.queries, f.add(query_at, part))
                 f.store(_V, value, f.at(query, i * size + part, "float"), 64)
-        lowest = [(f"<{_TOGETHER} x float>", f"splat (float {_constant(-3.0e38)})")]
-        with f.loop(0, keys, carried=lowest) as key:
+        with f.loop(0, keys, carried=[(_FOUR, f.same(_LOWEST))]) as key:
             row = f.add(past, f.mul(key.index, size))
             dots = ["zeroinitializer"] * count
             for part in parts:
@@ -265,14 +265,13 @@ def attention(element: str, size: int, group: int, most: int, parts_at_once: int
                 for i in together:
                     of_query = f.load(_V, f.at(query, i * size + part, "float"), 64)
                     dots[i] = f.each("fma", of_query, of_key, dots[i])
-            totals = f.totals([dots[min(i, count - 1)] for i in range(_TOGETHER)])
-            four = f"<{_TOGETHER} x float>"
-            score = f.op(f"fmul {four} {totals}, {scale}")
+            totals = f.totals([dots[min(i, count - 1)] for i in range(4)])
+            score = f.op(f"fmul {_FOUR} {totals}, {scale}")
             for i in together:
-                one = f.op(f"extractelement {four} {score}, i32 {i}")
+                one = f.op(f"extractelement {_FOUR} {score}, i32 {i}")
                 f.store("float", one, f.at(scores_of[i], key.index, "float"), 4)
-            both = (f"{four} {key.values[0]}", f"{four} {score}")
-            key.values = [f.call(four, f"maxnum.v{_TOGETHER}f32", *both, flags="nnan")]
+            both = (f"{_FOUR} {key.values[0]}", f"{_FOUR} {score}")
+            key.values = [f.call(_FOUR, "maxnum.v4f32", *both, flags="nnan")]
         shares = [_softmax(f, scores_of[i], keys, key.values[0], i) for i in together]
         for start in range(0, len(parts), parts_at_once):
             some = parts[start : start + parts_at_once]
@@ -296,9 +295,9 @@ def attention(element: str, size: int, group: int, most: int, parts_at_once: int
 def _softmax(f: _Vectors, scores: str, keys: str, most: str, query: int) -> str:
     """Turn a query's scores into weights; returns a vector of 1 / their sum. most: the largest
     score of each of four queries."""
-    largest = f.op(f"extractelement <{_TOGETHER} x float> {most}, i32 {query}")
-    lowest = f"splat (float {_constant(-3.0e38)})"
-    f.store(_V, lowest, f.at(scores, keys, "float"), 4)  # behind the last: no weight to speak of
+    largest = f.op(f"extractelement {_FOUR} {most}, i32 {query}")
+    behind = f.at(scores, keys, "float")
+    f.store(_V, f.same(_LOWEST), behind, 4)  # no weight to speak of
     largest_16 = f.splat("float", 16, largest)
     with f.loop(0, keys, 16, carried=[(_V, "zeroinitializer")]) as block:
         place = f.at(scores, block.index, "float")
