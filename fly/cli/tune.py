@@ -176,11 +176,6 @@ def _check_tunable(config: fly_config.FlyConfig, where: str) -> None:
             f"{where}: drafter={config.drafter_name}: fly tune walks over a draft model's texts: "
             "set drafter to model or cascade, or compare settings by fly compare"
         )
-    if config.exact_pattern:
-        raise FlyError(
-            f"{where}: exact_pattern={list(config.exact_pattern)}: fly tune's walks have no texts: "
-            "leave it out, and add it to the configuration that is found"
-        )
     if config.dual_tok:
         raise FlyError(
             f"{where}: dual_tok=true: fly tune's walks need one vocabulary for draft and target: "

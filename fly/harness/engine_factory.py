@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -91,15 +92,20 @@ class EngineFactory:
             draft_length=self._draft_length(config, wanted, costs),
             spd_k=config.spd_k if config.drafter_name else 0,
             eos_ids=self.eos_ids,
-            # cleaning up would take back characters that a stop string has matched
-            decode=lambda ids: self.tokenizer.decode(
-                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-            ),
+            decode=self.decode,
             observer=observer,
             reuse_prefixes=config.prefix_reuse,
             trace_entropy=config.entropy_kind if trace_entropy else None,
             ranks=self.ranks,
         )
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text, special tokens kept."""
+        # cleaning up would take back characters that a stop string has matched
+        text: str = self.tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
 
     def target_runner(self, config: FlyConfig, slots: int) -> ModelRunner:
         return self._runner(config, self.target, slots, self.max_length)

@@ -6,6 +6,7 @@ import gc
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -144,6 +145,12 @@ class TunedLM(FlyLM):
         self.given = self.fly_config = self.fly_config.model_copy(update=fixed)
         self.earlier = None
         self._in_use: str = self.fly_config.draft_quantization
+        # the walks of a grid ask for the same few tokens' text again and again
+        self._text_of = lru_cache(maxsize=1 << 16)(self.engines.decode)
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Special tokens kept."""
+        return self._text_of(tuple(ids))
 
     def identity(self) -> dict[str, Any]:
         """What the models are, beside the configuration: their files, HFLM's arguments."""

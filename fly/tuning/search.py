@@ -15,6 +15,7 @@ from fly.runs.records import Counts
 from fly.settings import DrafterSettings
 from fly.speculation.drafters.ngram import ngram_sizes
 from fly.speculation.rules.gates import Gate
+from fly.speculation.stop_strings import Decode
 from fly.tuning.pass_seconds import PassSeconds
 from fly.tuning.recorder import Recording
 from fly.tuning.simulate import CascadeCounter, DraftCounter, walk
@@ -171,25 +172,30 @@ def predict(
     recordings: Mapping[str, list[Recording]],
     machine: Machine,
     eos_ids: frozenset[int],
+    decode: Decode,
     done: Callable[[int, int], None] = lambda count, total: None,
 ) -> list[Prediction]:
     """Every configuration of the grid, the fastest first. `done(count, total)`: walks done.
 
-    recordings: by quantisation of the draft, the same documents each.
+    recordings: by quantisation of the draft, the same documents each. decode: see simulate.walk.
     """
     total = len(recordings) * len(list(grid.rules()))
     found: list[Prediction] = []
     count = 0
     for quantization, recorded in recordings.items():
         for configs in grid.configs(base, quantization):
-            found += _predict(configs, recorded, machine, eos_ids)
+            found += _predict(configs, recorded, machine, eos_ids, decode)
             count += 1
             done(count, total)
     return sorted(found, key=lambda prediction: prediction.seconds)
 
 
 def predict_one(
-    config: FlyConfig, recordings: list[Recording], machine: Machine, eos_ids: frozenset[int]
+    config: FlyConfig,
+    recordings: list[Recording],
+    machine: Machine,
+    eos_ids: frozenset[int],
+    decode: Decode,
 ) -> Prediction | None:
     """The given configuration's own speed; None if it does what no recording can tell.
 
@@ -197,7 +203,7 @@ def predict_one(
     """
     if config.draft_policy != "fixed" or config.rule not in ("exact", "fly"):
         return None
-    return _predict([config], recordings, machine, eos_ids)[0]
+    return _predict([config], recordings, machine, eos_ids, decode)[0]
 
 
 def _predict(
@@ -205,11 +211,12 @@ def _predict(
     recordings: list[Recording],
     machine: Machine,
     eos_ids: frozenset[int],
+    decode: Decode,
 ) -> list[Prediction]:
     """One walk serves every drafter: n-grams change what drafting costs, not what is drafted."""
     first, quantization = configs[0], configs[0].draft_quantization
     counters = [_counter_for(config, machine.pass_cost[quantization]) for config in configs]
-    walked = walk(recordings, first.spd_k, rule_of(first), eos_ids, counters)
+    walked = walk(recordings, first.spd_k, rule_of(first), eos_ids, decode, counters)
     return [
         Prediction(
             config,

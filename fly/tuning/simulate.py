@@ -19,7 +19,7 @@ from fly.speculation.drafters.cascade import GuessPolicy
 from fly.speculation.drafters.ngram import NgramIndex
 from fly.speculation.rules.base import JudgedDraft, Rule
 from fly.speculation.sequence import Request, Sequence
-from fly.speculation.stop_strings import StopMatcher
+from fly.speculation.stop_strings import Decode, StopMatcher
 from fly.tuning.recorder import Answer, Recording
 
 
@@ -112,12 +112,16 @@ def walk(
     spd_k: int,
     rule: Rule,
     eos_ids: frozenset[int],
+    decode: Decode,
     counters: Seq[DraftCounter] = (),
 ) -> Walk:
-    """Decode all recordings by one rule; `counters` count what drafting the same would take."""
+    """Decode all recordings by one rule; `counters` count what drafting the same would take.
+
+    decode: token ids to text, special tokens kept, for rules that look at texts.
+    """
     result = Walk()
     for recording in recordings:
-        counts = _decode(recording, spd_k, rule, eos_ids, result.verify, counters)
+        counts = _decode(recording, spd_k, rule, eos_ids, decode, result.verify, counters)
         result.counts.add(counts)
     return result
 
@@ -127,6 +131,7 @@ def _decode(
     spd_k: int,
     rule: Rule,
     eos_ids: frozenset[int],
+    decode: Decode,
     verify: Passes,
     counters: Seq[DraftCounter],
 ) -> Counts:
@@ -134,7 +139,7 @@ def _decode(
     answer, tree = recording.answer, recording.tree
     deferrable = tree.deferrable(rule.gates)
     request = Request(answer.prompt, answer.budget)
-    sequence = Sequence(request, eos_ids, _EndOfText(answer))
+    sequence = Sequence(request, eos_ids, _EndOfText(answer, decode))
     state, chosen_in = 0, list[int]()  # the state in which each generated token was chosen
     for counter in counters:
         counter.admit(sequence)
@@ -164,8 +169,8 @@ def _decode(
 class _EndOfText(StopMatcher):
     """A text that EOS or a stop string ended ends there, whatever a deferral has changed in it."""
 
-    def __init__(self, answer: Answer) -> None:
-        super().__init__((), str)
+    def __init__(self, answer: Answer, decode: Decode) -> None:
+        super().__init__((), decode)
         self._end = None if answer.finish == "length" else len(answer.tokens)
 
     def tokens_until_match(self, generated: Seq[int], new: Seq[int]) -> int | None:

@@ -104,6 +104,21 @@ def test_a_tune_from_end_to_end(arguments, saved_pair, capsys):
     assert exact["predicted_decode_tok_s"] > 0
 
 
+def test_what_has_to_stay_exact_does_in_walks_and_runs(arguments, capsys):
+    """exact_pattern was refused: the shipped guarded setting could not be tuned."""
+    arguments["--model_args"] += ",exact_pattern=(?s).+"
+    assert tune_it(arguments, min_recovery=0.01) == 0
+    out = arguments["--output"]
+    assert config.load(str(out)).exact_pattern == ("(?s).+",)
+    (kept,) = out.parent.glob("fly_tune_*.json")
+    record = json.loads(kept.read_text())
+    assert len({line["kind"] for line in record["runs"]}) == 3
+    for line in record["runs"]:  # every token is in the pattern
+        assert line["measured_changed"] == 0
+        assert line["predicted_tau"] == pytest.approx(line["measured_tau"], abs=1e-3)
+    assert all(line["changed"] == 0 for line in record["predictions"])
+
+
 def test_a_restart_keeps_the_target_alone(arguments, capsys):
     """And refuses to replace what it wrote, unless told; another workload is measured anew."""
     assert tune_it(arguments, min_recovery=0.01, candidates=1) == 0
@@ -154,7 +169,6 @@ def test_no_configuration_is_written_if_none_kept_the_score(arguments, capsys, m
         ({"model_args": "drafter=ngram"}, "nothing to tune: no draft model takes part"),
         ({"model_args": "use_sd=false"}, "nothing to tune: no draft model takes part"),
         ({"model_args": ""}, "names no draft model"),
-        ({"model_args": "exact_pattern=numbers"}, "exact_pattern=['numbers']: fly tune's walks"),
         ({"model_args": "dual_tok=true"}, "dual_tok=true: fly tune's walks need one vocabulary"),
         ({"tasks": "tiny_scored,tiny_tusk"}, "task 'tiny_tusk': no such task: did you mean 'tiny_"),
     ],

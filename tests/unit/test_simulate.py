@@ -1,5 +1,7 @@
 """A walk over a recording against the product's own engine, pass by pass."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,6 +22,10 @@ from tests.positional import Positional, ScriptedModel
 NGRAMS = (1, 3, 4)
 KS = (1, 2, 3, 5, 8)
 LENGTH = 12
+
+
+def letters(ids):
+    return "".join(chr(97 + i) for i in ids)
 
 
 class Widths:
@@ -61,7 +67,7 @@ def by_engine(target, draft, requests, eos, k, rule, ngrams=None, decode=str):
 def compare(target, draft, requests, recordings, eos, k, rule, decode=str):
     """Every round, pass and count of the walk is the engine's, for both drafters."""
     step, cascade = DraftCounter(), CascadeCounter(*NGRAMS, draft.relative_cost)
-    found = walk(recordings, k, rule, eos, [step, cascade])
+    found = walk(recordings, k, rule, eos, decode, [step, cascade])
     for counter, ngrams in ((step, None), (cascade, NGRAMS)):
         counts, drafts, verifies = by_engine(target, draft, requests, eos, k, rule, ngrams, decode)
         sums = Counts()
@@ -82,8 +88,11 @@ def compare(target, draft, requests, recordings, eos, k, rule, decode=str):
     theta=st.sampled_from([None, 0.2, 0.9]),
     across=st.booleans(),
     exact_first=st.sampled_from([0, 0, 3, 12]),
+    pattern=st.sampled_from(["", "", "[a-c]+", "b[^a]*"]),
 )
-def test_every_rule_walks_as_the_engine_decodes(seed, agree, k, window, theta, across, exact_first):
+def test_every_rule_walks_as_the_engine_decodes(
+    seed, agree, k, window, theta, across, exact_first, pattern
+):
     """Where behind a deferral the text goes on by position, the walk is exact for all rules."""
     script = Positional(seed, agree=agree, eos=0.0)
     eos = frozenset({script.eos_id})
@@ -92,13 +101,14 @@ def test_every_rule_walks_as_the_engine_decodes(seed, agree, k, window, theta, a
     requests = [Request((1, 2, 3), 40), Request((4,), 1), Request((1, 5), 23)]
     fly = tiny.relaxed(window, theta, across)
     fly.exact_first = exact_first
+    fly.patterns = (re.compile(pattern),) if pattern else ()
     recorder = Recorder(target, draft, eos, fly.gates, length=LENGTH, width=4)
     answers = answers_of(ScriptedModel(script, 1), requests, eos)
     recordings = [recorder.record(answer) for answer in answers]
     for rule in (tiny.EXACT, fly):
         target.resize(1)
         draft.resize(1)
-        compare(target, draft, requests, recordings, eos, k, rule)
+        compare(target, draft, requests, recordings, eos, k, rule, letters)
 
 
 def tiny_recordings(target, draft, requests, eos, gates=(), decode=str, length=LENGTH):
@@ -112,15 +122,12 @@ def test_exact_verification_of_real_models_round_by_round(target, draft):
     """K/V and positions of the teacher-forced passes are the ones decoding has; ends too."""
     eos = frozenset({tiny.EOS})
 
-    def decode(ids):
-        return "".join(chr(97 + i) for i in ids)
-
     requests = [Request(tuple(p), 40, ("zu",)) for p in tiny.prompts(6)]
-    recordings = tiny_recordings(target, draft, requests, eos, decode=decode)
+    recordings = tiny_recordings(target, draft, requests, eos, decode=letters)
     assert {"length"} < {recording.answer.finish for recording in recordings}
     for k in (1, 3, 8):
         runners = tiny.runner(target, 1), tiny.runner(draft, 1)
-        counts = compare(*runners, requests, recordings, eos, k, tiny.EXACT, decode)
+        counts = compare(*runners, requests, recordings, eos, k, tiny.EXACT, letters)
         assert 0 < counts.emitted - counts.rounds < counts.drafted  # some drafts were rejected
 
 
@@ -153,7 +160,7 @@ def test_until_the_first_standing_deferral_fly_is_the_engines(target, draft, acr
 
         drafter = ModelDrafter(tiny.runner(draft, 1), eos)
         (record,) = tiny.engine(target, drafter, 6, rule, observer=observe).run([request])
-        found = walk([recording], 6, rule, eos, [chains])
+        found = walk([recording], 6, rule, eos, str, [chains])
         first = [*clean, False].index(False)
         assert chains.rounds[: first + 1] == rounds[: first + 1]
         following = rounds[first + 1 : first + 2]
@@ -207,4 +214,4 @@ def test_a_deferral_on_the_last_token_of_a_text_needs_its_window(after, expected
         tree.after_target[state] = tree.after_draft[state] = min(state + 1, 3)
     recording = Recording(Answer("t", 0, (1,), 20, (5, 6, 7), "stop"), tree, 1, 0)
     rule = tiny.relaxed(window=2, threshold=None, across=True)
-    assert walk([recording], 3, rule, frozenset({2})).counts == expected
+    assert walk([recording], 3, rule, frozenset({2}), str).counts == expected
