@@ -74,6 +74,15 @@ BITS: dict[str, dict[str, Any]] = {
         for sequences in (1, 8)
     },
 }
+# what rounding alone changes: the target alone, in passes of one token and of eight
+ROUNDING: dict[str, dict[str, Any]] = {
+    f"rounding_at{sequences}": {
+        "use_sd": False,
+        "batch_invariant": False,
+        "batch_size": sequences,
+    }
+    for sequences in (1, 8)
+}
 # what qwen2.5-coder-guarded.json was chosen from
 GUARDED = {"exact_first_tokens": 16, "exact_pattern": "numbers"}
 FENCED = {**GUARDED, "exact_pattern": ["numbers", "code_fences"]}
@@ -97,7 +106,7 @@ SEARCH: dict[str, dict[str, Any]] = {
     "ratio15_symbols_k8_w2": {"spd_k": 8, "win_len": 2, **SECOND},
     "planned_k8_w2": {"spd_k": 8, "win_len": 2, **SECOND, "exact_first_tokens": 64},
 }
-KNOWN = {**SETTINGS, **BITS, **SEARCH}
+KNOWN = {**SETTINGS, **BITS, **ROUNDING, **SEARCH}
 TASKS: dict[str, dict[str, Any]] = {
     "humaneval_instruct": {"metric": "pass@1", "filter": None},
     "gsm8k_cot": {"metric": "exact_match", "filter": "flexible-extract", "num_fewshot": 0},
