@@ -1,0 +1,34 @@
+"""docs/configuration.md against the keys that there are."""
+
+import json
+import re
+from pathlib import Path
+
+from fly import config
+
+PAGE = (Path(__file__).parents[2] / "docs/configuration.md").read_text(encoding="utf-8")
+
+
+def rows():
+    """Documented default by key; several keys may share a row."""
+    found = {}
+    for keys, defaults in re.findall(r"^\| (`[a-z].*?) \| (.*?) \|", PAGE, re.MULTILINE):
+        names = re.findall(r"`(\w+)`", keys)
+        values = defaults.split(", ") if ", " in defaults else [defaults] * len(names)
+        found |= dict(zip(names, values, strict=True))
+    return found
+
+
+def test_every_key_is_there_once_with_its_default():
+    fields = config.FlyConfig.model_fields
+    in_rules_row = {"typical_epsilon", "typical_delta", "relaxed_top_k", "relaxed_delta"}
+    documented = rows()
+    assert documented.keys() == fields.keys() - in_rules_row
+    for name in in_rules_row:
+        assert f"`{name}`" in PAGE
+    for name, default in documented.items():
+        value = fields[name].get_default()
+        if fields[name].is_required():
+            assert default == "required"
+        else:
+            assert default == (value if isinstance(value, str) else json.dumps(value)), name
