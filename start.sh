@@ -27,5 +27,5 @@ What to try next (source .venv/bin/activate first):
   the fastest setting that holds here:      fly tune fly_config/qwen2.5-coder.json --help
   a pair of your own:                       copy fly_config/FLy_Qwen25_Coder_1.5b.json, edit it,
                                             fly config check FILE
-  all options:                              fly run --help, and README.md
+  all options:                              fly run --help, docs/configuration.md
 TEXT
