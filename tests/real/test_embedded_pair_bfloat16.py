@@ -1,0 +1,34 @@
+"""The embedded pair in bfloat16, where only `batch_invariant` makes exact verification lossless."""
+
+import pytest
+import torch
+import transformers
+
+from fly.execution import kernels, weights
+from fly.models import pairs
+from fly.settings import ExecutionSettings
+from tests import tiny
+from tests.real import BUDGET
+
+pytestmark = pytest.mark.real
+
+
+@pytest.mark.skipif(kernels.why_not() is not None, reason="no kernels here")
+def test_exact_is_target_only_in_bfloat16_where_bits_do_not_depend_on_the_pass(humaneval_prompts):
+    """Every drafter, draft length and number of sequences; `lossless` in float32 is easier."""
+    paths = pairs.locate("qwen2.5-coder")
+    target, draft = (
+        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+        for path in (paths.target, paths.draft)
+    )
+    weights.pack(target, draft, ExecutionSettings(batch_invariant=True))
+    eos = frozenset({151645, 151643})
+
+    def decode(name, k, slots):
+        drafter = tiny.drafter(name, slots, draft, eos, max_length=4096)
+        engine = tiny.engine(tiny.runner(target, slots, max_length=4096), drafter, k, eos=eos)
+        return [r.tokens for r in tiny.decode_all(engine, humaneval_prompts, BUDGET)]
+
+    expected = decode("none", 0, 1)
+    for name, k, slots in (("model", 8, 1), ("cascade", 4, 3), ("ngram", 8, 3), ("none", 0, 3)):
+        assert decode(name, k, slots) == expected, (name, k, slots)
