@@ -10,20 +10,20 @@ PAGE = (Path(__file__).parents[2] / "docs/configuration.md").read_text(encoding=
 
 
 def rows():
-    """Documented default by key; several keys may share a row."""
-    found = {}
+    """(key, documented default) of every key; several may share a row."""
+    found = []
     for keys, defaults in re.findall(r"^\| (`[a-z].*?) \| (.*?) \|", PAGE, re.MULTILINE):
         names = re.findall(r"`(\w+)`", keys)
         values = defaults.split(", ") if ", " in defaults else [defaults] * len(names)
-        found |= dict(zip(names, values, strict=True))
+        found += zip(names, values, strict=True)
     return found
 
 
 def test_every_key_is_there_once_with_its_default():
     fields = config.FlyConfig.model_fields
     documented = rows()
-    assert documented.keys() == fields.keys()
-    for name, default in documented.items():
+    assert sorted(name for name, _ in documented) == sorted(fields)
+    for name, default in documented:
         value = fields[name].get_default()
         if fields[name].is_required():
             assert default == "required"
