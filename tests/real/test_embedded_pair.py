@@ -8,7 +8,7 @@ from fly import config
 from fly.execution import memory
 from fly.models import pairs
 from tests import tiny
-from tests.real import BUDGET
+from tests.real import BUDGET, EOS
 
 pytestmark = pytest.mark.real
 
@@ -24,12 +24,11 @@ def test_the_weights_counted_without_loading_are_those_in_the_files():
 
 
 @pytest.mark.parametrize("name", ["none", "model", "ngram", "cascade"])
-def test_lossless_on_humaneval(pair, humaneval_prompts, expected, name):
+def test_lossless_on_humaneval(pair, prompts, expected, name):
     _, target, draft = pair
-    eos = frozenset({151645, 151643})
-    drafter = tiny.drafter(name, 1, draft, eos, max_length=4096)
-    engine = tiny.engine(target, drafter, 0 if name == "none" else 8, eos=eos)
-    records = tiny.decode_all(engine, humaneval_prompts, BUDGET)
+    drafter = tiny.drafter(name, 1, draft, EOS, max_length=4096)
+    engine = tiny.engine(target, drafter, 0 if name == "none" else 8, eos=EOS)
+    records = tiny.decode_all(engine, prompts, BUDGET)
     assert [record.tokens for record in records] == expected
     if name != "none":
         assert 0 < tiny.total(records, "native_accepted") < tiny.total(records, "drafted")

@@ -8,13 +8,13 @@ from fly.execution import kernels, weights
 from fly.models import pairs
 from fly.settings import ExecutionSettings
 from tests import tiny
-from tests.real import BUDGET
+from tests.real import BUDGET, EOS
 
 pytestmark = pytest.mark.real
 
 
 @pytest.mark.skipif(kernels.why_not() is not None, reason="no kernels here")
-def test_exact_is_target_only_in_bfloat16_where_bits_do_not_depend_on_the_pass(humaneval_prompts):
+def test_exact_is_target_only_in_bfloat16_where_bits_do_not_depend_on_the_pass(prompts):
     """Every drafter, draft length and number of sequences; `lossless` in float32 is easier."""
     paths = pairs.locate("qwen2.5-coder")
     target, draft = (
@@ -22,12 +22,11 @@ def test_exact_is_target_only_in_bfloat16_where_bits_do_not_depend_on_the_pass(h
         for path in (paths.target, paths.draft)
     )
     weights.pack(target, draft, ExecutionSettings(batch_invariant=True))
-    eos = frozenset({151645, 151643})
 
     def decode(name, k, slots):
-        drafter = tiny.drafter(name, slots, draft, eos, max_length=4096)
-        engine = tiny.engine(tiny.runner(target, slots, max_length=4096), drafter, k, eos=eos)
-        return [r.tokens for r in tiny.decode_all(engine, humaneval_prompts, BUDGET)]
+        drafter = tiny.drafter(name, slots, draft, EOS, max_length=4096)
+        engine = tiny.engine(tiny.runner(target, slots, max_length=4096), drafter, k, eos=EOS)
+        return [r.tokens for r in tiny.decode_all(engine, prompts, BUDGET)]
 
     expected = decode("none", 0, 1)
     for name, k, slots in (("model", 8, 1), ("cascade", 4, 3), ("ngram", 8, 3), ("none", 0, 3)):
