@@ -88,6 +88,9 @@ GUARDED = {"exact_first_tokens": 16, "exact_pattern": "numbers"}
 FENCED = {**GUARDED, "exact_pattern": ["numbers", "code_fences"]}
 SYMBOLS = {**GUARDED, "exact_pattern": ["numbers", "code_fences", r"[+*/=<>$%\\-]"]}
 SECOND = {**SYMBOLS, **NEAR, "draft_ratio_thre": 0.15}
+# 64 tokens, by which an answer of GSM8K has said how it will go on
+PLANNED = {"exact_first_tokens": 64, "win_len": 2}
+OPEN = {**ACROSS, **NO_ENTROPY, "draft_ratio_thre": 0.05, "draft_rank_max": 3}
 SEARCH: dict[str, dict[str, Any]] = {
     "first4_k8": {"spd_k": 8, "exact_first_tokens": 4, **ACROSS},
     "first16_k8": {"spd_k": 8, "exact_first_tokens": 16, **ACROSS},
@@ -104,7 +107,9 @@ SEARCH: dict[str, dict[str, Any]] = {
     "ratio_symbols_k8_w2": {"spd_k": 8, "win_len": 2, **SYMBOLS, **NEAR},
     "ratio15_symbols_k8_w4": {"spd_k": 8, "win_len": 4, **SECOND},
     "ratio15_symbols_k8_w2": {"spd_k": 8, "win_len": 2, **SECOND},
-    "planned_k8_w2": {"spd_k": 8, "win_len": 2, **SECOND, "exact_first_tokens": 64},
+    "planned_k8_w2": {"spd_k": 8, **SECOND, **PLANNED},
+    "planned_entropy_k8_w2": {"spd_k": 8, **GUARDED, **ACROSS, **PLANNED},
+    "planned_open_k8_w2": {"spd_k": 8, **GUARDED, **OPEN, **PLANNED},
 }
 KNOWN = {**SETTINGS, **BITS, **ROUNDING, **SEARCH}
 TASKS: dict[str, dict[str, Any]] = {
