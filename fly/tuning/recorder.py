@@ -47,9 +47,11 @@ class Tree:
 
     target, drafted: the two models' tokens there (-1: unknown, drafting ends there). after_target,
     after_draft: the state that such a token leads to. passed: the gates that the draft's token
-    passes, of those that were recorded; none where it is the target's.
+    passes, of those that were recorded; none where it is the target's. No draft goes past one of
+    `eos_ids`.
     """
 
+    eos_ids: frozenset[int]
     target: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
     after_target: list[int] = field(default_factory=list)
@@ -77,14 +79,14 @@ class Tree:
             ]
         return self._deferrable[gates]
 
-    def draft(self, state: int, limit: int, eos_ids: frozenset[int]) -> tuple[list[int], list[int]]:
+    def draft(self, state: int, limit: int) -> tuple[list[int], list[int]]:
         """(at most `limit` drafted tokens, the states before each of them and after the last)."""
         chain, states = list[int](), [state]
         while len(chain) < limit and self.drafted[state] != _NO_TOKEN:
             chain.append(self.drafted[state])
             state = self.after_draft[state]
             states.append(state)
-            if chain[-1] in eos_ids:
+            if chain[-1] in self.eos_ids:
                 break
         return chain, states
 
@@ -135,7 +137,7 @@ class Recorder:
         drafted: list[int] = []
         for logits_NV in self._along(self._draft, answer, self._width):
             drafted += greedy(logits_NV).tolist()
-        tree, ties = Tree(), 0
+        tree, ties = Tree(self._eos_ids), 0
         for logits_NV in self._along(self._target, answer, _CHUNK):
             start = len(tree.target)
             target = greedy(logits_NV).tolist()

@@ -171,7 +171,6 @@ def predict(
     grid: Grid,
     recordings: Mapping[str, list[Recording]],
     machine: Machine,
-    eos_ids: frozenset[int],
     decode: Decode,
     done: Callable[[int, int], None] = lambda count, total: None,
 ) -> list[Prediction]:
@@ -184,7 +183,7 @@ def predict(
     count = 0
     for quantization, recorded in recordings.items():
         for configs in grid.configs(base, quantization):
-            found += _predict(configs, recorded, machine, eos_ids, decode)
+            found += _predict(configs, recorded, machine, decode)
             count += 1
             done(count, total)
     return sorted(found, key=lambda prediction: prediction.seconds)
@@ -194,7 +193,6 @@ def predict_one(
     config: FlyConfig,
     recordings: list[Recording],
     machine: Machine,
-    eos_ids: frozenset[int],
     decode: Decode,
 ) -> Prediction | None:
     """The given configuration's own speed; None if it does what no recording can tell.
@@ -203,20 +201,19 @@ def predict_one(
     """
     if config.draft_policy != "fixed" or config.rule not in ("exact", "fly"):
         return None
-    return _predict([config], recordings, machine, eos_ids, decode)[0]
+    return _predict([config], recordings, machine, decode)[0]
 
 
 def _predict(
     configs: list[FlyConfig],
     recordings: list[Recording],
     machine: Machine,
-    eos_ids: frozenset[int],
     decode: Decode,
 ) -> list[Prediction]:
     """One walk serves every drafter: n-grams change what drafting costs, not what is drafted."""
     first, quantization = configs[0], configs[0].draft_quantization
     counters = [_counter_for(config, machine.pass_cost[quantization]) for config in configs]
-    walked = walk(recordings, first.spd_k, rule_of(first), eos_ids, decode, counters)
+    walked = walk(recordings, first.spd_k, rule_of(first), decode, counters)
     return [
         Prediction(
             config,

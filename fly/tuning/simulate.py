@@ -111,7 +111,6 @@ def walk(
     recordings: Seq[Recording],
     spd_k: int,
     rule: Rule,
-    eos_ids: frozenset[int],
     decode: Decode,
     counters: Seq[DraftCounter] = (),
 ) -> Walk:
@@ -121,7 +120,7 @@ def walk(
     """
     result = Walk()
     for recording in recordings:
-        counts = _decode(recording, spd_k, rule, eos_ids, decode, result.verify, counters)
+        counts = _decode(recording, spd_k, rule, decode, result.verify, counters)
         result.counts.add(counts)
     return result
 
@@ -130,7 +129,6 @@ def _decode(
     recording: Recording,
     spd_k: int,
     rule: Rule,
-    eos_ids: frozenset[int],
     decode: Decode,
     verify: Passes,
     counters: Seq[DraftCounter],
@@ -139,13 +137,13 @@ def _decode(
     answer, tree = recording.answer, recording.tree
     deferrable = tree.deferrable(rule.gates)
     request = Request(answer.prompt, answer.budget)
-    sequence = Sequence(request, eos_ids, _EndOfText(answer, decode))
+    sequence = Sequence(request, tree.eos_ids, _EndOfText(answer, decode))
     state, chosen_in = 0, list[int]()  # the state in which each generated token was chosen
     for counter in counters:
         counter.admit(sequence)
     while sequence.is_open:
         limit = min(spd_k, sequence.remaining - 1)
-        draft, states = tree.draft(state, limit, eos_ids)
+        draft, states = tree.draft(state, limit)
         for counter in counters:
             counter.draft(sequence, draft, limit)
         verify.add(len(draft) + 1, len(sequence.tokens) - 1)

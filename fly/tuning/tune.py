@@ -178,13 +178,7 @@ class Tuner:
         machine = Machine(self._target_seconds, overhead, drafts, pass_cost)
         self._plan.start("search")
         predictions = predict(
-            self._given,
-            self._grid,
-            recordings,
-            machine,
-            self._lm.eos_ids,
-            self._lm.text_of,
-            self._plan.step,
+            self._given, self._grid, recordings, machine, self._lm.text_of, self._plan.step
         )
         tuning = Tuning(self._given, first, reused, machine, recordings, predictions)
         self._run_candidates(tuning)
@@ -304,9 +298,7 @@ class Tuner:
     def _run_candidates(self, tuning: Tuning) -> None:
         """The given configuration and the best predicted ones."""
         recorded = tuning.recordings[self._given.draft_quantization]
-        given = predict_one(
-            self._given, recorded, tuning.machine, self._lm.eos_ids, self._lm.text_of
-        )
+        given = predict_one(self._given, recorded, tuning.machine, self._lm.text_of)
         chosen = choose(tuning.predictions, self._options.candidates, self._options.max_changed)
         todo: list[tuple[FlyConfig, Prediction | None]] = [(self._given, given)]
         todo += [(found.config, found) for found in chosen if found.config != self._given]

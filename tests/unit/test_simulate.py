@@ -67,7 +67,7 @@ def by_engine(target, draft, requests, eos, k, rule, ngrams=None, decode=str):
 def compare(target, draft, requests, recordings, eos, k, rule, decode=str):
     """Every round, pass and count of the walk is the engine's, for both drafters."""
     step, cascade = DraftCounter(), CascadeCounter(*NGRAMS, draft.relative_cost)
-    found = walk(recordings, k, rule, eos, decode, [step, cascade])
+    found = walk(recordings, k, rule, decode, [step, cascade])
     for counter, ngrams in ((step, None), (cascade, NGRAMS)):
         counts, drafts, verifies = by_engine(target, draft, requests, eos, k, rule, ngrams, decode)
         sums = Counts()
@@ -160,7 +160,7 @@ def test_until_the_first_standing_deferral_fly_is_the_engines(target, draft, acr
 
         drafter = ModelDrafter(tiny.runner(draft, 1), eos)
         (record,) = tiny.engine(target, drafter, 6, rule, observer=observe).run([request])
-        found = walk([recording], 6, rule, eos, str, [chains])
+        found = walk([recording], 6, rule, str, [chains])
         first = [*clean, False].index(False)
         assert chains.rounds[: first + 1] == rounds[: first + 1]
         following = rounds[first + 1 : first + 2]
@@ -208,10 +208,10 @@ def test_what_is_deferrable_is_what_the_gates_say_of_decoding(target, draft):
 )  # fmt: skip
 def test_a_deferral_on_the_last_token_of_a_text_needs_its_window(after, expected):
     """It stood at once, as the text ended there; the engine goes on until its window is filled."""
-    tree = Tree()
+    tree = Tree(frozenset({2}))
     for target, drafted in [(5, 5), (6, 6), (7, 9), (8, after)]:
         state = tree.add(target, drafted)
         tree.after_target[state] = tree.after_draft[state] = min(state + 1, 3)
     recording = Recording(Answer("t", 0, (1,), 20, (5, 6, 7), "stop"), tree, 1, 0)
     rule = tiny.relaxed(window=2, threshold=None, across=True)
-    assert walk([recording], 3, rule, frozenset({2}), str).counts == expected
+    assert walk([recording], 3, rule, str).counts == expected

@@ -74,10 +74,10 @@ def test_the_grid_holds_the_given_setting_and_only_valid_ones():
         config.build({**BASE.model_dump(), **rule}, "grid")  # raises if fly would refuse it
 
 
-def test_predicted_seconds_are_passes_times_costs(recordings, eos):
+def test_predicted_seconds_are_passes_times_costs(recordings):
     (found,) = [
         p
-        for p in predict(BASE, SMALL, {"none": recordings[0]}, machine(), eos, str)
+        for p in predict(BASE, SMALL, {"none": recordings[0]}, machine(), str)
         if kind(p.config) == "exact" and p.config.spd_k == 4 and p.config.drafter_name == "model"
     ]
     assert found.verify_seconds == pytest.approx(found.counts.rounds * 1.0)
@@ -87,24 +87,24 @@ def test_predicted_seconds_are_passes_times_costs(recordings, eos):
     assert found.changed == 0
 
 
-def test_speed_follows_costs_and_agreement(recordings, eos):
+def test_speed_follows_costs_and_agreement(recordings):
     """A dearer draft favours short drafts, a better draft long ones; relaxing never lowers tau."""
 
     def best(draft, which=0, slope=0.0):
-        found = predict(BASE, SMALL, {"none": recordings[which]}, machine(draft, slope), eos, str)
+        found = predict(BASE, SMALL, {"none": recordings[which]}, machine(draft, slope), str)
         return next(p for p in found if kind(p.config) == "exact")
 
     assert best(0.01).config.spd_k > best(0.9).config.spd_k
     assert best(0.1).tok_s > best(0.3).tok_s
     assert best(0.1, which=1).tok_s > best(0.1, which=0).tok_s
-    found = predict(BASE, SMALL, {"none": recordings[0]}, machine(), eos, str)
+    found = predict(BASE, SMALL, {"none": recordings[0]}, machine(), str)
     assert [p.tok_s for p in found] == sorted((p.tok_s for p in found), reverse=True)
     tau = {(kind(p.config), p.config.spd_k, p.config.win_len): p.tau for p in found}
     assert tau["fly within a round", 8, 2] > tau["exact", 8, 4]
 
 
-def test_n_grams_change_the_cost_of_drafting_alone(recordings, eos):
-    found = predict(BASE, SMALL, {"none": recordings[0]}, machine(), eos, str)
+def test_n_grams_change_the_cost_of_drafting_alone(recordings):
+    found = predict(BASE, SMALL, {"none": recordings[0]}, machine(), str)
     pairs = {}
     for p in found:
         key = (kind(p.config), p.config.spd_k, p.config.win_len)
@@ -114,13 +114,13 @@ def test_n_grams_change_the_cost_of_drafting_alone(recordings, eos):
         assert one.verify_seconds == other.verify_seconds
 
 
-def test_the_given_setting_is_predicted_where_recordings_tell(recordings, eos):
-    found = predict_one(BASE, recordings[0], machine(), eos, str)
+def test_the_given_setting_is_predicted_where_recordings_tell(recordings):
+    found = predict_one(BASE, recordings[0], machine(), str)
     assert found.config == BASE
     assert 0 < found.changed < 1
     for unknown in ({"draft_policy": "auto"}, {"verification": "typical"}):
         other = config.build({**BASE.model_dump(), **unknown}, "test")
-        assert predict_one(other, recordings[0], machine(), eos, str) is None
+        assert predict_one(other, recordings[0], machine(), str) is None
 
 
 def made(tok_s, changed=0.0, **keys):
