@@ -8,19 +8,21 @@ from statistics import fmean
 
 from fly.analysis import statistics
 from fly.analysis.noise import NoiseRow, check_noise, noise_rows
-from fly.analysis.scores import Measured, Metric, Task, Work, why_not_reusable
+from fly.analysis.scores import (
+    MACHINE,
+    METHOD,
+    Measured,
+    Metric,
+    Task,
+    Work,
+    differences,
+    why_not_reusable,
+)
 from fly.analysis.statistics import DEFAULT_DEMAND, Comparison, Demand, Ratio, Verdict
 from fly.errors import FlyError
 from fly.runs.records import Positions, mean_lengths
 
 _WEAKEST_FIRST: tuple[Verdict, ...] = ("fell", "not enough evidence", "unchanged", "held")
-# Where these facts differ, seconds do not compare; where those of METHOD do, a note says so.
-MACHINE = {"device": "device", "capability": "CPU capability", "threads": "threads"}
-METHOD = {
-    "engine": "engine", "processes": "processes", "batch_size": "batch size", "dtype": "dtype",
-    "passes": "passes of the target", "compile": "compile",
-}  # fmt: skip
-
 _WHOSE = {True: "of the same model", False: "of another model", None: "it is not known whose"}
 
 
@@ -394,22 +396,20 @@ def _work_of(run: Measured, names: list[str]) -> dict[tuple[str, int], Work]:
     return {(name, i): work for name in names for i, work in run.tasks[name].work.items()}
 
 
-def differences(baseline: Measured, run: Measured, facts: dict[str, str]) -> str:
-    """In words, which of these facts both runs tell and differ in; empty if none."""
-    ours, theirs = baseline.machine, run.machine
-    return "; ".join(
-        f"{words}: {ours[key]} and {theirs[key]}"
-        for key, words in facts.items()
-        if key in ours and key in theirs and ours[key] != theirs[key]
-    )
-
-
 def _speed_notes(baseline: Measured, run: Measured) -> list[str]:
     """What a reader of the ratios has to know; empty where there are none."""
     if not all(any(task.work for task in found.tasks.values()) for found in (baseline, run)):
         return []
     who = f"{baseline.name} and {run.name}"
     notes = [_drafts_note(each) for each in (baseline, run) if each.is_from_earlier_runs]
+    for name, task in run.tasks.items():
+        ours, theirs = baseline.tasks[name].work, task.work
+        if ours.keys() != theirs.keys():
+            notes.append(
+                f"no time x of {name}: {who} have records of different documents of it "
+                f"({len(ours)} and {len(theirs)} of {len(task.documents)}; the others may have "
+                "come from --use_cache)"
+            )
     if apart := differences(baseline, run, MACHINE):
         return [*notes, f"no time x: {who} ran on different machines ({apart})"]
     if not baseline.machine or not run.machine:  # a stored baseline of an earlier fly

@@ -14,8 +14,15 @@ from typing import Any
 from fly import registry
 from fly.analysis import compare
 from fly.analysis.compare import ScoreRow, Speed
-from fly.analysis.scores import Measured, why_not_reusable, why_other_target
-from fly.analysis.statistics import holm
+from fly.analysis.scores import (
+    MACHINE,
+    METHOD,
+    Measured,
+    differences,
+    why_not_reusable,
+    why_other_target,
+)
+from fly.analysis.statistics import bound_of_no_loss, holm
 from fly.errors import FlyError
 from fly.runs import settings
 from fly.runs.reader import Run
@@ -43,6 +50,15 @@ class Cell:
     p: float | None = None
 
     @property
+    def bound(self) -> float | None:
+        """Without a lost document, the largest loss (a share) that so few documents leave possible
+        with 95 % confidence: no resampling of them can show any."""
+        scores = self.row.scores
+        if scores.other is None or scores.lost:
+            return None
+        return bound_of_no_loss(scores.documents)
+
+    @property
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values, by the keys that docs/compare.md lists."""
         scores = self.row.scores
@@ -54,6 +70,7 @@ class Cell:
             "baseline_score": scores.baseline,
             "recovery": scores.recovery,
             "interval": asdict(scores.interval) if scores.interval else None,
+            "bound": self.bound,
             "lost": scores.lost,
             "won": scores.won,
             "test": scores.test,
@@ -181,11 +198,11 @@ def _family_of(each: Scored, families: list[_Family]) -> _Family:
         raise FlyError(f"{measured.name}: no {what} is among the runs: add one (use_sd=false)")
     if len(fitting) == 1:
         return fitting[0]
-    facts = compare.MACHINE | compare.METHOD
+    facts = MACHINE | METHOD
     alike = [
         family
         for family in fitting
-        if not compare.differences(family.alone[1], measured, facts)
+        if not differences(family.alone[1], measured, facts)
         and not why_not_reusable(family.alone[1], measured)
     ]
     if len(alike) == 1:

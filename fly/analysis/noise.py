@@ -13,7 +13,13 @@ from dataclasses import dataclass
 
 from scipy import stats
 
-from fly.analysis.scores import Measured, Metric
+from fly.analysis.scores import (
+    MACHINE,
+    Measured,
+    Metric,
+    differences,
+    why_not_reusable,
+)
 from fly.errors import FlyError
 
 NAME = "noise"  # of the noise run
@@ -54,22 +60,32 @@ def take_noise(runs: Sequence[Measured]) -> tuple[Measured, list[Measured]]:
 
 def check_noise(baseline: Measured, noise: Measured) -> None:
     """Raise FlyError unless the noise run decodes as the baseline does, in other batches."""
-    for what, ours, theirs in (
-        ("mode", baseline.mode, noise.mode),
-        ("target", baseline.target["files"], noise.target["files"]),
-        ("dtype", baseline.target["dtype"], noise.target["dtype"]),
-    ):
-        if ours != theirs:
-            raise FlyError(
-                f"--noise-floor: {noise.name} has the {what} {theirs}, {baseline.name} {ours}: it "
-                "must be the baseline's decoding again"
-            )
+    who = f"--noise-floor: {noise.name} is not {baseline.name}'s decoding again"
+    if noise.mode != baseline.mode:
+        raise FlyError(f"{who}: it has the mode {noise.mode}, {baseline.name} {baseline.mode}")
+    if reason := why_not_reusable(baseline, noise):
+        raise FlyError(f"{who}: {reason}")
+    if None not in (hashes := {baseline.config_hash, noise.config_hash}) and len(hashes) > 1:
+        raise FlyError(f"{who}: its settings differ: make it with the same configuration file")
+    if apart := differences(baseline, noise, {"engine": "engine", **MACHINE}):
+        raise FlyError(f"{who}: it was made elsewhere ({apart})")
     sizes = [run.machine.get("batch_size") for run in (baseline, noise)]
+    if None in sizes:
+        raise FlyError(
+            f"--noise-floor: the batch size of {baseline.name} or {noise.name} is not known: take "
+            "runs of fly's own backend"
+        )
     if sizes[0] == sizes[1]:
         raise FlyError(
             f"--noise-floor: {noise.name} and {baseline.name} both have batch size {sizes[0]}: "
             "make the noise run with another one"
         )
+    for name, task in baseline.tasks.items():
+        if missing := task.work.keys() - noise.tasks[name].work.keys():
+            raise FlyError(
+                f"--noise-floor: {noise.name} decoded {len(missing)} of {len(task.documents)} "
+                f"documents of {name} not itself: make it without --use_cache"
+            )
 
 
 def noise_rows(

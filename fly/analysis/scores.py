@@ -113,10 +113,19 @@ class Drafts(_Stored):
 _OfTarget = Annotated[str, StringConstraints(pattern="^(name|dtype|revision|files)$")]
 
 
+# Where these facts differ, seconds do not compare; where those of METHOD do, a note says so.
+MACHINE = {"device": "device", "capability": "CPU capability", "threads": "threads"}
+METHOD = {
+    "engine": "engine", "processes": "processes", "batch_size": "batch size", "dtype": "dtype",
+    "passes": "passes of the target", "compile": "compile",
+}  # fmt: skip
+
+
 class Measured(_Stored):
     """A run's scores. target: the model that they belong to. decoding: what its texts depend on.
     machine: what its seconds depend on besides. notes: what was left out, for people. drafts: None
-    for runs that drafted nothing, or did not say from where."""
+    for runs that drafted nothing, or did not say from where. config_hash: of the settings that its
+    texts depend on, the rule's among them; None for other backends' runs and stored ones."""
 
     format: Literal[1] = 1
     name: str
@@ -127,6 +136,7 @@ class Measured(_Stored):
     tasks: dict[str, Task]
     notes: list[str] = []
     drafts: Drafts | None = None
+    config_hash: str | None = Field(default=None, exclude=True)
 
     @property
     def is_from_earlier_runs(self) -> bool:
@@ -183,6 +193,7 @@ def measure(run: Run, *, with_outputs: bool = False) -> Measured:
         tasks=tasks,
         notes=notes,
         drafts=_drafts(run),
+        config_hash=(run.entry or {}).get("config_hash"),
     )
 
 
@@ -339,6 +350,16 @@ def _machine(run: Run) -> dict[str, Any]:
         "compile": entry["config"].get("compile"),
     }
     return {key: value for key, value in found.items() if value is not None}
+
+
+def differences(baseline: Measured, run: Measured, facts: dict[str, str]) -> str:
+    """In words, which of these facts both runs tell and differ in; empty if none."""
+    ours, theirs = baseline.machine, run.machine
+    return "; ".join(
+        f"{words}: {ours[key]} and {theirs[key]}"
+        for key, words in facts.items()
+        if key in ours and key in theirs and ours[key] != theirs[key]
+    )
 
 
 # ------------------------------------------------------------------------------ baseline files

@@ -122,13 +122,16 @@ def _execute(args: argparse.Namespace) -> None:
     else:
         baseline = compare.choose_baseline(found, args.baseline_run)
         others = [run for run in found if run is not baseline]
+    if others:
+        result = compare.compare(baseline, others, demand, args.metric, measured_noise)
+    else:
+        _check_nothing_else_asked(args, baseline.name)
     if args.save_baseline:
         _check_baseline(baseline.mode, f"--save-baseline {args.save_baseline}")
         scores.save(baseline, args.save_baseline, with_outputs=args.with_outputs)
         print(f"baseline {baseline.name} saved: {args.save_baseline}")
-    if not others:  # only a baseline was asked for
+    if not others:
         return
-    result = compare.compare(baseline, others, demand, args.metric, measured_noise)
     _write(
         args,
         json=lambda: compare_files.as_json(result),
@@ -140,6 +143,18 @@ def _execute(args: argparse.Namespace) -> None:
     inconclusive = result.verdict == "not enough evidence"
     if gates and not (inconclusive and args.allow_inconclusive):
         sys.exit(STATUS[result.verdict])
+
+
+def _check_nothing_else_asked(args: argparse.Namespace, baseline: str) -> None:
+    """Refuse a lone baseline wherever a comparison was asked for, too."""
+    asked = [
+        f"--{name.replace('_', '-')}"
+        for name in (*_FILES, "min_recovery", "confidence", "allow_inconclusive", "noise_floor")
+        if getattr(args, name)
+    ]
+    if asked or not args.save_baseline:
+        flag = f"{asked[0]}: " if asked else ""
+        raise FlyError(f"{flag}nothing to compare {baseline} with: name one more run")
 
 
 def _check_baseline(mode: str, flag: str) -> None:
@@ -196,6 +211,7 @@ def _matrix(args: argparse.Namespace) -> None:
                 f"--matrix: leave --{name.replace('_', '-')} out: a matrix compares finished runs "
                 "(fly compare RUN RUN ... --matrix), each with its own target's, without verdicts"
             )
+    _check_no_run_flags(args)
     _check_outputs(args)
     named = [(name or path, path) for name, path in map(reader.named, args.runs)]
     runs = [(run, scores.measure(run)) for run in _read(named, [])]
@@ -225,6 +241,7 @@ def _finished(args: argparse.Namespace, stored: Measured | None) -> list[Measure
         raise FlyError(
             f"{args.runs[0]}: finished runs are compared without --tasks, --model_args and --modes"
         )
+    _check_no_run_flags(args)
     needed = 1 if stored or args.save_baseline else 2
     if len(args.runs) < needed:
         raise FlyError(f"fly compare {args.runs[0]}: give at least two runs, or --baseline FILE")
@@ -232,6 +249,14 @@ def _finished(args: argparse.Namespace, stored: Measured | None) -> list[Measure
 
     named = [reader.named(text) for text in args.runs]
     return _load(named, [stored.name] if stored else [], args.with_outputs)
+
+
+def _check_no_run_flags(args: argparse.Namespace) -> None:
+    """Refuse flags of `fly run`, which say how runs are made: these are."""
+    given = [word for word in _run_flags() if word.startswith("-") and word not in args.runs]
+    if given:
+        flag = given[0].partition("=")[0]
+        raise FlyError(f"{flag}: finished runs are compared as they are: leave it out")
 
 
 def _load(
@@ -300,7 +325,19 @@ def _made(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
     if args.noise_floor:
         if stored:
             raise FlyError("--noise-floor: needs the baseline made here: leave --baseline out")
+        if args.use_cache or values.get("use_cache"):
+            raise FlyError(
+                "--noise-floor with --use_cache: the noise run would get the baseline's texts "
+                "instead of decoding: leave one of them out"
+            )
+        if noise.NAME in planned:
+            raise FlyError(f"--mode {noise.NAME}: --noise-floor makes it: choose another name")
         again = _baseline_mode(args, planned)
+        if again.rule == "hf":
+            raise FlyError(
+                "--noise-floor with hf as the baseline: its batch size is not fly's to choose: "
+                "add target-only to --modes, or name another --baseline-run"
+            )
         planned[noise.NAME] = run_modes.in_other_batches(again, noise.NAME, args.batch_size)
     output = Path(args.output_path)
     context.check_writable(output, "output_path")

@@ -236,6 +236,12 @@ def test_bad_modes_are_refused_before_anything_runs(
             ("--save-baseline", tmp_path / "b", "--with-outputs", "--modes", "hf", "exact"),
             "--with-outputs: hf keeps no token ids",
         ),
+        (("--noise-floor", "--use_cache", tmp_path / "c"), "--noise-floor with --use_cache"),
+        (
+            ("--noise-floor", "--mode", "noise=enable_fly=false"),
+            "--mode noise: --noise-floor makes it",
+        ),
+        (("--noise-floor", "--modes", "hf", "exact"), "--noise-floor with hf as the baseline"),
     ]:
         assert run(*common, *more) == 2
         assert message in capsys.readouterr().err.splitlines()[-1]

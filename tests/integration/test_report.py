@@ -114,6 +114,24 @@ def test_runs_of_other_documents_are_shown_but_not_compared(written, tmp_path):
     assert "document 0: the prompt differs" in compared["refused"]
 
 
+def test_documents_of_one_number_are_told_apart(written, tmp_path):
+    """--samples numbers them anew: an answer stood beside another document's prompt."""
+    folders = [written_runs.write(tmp_path / mode, mode, [1, 0]) for mode in ("target-only", "fly")]
+    (samples,) = folders[1].glob("samples_*")
+    lines = [json.loads(line) for line in samples.read_text().splitlines()]
+    lines[0] |= {"doc_hash": "other", "prompt_hash": "other"}
+    lines[0]["arguments"]["gen_args_0"]["arg_0"] = "another question"
+    samples.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found, _ = written(*folders)
+    cells = [row["runs"] for row in found["documents"]]
+    assert [[cell is not None for cell in row] for row in cells] == [
+        [True, False], [False, True], [True, True],
+    ]  # fmt: skip
+    assert [texts["prompt"] for texts in found["texts"]] == [
+        "question 0", "another question", "question 1",
+    ]  # fmt: skip
+
+
 def test_several_runs_are_judged_together_as_fly_compare_judges_them(written, tmp_path):
     """With 5 of 60 lost a single run fell; as one of two it is not certain enough. A run that
     cannot be compared counts for nothing, and takes nobody's place."""

@@ -307,6 +307,17 @@ def test_speed_sums_repeats_and_is_silent_without_records(tmp_path):
     assert compare.compare(base, [plain]).others[0].speeds == []
 
 
+def test_records_of_a_part_have_no_time_x_and_say_so(tmp_path, capsys):
+    """Documents that were answered from --use_cache leave no records."""
+    folders = [write(tmp_path / mode, mode, [1, 0, 1]) for mode in ("target-only", "fly")]
+    (records,) = folders[1].glob("fly_requests_*")
+    records.write_text(records.read_text().splitlines(keepends=True)[0])
+    assert fly("compare", *folders) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "no time x of sums: target-only and fly have records of different documents" in printed
+    assert "(3 and 1 of 3;" in printed
+
+
 def test_lengths_say_what_they_are_means_of(tmp_path, capsys):
     """A long output of many short rounds hides what the other documents have; by hand."""
     alone = write(tmp_path / "t", "target-only", [1, 0])
@@ -557,10 +568,21 @@ def test_bad_usage(folders, tmp_path, capsys):
         ((base, tmp_path / "nowhere"), "no such run"),
         ((base, same, "--baseline-run", "x"), "--baseline-run x: no such run"),
         ((base, same, "--json", tmp_path), "is a folder: give a file"),
-    ]:
+        ((base, same, "--limit", "1"), "--limit: finished runs are compared as they are"),
+        ((base, same, "--matrix", "--gen_kwargs=a=1"), "--gen_kwargs: finished runs are compared"),
+        ((base, f"noise={same}", "--noise-floor"),
+         "--noise-floor: nothing to compare target-only with: name one more run"),
+        ((base, "--save-baseline", tmp_path / "b", "--json", tmp_path / "j"),
+         "--json: nothing to compare target-only with"),
+        ((base, "--save-baseline", tmp_path / "b", "--min-recovery", "0.9"),
+         "--min-recovery: nothing to compare target-only with"),
+    ]:  # fmt: skip
         assert fly("compare", *args) == 2
         assert message in capsys.readouterr().err.splitlines()[-1]
     assert fly("compare", base, same, "--nonsense") == 2
+    shorter = write(tmp_path / "shorter", "fly", [1, 0])
+    assert fly("compare", base, shorter, "--save-baseline", tmp_path / "b") == 2
+    assert not (tmp_path / "b").exists()
 
 
 def test_control_characters_reach_no_terminal_and_no_file(tmp_path, capsys):

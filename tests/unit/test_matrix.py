@@ -194,6 +194,17 @@ def test_the_command_prints_and_writes_the_matrix(family, tmp_path, capsys):
     assert "--matrix: leave --min-recovery out" in capsys.readouterr().err
 
 
+def test_a_cell_without_a_loss_says_what_it_cannot_rule_out(tmp_path, capsys):
+    """It claimed that no loss was possible: 1.000 [1.000, 1.000], from six documents."""
+    folders = [write(tmp_path / "alone", "target-only", SOLVED), drafting(tmp_path / "a", SOLVED)]
+    assert fly("compare", *folders, "--matrix", "--json", tmp_path / "j") == 0
+    (cell,) = json.loads((tmp_path / "j").read_text())["cells"]
+    assert cell["bound"] == pytest.approx(1 - 0.05 ** (1 / len(SOLVED)))  # nothing lost of n
+    printed = capsys.readouterr().out
+    assert f"loss <= {cell['bound']:.1%}" in printed
+    assert "1.000 [" not in printed
+
+
 def test_more_rules_than_fit_are_tables_below_each_other(tmp_path, capsys):
     folders = [write(tmp_path / "alone", "target-only", SOLVED)]
     folders += [

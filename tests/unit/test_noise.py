@@ -54,6 +54,34 @@ def test_what_is_no_noise_run_is_refused(runs, tmp_path, capsys):
     assert "has the mode exact, target-only target-only" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"gen_kwargs": {"temperature": 1}}, "decoded otherwise (gen_kwargs: {}, now"),
+     ({"target": "org/other"}, "another target (name: model, now org/other)"),
+     ({"machine": {"capability": "AVX512"}}, "made elsewhere (CPU capability: AVX2 and AVX512)"),
+     ({"entry": {"config_hash": "b"}}, "its settings differ"),
+     ({"mode": None}, "it has the mode hf")],
+)  # fmt: skip
+def test_another_decoding_is_no_noise_run(tmp_path, capsys, changes, message):
+    """Each was taken for rounding: the floor was too high, and losses looked like noise."""
+    base = write(tmp_path / "a", "target-only", SCORES, entry={"config_hash": "a"})
+    keys = {"mode": "target-only", "entry": {"config_hash": "a"}, **changes}
+    keys["machine"] = {"batch_size": 8, **keys.get("machine", {})} if keys["mode"] else None
+    noisy = write(tmp_path / "b", scores=SCORES, **keys)
+    other = write(tmp_path / "c", "fly", SCORES)
+    assert fly("compare", base, f"noise={noisy}", other, "--noise-floor") == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_noise_run_that_read_a_cache_is_refused(runs, tmp_path, capsys):
+    """It has the baseline's own texts, so that rounding seemed to change none."""
+    noisy = write(tmp_path / "d", "target-only", SCORES, machine={"batch_size": 8})
+    (records,) = noisy.glob("fly_requests_*")
+    records.write_text("".join(records.read_text().splitlines(keepends=True)[2:]))
+    assert fly("compare", runs[0], f"noise={noisy}", runs[2], "--noise-floor") == 2
+    assert "noise decoded 2 of 6 documents of sums not itself" in capsys.readouterr().err
+
+
 def test_rounding_is_not_told_from_rounding_more_often_than_chance_says():
     """Baseline, noise and run are draws of one kind: documents near a tie fall either way."""
     generator = np.random.default_rng(0)

@@ -8,7 +8,8 @@ from fly.analysis.compare import primary
 from fly.analysis.scores import Measured, Metric
 from fly.runs.reader import Run, Sample
 
-Key = tuple[str, int]  # task, doc_id
+# task, doc_id, hashes of document and prompt: --samples numbers documents anew
+Key = tuple[str, int, str, str]
 ByFilter = dict[str, Sample]  # one run's samples of a document; empty if it did not score it
 
 
@@ -18,9 +19,15 @@ def collect(runs: list[Run]) -> dict[Key, list[ByFilter]]:
     for number, run in enumerate(runs):
         for (task, filter_name), task_run in run.tasks.items():
             for doc_id, sample in task_run.samples.items():
-                found.setdefault((task, doc_id), [{} for _ in runs])[number][filter_name] = sample
-    tasks = {task: number for number, task in enumerate(dict.fromkeys(task for task, _ in found))}
-    return {key: found[key] for key in sorted(found, key=lambda key: (tasks[key[0]], key[1]))}
+                key = task, doc_id, *sample.hashes[:2]
+                found.setdefault(key, [{} for _ in runs])[number][filter_name] = sample
+    tasks = {task: number for number, task in enumerate(dict.fromkeys(task for task, *_ in found))}
+    return {key: found[key] for key in sorted(found, key=lambda key: (tasks[key[0]], *key[1:]))}
+
+
+def row_numbers(documents: dict[Key, list[ByFilter]], run: int) -> dict[tuple[str, int], int]:
+    """By task and doc_id, the rows of the documents that this run scored."""
+    return {key[:2]: row for row, (key, samples) in enumerate(documents.items()) if samples[run]}
 
 
 def rows(

@@ -132,7 +132,7 @@ function matrixSection({ matrix }) {
   if (matrix.refused) return section("matrix", "Drafters and rules", missing(`No matrix of these runs. ${matrix.refused}.`));
   const titleOf = (cell) => `${cell.task}: ${cell.metric}`;
   return section("matrix", "Drafters and rules",
-    el("p", { class: "note" }, `Every run against its target alone: recovery of the score with a paired 95 % bootstrap interval, documents lost and won, time x end to end, and tau. The darker, the more of the score was lost; darkest from 10 %. p: that both score the same, corrected by Holm for ${plural(matrix.tests, "cell")}. A large p does not say that scores held.`),
+    el("p", { class: "note" }, `Every run against its target alone: recovery of the score with a paired 95 % bootstrap interval, documents lost and won, time x end to end, and tau. The darker, the more of the score was lost; darkest from 10 %. p: that both score the same, corrected by Holm for ${plural(matrix.tests, "cell")}. A large p does not say that scores held: the interval says how much may be lost, and, where no document was, the share that so few documents leave possible (95 %).`),
     unique(matrix.cells.map(titleOf)).map((title) => matrixFigure(title, matrix.cells.filter((cell) => titleOf(cell) === title))),
     matrix.notes.map((note) => el("p", { class: "note" }, `Note: ${note}`)));
 }
@@ -154,7 +154,7 @@ function matrixCell(cell) {
   if (!cell) return "";
   if (!isNumber(cell.p)) return cell.reason;
   const ratio = cell.speed?.end_to_end;
-  const node = el("div", { class: "cell" }, el("b", {}, percent(cell.recovery)), ` (${between(cell.interval, percent)})`,
+  const node = el("div", { class: "cell" }, el("b", {}, percent(cell.recovery)), isNumber(cell.bound) ? ` (loss up to ${percent(cell.bound)} possible)` : ` (${between(cell.interval, percent)})`,
     el("p", {}, `${cell.lost} lost, ${cell.won} won; p ${fixed(cell.p, 3)}`),
     el("p", {}, `time x ${times(ratio?.value)}${ratio?.interval ? ` (${between(ratio.interval, times)})` : ""}; tau ${fixed(cell.speed?.pace.tau)}`));
   if (isNumber(cell.recovery)) node.style.setProperty("--loss", Math.min(1, Math.max(0, 10 * (1 - cell.recovery))));

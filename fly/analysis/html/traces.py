@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fly.analysis.html.documents import Key
 from fly.analysis.terminal.styles import STYLES
 from fly.errors import FlyError
 from fly.runs import settings
@@ -28,19 +27,21 @@ def _window(run: Run) -> int:
     return max(0, window - (found.get("window_rule") == "reference"))
 
 
-def block(per_run: list[list[Generation]], numbers: Mapping[Key, int]) -> dict[str, Any]:
-    """The page's traces of the documents in `numbers`, which are the table's row numbers.
+def block(
+    per_run: list[list[Generation]], rows: Sequence[Mapping[tuple[str, int], int]], shown: set[int]
+) -> dict[str, Any]:
+    """The page's traces of the documents in the table's rows `shown`.
 
-    texts: every token's text once; the columns name them by number, null for none. documents: by
-    row number, then by run, a list of requests.
+    rows: per run, by task and doc_id. texts: every token's text once; the columns name them by
+    number, null for none. documents: by row, then by run, a list of requests.
     """
     texts: dict[str, int] = {}
     documents: dict[int, dict[int, list[dict[str, Any]]]] = {}
     for run, done in enumerate(per_run):
         for generation in done:
-            number = numbers.get((generation.task, generation.doc_id))
-            if number is not None:
-                by_run = documents.setdefault(number, {})
+            row = rows[run].get((generation.task, generation.doc_id))
+            if row in shown:
+                by_run = documents.setdefault(row, {})
                 by_run.setdefault(run, []).append(_columns(generation, texts))
     return {"texts": list(texts), "documents": documents}
 

@@ -23,10 +23,15 @@ def page(runs: list[Run], max_traces: int = 200) -> str:
     found.sort(key=lambda each: each[1] is not baseline)
     runs, measured = [run for run, _ in found], [measured for _, measured in found]
     samples = documents.collect(runs)
-    numbers = {key: number for number, key in enumerate(samples)}
+    numbers = [documents.row_numbers(samples, run) for run in range(len(runs))]
     per_run = [traces.replayed(run) for run in runs]
-    traced = {(g.task, g.doc_id) for done in per_run for g in done}
-    shown = [key for key in samples if key in traced][:max_traces]
+    traced = {
+        of_run[document]
+        for of_run, done in zip(numbers, per_run)
+        for generation in done
+        if (document := (generation.task, generation.doc_id)) in of_run
+    }
+    shown = sorted(traced)[:max_traces]
     return render(
         f"fly report: {', '.join(each.name for each in measured)}",
         {
@@ -37,10 +42,10 @@ def page(runs: list[Run], max_traces: int = 200) -> str:
                 "scores": summary.scores(runs),
                 "comparisons": comparison.against_first(measured),
                 "matrix": comparison.of_families(found),
-                "traced": {"shown": [numbers[key] for key in shown], "all": len(traced)},
+                "traced": {"shown": shown, "all": len(traced)},
             },
             "data-documents": documents.rows(runs, measured, samples),
             "data-texts": documents.texts(samples),
-            "data-traces": traces.block(per_run, {key: numbers[key] for key in shown}),
+            "data-traces": traces.block(per_run, numbers, set(shown)),
         },
     )
