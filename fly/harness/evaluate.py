@@ -71,12 +71,26 @@ def load_task(name: str, include_path: str | None = None) -> Task:
     return task
 
 
-def check_tasks(names: Sequence[str], include_path: str | None = None) -> None:
-    """Raise FlyError if one is no task, group or tag, nor a task's file."""
-    known = _manager(include_path).all_tasks
+def check_generation(
+    names: Sequence[str], include_path: str | None, confirm_run_unsafe_code: bool
+) -> None:
+    """Load tasks, groups, tags or tasks' files whose texts are to be decoded.
+
+    Raises FlyError if one does not exist or cannot be loaded or run, or if none generates text.
+    """
+    manager = _manager(include_path)
+    tasks: dict[str, Task] = {}
     for name in names:
-        if name not in known and not Path(name).is_file():
-            raise _no_such_task(name, known)
+        if name not in manager.all_tasks and not Path(name).is_file():
+            raise _no_such_task(name, manager.all_tasks)
+        tasks |= _load(manager, name)
+    for name, task in tasks.items():
+        check_confirmed(name, task, confirm_run_unsafe_code)
+    if all(task.OUTPUT_TYPE != "generate_until" for task in tasks.values()):
+        raise FlyError(
+            f"--tasks {' '.join(names)}: no request generates text, so there is nothing to decode "
+            "faster: choose generation tasks"
+        )
 
 
 def check_before_models_load(

@@ -212,15 +212,10 @@ class Tuner:
 
     def _check(self, first: RunResult) -> None:
         """Refuse what the rest could not make use of."""
-        what = f"--tasks {' '.join(self._workload.tasks)}"
-        if not first.answers:
-            raise FlyError(
-                f"{what}: no request generates text, so there is nothing to decode faster: choose "
-                "generation tasks"
-            )
         if not first.tok_s:
             raise FlyError(
-                f"{what}: the target alone decoded no token: raise --limit, or choose other tasks"
+                f"--tasks {' '.join(self._workload.tasks)}: the target alone decoded no token: "
+                "raise --limit, or choose other tasks"
             )
         for note in fidelity.check_judgeable(first.measured, self._options.min_recovery):
             print(f"note: {note}")

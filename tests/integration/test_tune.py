@@ -287,7 +287,14 @@ def test_sampling_is_refused(arguments, task_dir, capsys, monkeypatch):  # noqa:
     assert "predicts greedy decoding only" in capsys.readouterr().err
 
 
-def test_loglikelihood_tasks_have_nothing_to_tune(arguments, task_dir, capsys):  # noqa: F811
+def test_loglikelihood_tasks_are_refused_before_models_load(
+    arguments,
+    task_dir,  # noqa: F811
+    capsys,
+    monkeypatch,
+):
+    load = "fly.tuning.real_runs.TunedLM.__init__"
+    monkeypatch.setattr(load, lambda *a: pytest.fail("the models were loaded"))
     text = (task_dir / "tiny_task.yaml").read_text().replace("tiny_task", "tiny_choice")
     text = text.replace("generate_until", "multiple_choice").replace("exact_match", "acc")
     lines = [line for line in text.splitlines() if not line.startswith("generation_kwargs")]
