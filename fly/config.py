@@ -349,13 +349,6 @@ def bracket_lists(text: str) -> str:
     return _LISTS.sub(bracketed, text)
 
 
-def take_lists(text: str) -> tuple[str, dict[str, str]]:
-    """(the text without the keys whose values are lists, these by key), for parsers that know no
-    brackets."""
-    found = {match[2]: match[3] for match in _LISTS.finditer(text)}
-    return _LISTS.sub("", text).removeprefix(","), found
-
-
 def split_model_args(model_args: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(fly's own keys, what goes to lm-eval's HFLM). `pretrained` names the draft model."""
     keys = _known_keys()

@@ -16,6 +16,9 @@ from fly.errors import FlyError
 # A part of a run's file names.
 Name = Annotated[str, StringConstraints(pattern=r"^[\w.-]+$")]
 
+# what ast.literal_eval, and so lm-eval's readers of key=value, raises for invalid text
+NO_LITERAL = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)
+
 _shortened = reprlib.Repr()
 _shortened.maxstring = _shortened.maxother = _shortened.maxlong = 200
 

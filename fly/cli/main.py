@@ -18,11 +18,10 @@ from lm_eval._cli import HarnessCLI
 from lm_eval.utils import sanitize_model_name, setup_logging
 
 import fly
-from fly import launch, registry
+from fly import launch, reading, registry
 from fly.cli import compare, config, pair, plot, processes, report, trace, tune
 from fly.errors import FlyError, LostProcessError
 from fly.harness.arguments import (
-    NO_LITERAL,
     as_dict,
     bracket_lists,
     check_json,
@@ -67,7 +66,7 @@ class FlyCLI(HarnessCLI):
             return super().parse_args()
         except FlyError:
             raise
-        except NO_LITERAL as error:
+        except reading.NO_LITERAL as error:
             raise FlyError(
                 f"key=value flags: {error}: write texts with brackets in quotes"
             ) from None

@@ -39,8 +39,6 @@ from fly.runs.resume import parse_pairs
 _HF_NAMES = [name for name, engine in registry.IN_PLACE_OF.items() if engine == "fly"]
 _MODEL_ARGS_FLAGS = ("--model_args", "-a")
 _JSON_FLAGS = ("--model_args", "-a", "--gen_kwargs", "--metadata", "--samples", "-E")
-# what ast.literal_eval raises for invalid text
-NO_LITERAL = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)
 _STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
 
 
@@ -305,7 +303,7 @@ def key_values(text: str, flag: str) -> dict[str, Any]:
         raise FlyError(f"{flag} {reading.shown(text)}: a key is given twice: remove one")
     try:
         found: dict[str, Any] = key_val_to_dict(text)
-    except NO_LITERAL as error:
+    except reading.NO_LITERAL as error:
         raise FlyError(f"{flag} {reading.shown(text)}: {error}") from None
     return found
 

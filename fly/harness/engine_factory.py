@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -97,6 +99,7 @@ class EngineFactory:
             reuse_prefixes=config.prefix_reuse,
             trace_entropy=config.entropy_kind if trace_entropy else None,
             ranks=self.ranks,
+            decode_lines=self.decode_lines,
         )
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -106,6 +109,18 @@ class EngineFactory:
             ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
+
+    def decode_lines(self, ids: Sequence[int]) -> str:
+        """Text with line breaks in place of special tokens, which chat templates put between a
+        prompt's messages and before the answer."""
+        parts = groupby(ids, self._special_ids.__contains__)
+        return "".join("\n" if special else self.decode([*part]) for special, part in parts)
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        own = {index for index, token in added.items() if token.special}
+        return frozenset(own.union(self.tokenizer.all_special_ids))
 
     def target_runner(self, config: FlyConfig, slots: int) -> ModelRunner:
         return self._runner(config, self.target, slots, self.max_length)

@@ -13,10 +13,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lm_eval.utils import simple_parse_args_string
+from lm_eval._cli.utils import key_val_to_dict
 
 from fly import config as fly_config
-from fly import launch
+from fly import launch, reading
 from fly.errors import FlyError
 from fly.paths import run_files, timestamp
 from fly.runs import reader
@@ -60,9 +60,15 @@ def split_secrets(
 
 
 def parse_pairs(text: str) -> dict[str, Any]:
-    """`key=value,...` as lm-eval reads it, but for lists, whose commas are their own."""
-    rest, lists = fly_config.take_lists(text)
-    return {**simple_parse_args_string(rest), **lists}
+    """`key=value,...` of a file of --config, as on the command line.
+
+    Raises FlyError if it is not such a list.
+    """
+    try:
+        found: dict[str, Any] = key_val_to_dict(fly_config.bracket_lists(text))
+    except reading.NO_LITERAL as error:
+        raise FlyError(f"--config: {reading.shown(text)}: {error}") from None
+    return found
 
 
 def reopen(args: argparse.Namespace, given: dict[str, Any], secrets: dict[str, Any]) -> Manifest:

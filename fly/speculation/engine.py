@@ -38,7 +38,8 @@ class Engine:
     """Decodes requests with a target, a drafter and a verification rule.
 
     spd_k: most draft tokens per round. draft_length: how many of them are drafted; all by default.
-    decode: token ids to text with special tokens kept, for stop strings.
+    decode: token ids to text with special tokens kept, for stop strings. decode_lines: with line
+    breaks in their place, for rules that look at texts; `decode` by default.
     trace_entropy: also take the target's entropy before every draft token, for the observer.
     ranks: the processes that share the target and decode the same; the first one drafts and judges.
     """
@@ -57,6 +58,7 @@ class Engine:
         trace_entropy: EntropyKind | None = None,
         draft_length: DraftLength | None = None,
         ranks: Ranks | None = None,
+        decode_lines: Decode | None = None,
     ) -> None:
         self._ranks = ranks or Ranks()
         self._target = target
@@ -65,7 +67,7 @@ class Engine:
         self._spd_k = spd_k
         self._draft_length = draft_length or FixedLength(spd_k)
         self._eos_ids = eos_ids
-        self._decode = decode
+        self._decode, self._decode_lines = decode, decode_lines
         self._observer = observer
         self._reuse_prefixes = reuse_prefixes
         self._trace_entropy = trace_entropy
@@ -85,7 +87,8 @@ class Engine:
             ordered.sort(key=lambda request: request.prompt)
         longest = max((len(r.prompt) + r.budget for r in ordered), default=0)
         scheduler = Scheduler(
-            Sequence(r, self._eos_ids, StopMatcher(r.stops, self._decode)) for r in ordered
+            Sequence(r, self._eos_ids, StopMatcher(r.stops, self._decode), self._decode_lines)
+            for r in ordered
         )
         while scheduler.has_work:
             failure: Exception | None = None
@@ -155,15 +158,18 @@ class Engine:
         with self._timed("other", running):
             starts = [len(sequence.generated) for sequence in running]
             counts = [sequence.commit(verdict) for sequence, verdict in zip(running, verdicts)]
-            for slot, sequence in enumerate(running):
-                self._target.commit(slot, sequence.tokens, len(sequence.tokens) - 1)
-            self._drafter.commit(running, verdicts, self._target.take_hidden())
-            paid = [v for slot, v in enumerate(verdicts) if not draft.is_free(slot)]
-            if paid:
-                self._draft_length.observe((v.earned, len(v.draft)) for v in paid)
-        with self._timed("recording", running):
-            for slot, (sequence, verdict) in enumerate(zip(running, verdicts)):
-                self._observer(sequence.round_record(verdict, counts[slot], starts[slot]))
+        try:
+            with self._timed("other", running):
+                for slot, sequence in enumerate(running):
+                    self._target.commit(slot, sequence.tokens, len(sequence.tokens) - 1)
+                self._drafter.commit(running, verdicts, self._target.take_hidden())
+                paid = [v for slot, v in enumerate(verdicts) if not draft.is_free(slot)]
+                if paid:
+                    self._draft_length.observe((v.earned, len(v.draft)) for v in paid)
+        finally:  # a drafter that runs out of memory does not undo the round
+            with self._timed("recording", running):
+                for slot, (sequence, verdict) in enumerate(zip(running, verdicts)):
+                    self._observer(sequence.round_record(verdict, counts[slot], starts[slot]))
 
     def _verify(self, running: list[Sequence], draft: Draft) -> tuple[list[Verdict], Tensor]:
         """One target pass over each sequence's last token and its draft; one wait of the host.

@@ -22,7 +22,7 @@ from fly.runs.records import (
 from fly.speculation.rules.base import JudgedDraft, Resolution, Rule
 from fly.speculation.running_text import RunningText
 from fly.speculation.sampling import GREEDY, Noise, NoiseStream, Sampling
-from fly.speculation.stop_strings import StopMatcher
+from fly.speculation.stop_strings import BROKEN, Decode, StopMatcher
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,19 @@ class OpenDeferral:
 
 
 class Sequence:
-    """The state of one request while it is decoded. stops: finds where its stop strings end it."""
+    """The state of one request while it is decoded.
 
-    def __init__(self, request: Request, eos_ids: frozenset[int], stops: StopMatcher) -> None:
+    stops: finds where its stop strings end it. decode_lines: token ids to text in which special
+    tokens are line breaks, for rules that look at texts; `stops.decode` by default.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        eos_ids: frozenset[int],
+        stops: StopMatcher,
+        decode_lines: Decode | None = None,
+    ) -> None:
         self.request = request
         self.tokens = list(request.prompt)
         self.finish_reason: str | None = None
@@ -124,7 +134,8 @@ class Sequence:
         self._provisional: list[tuple[int, int]] = []  # rounds: where each starts, what it drafted
         self._eos_ids = eos_ids
         self._stops = stops
-        self._text = RunningText(stops.decode)
+        self._text = RunningText(decode_lines or stops.decode)
+        self._prompt_text: str | None = None  # once a rule has asked
         self._stream = None if request.sampling.is_greedy else NoiseStream(request.seed)
         self._skipped = 0  # places whose random numbers are not those of an output's token
 
@@ -176,11 +187,19 @@ class Sequence:
                 stop_at=lambda: self.draft_until_stop(judged.draft),
                 open_matches=None if self.open is None else self.open.matches,
                 start=len(self.generated),
-                text=lambda tokens: self._text.of([*self.tokens, *tokens], self.final_length),
+                texts=self._texts,
             )
         )
         by = "d" * len(judged.draft) if by is None else by
         return Verdict(judged.draft, judged.matches, judged.target_tokens, resolution, by)
+
+    def _texts(self, tokens: list[int]) -> tuple[str, str]:
+        """Of the prompt, and of the output with these tokens behind it."""
+        if self._prompt_text is None:
+            prompt = self.request.prompt
+            self._prompt_text = self._text.of(prompt, len(prompt)).rstrip(BROKEN)
+        whole = self._text.of([*self.tokens, *tokens], self.final_length)
+        return self._prompt_text, whole[len(self._prompt_text) :]
 
     def commit(self, verdict: Verdict) -> Counts:
         """Append or roll back what the round decided; clip at EOS, stop and budget; its counts.

@@ -146,10 +146,10 @@ class TunedLM(FlyLM):
         self.earlier = None
         self._in_use: str = self.fly_config.draft_quantization
         # the walks of a grid ask for the same few tokens' text again and again
-        self._text_of = lru_cache(maxsize=1 << 16)(self.engines.decode)
+        self._text_of = lru_cache(maxsize=1 << 16)(self.engines.decode_lines)
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """Special tokens kept."""
+        """Line breaks in place of special tokens."""
         return self._text_of(tuple(ids))
 
     def identity(self) -> dict[str, Any]:

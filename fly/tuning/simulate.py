@@ -116,7 +116,7 @@ def walk(
 ) -> Walk:
     """Decode all recordings by one rule; `counters` count what drafting the same would take.
 
-    decode: token ids to text, special tokens kept, for rules that look at texts.
+    decode: token ids to text, line breaks in place of special tokens, for rules that look at texts.
     """
     result = Walk()
     for recording in recordings:

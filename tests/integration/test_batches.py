@@ -165,8 +165,8 @@ def test_out_of_memory_changes_no_sample(pair):
 
 @pytest.mark.parametrize("where", ["prefill", "propose", "commit"])
 def test_out_of_memory_anywhere_loses_no_finished_sequence(pair, where, monkeypatch):
-    """Also after a sequence has ended, and while the next one is admitted."""
-    wanted, calls = requests(), []
+    """Also after a sequence has ended, and while the next one is admitted. Every round is told."""
+    wanted, calls, rounds = requests(), [], []
     owner = ModelRunner if where == "prefill" else CascadeDrafter
     honest = getattr(owner, where)
 
@@ -181,8 +181,9 @@ def test_out_of_memory_anywhere_loses_no_finished_sequence(pair, where, monkeypa
     monkeypatch.setattr(owner, where, fail_at_times)
     target_model, draft = pair
     drafter = CascadeDrafter(ModelRunner(draft, 4, 512), frozenset({tiny.EOS}), (1, 4, 6))
-    engine = tiny.engine(target_model, drafter, 6, slots=4, decode=decode)
+    engine = tiny.engine(target_model, drafter, 6, slots=4, decode=decode, observer=rounds.append)
     records = list(engine.run(wanted))
+    assert len(rounds) == sum(record.counts.rounds for record in records)
     assert sorted(record.request.tag for record in records) == list(range(len(wanted)))
     assert tokens({record.request.tag: record for record in records}) == expected
     assert engine._target.slots == 1

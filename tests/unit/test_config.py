@@ -7,6 +7,7 @@ import pytest
 from fly import config
 from fly.errors import FlyError
 from fly.paths import data_dir
+from fly.runs import resume
 
 
 def write(tmp_path, text):
@@ -111,22 +112,26 @@ def test_earlier_runs_are_a_list_however_they_are_given(given, runs):
 
 
 @pytest.mark.parametrize(
-    ("text", "bracketed", "runs"),
+    ("text", "bracketed", "keys"),
     [
-        ("draft_runs=a,b", "draft_runs=[a,b]", "a,b"),
-        ("x=1,draft_runs=a,b,y=2", "x=1,draft_runs=[a,b],y=2", "a,b"),
-        ("x=1,draft_runs=[a,b],y=2", "x=1,draft_runs=[a,b],y=2", "[a,b]"),
-        ("draft_runs=a,x=1,y=2", "draft_runs=a,x=1,y=2", "a"),
+        ("draft_runs=a,b", "draft_runs=[a,b]", {"draft_runs": "[a,b]"}),
+        ("x=1,draft_runs=a,b,y=2", "x=1,draft_runs=[a,b],y=2",
+         {"x": 1, "draft_runs": "[a,b]", "y": 2}),
+        ("x=1,draft_runs=[a,b],y=2", "x=1,draft_runs=[a,b],y=2",
+         {"x": 1, "draft_runs": "[a,b]", "y": 2}),
+        ("draft_runs=a,x=1,y=2", "draft_runs=a,x=1,y=2", {"draft_runs": "a", "x": 1, "y": 2}),
+        ("exact_pattern=[numbers,code_fences],x=1", "exact_pattern=[numbers,code_fences],x=1",
+         {"exact_pattern": "[numbers,code_fences]", "x": 1}),
+        (r"exact_pattern=\d{1,3},x=1", r"exact_pattern=\d{1,3},x=1",
+         {"exact_pattern": r"\d{1,3}", "x": 1}),
     ],
-)
-def test_commas_of_earlier_runs_end_no_value(text, bracketed, runs):
+)  # fmt: skip
+def test_commas_of_lists_and_patterns_end_no_value(text, bracketed, keys):
     """lm-eval takes what follows a comma for the next key, and refuses it without `=`."""
     assert config.bracket_lists(text) == bracketed
-    rest, lists = config.take_lists(text)
-    assert lists == {"draft_runs": runs}
-    assert [part for part in text.split(",") if part[:2] in ("x=", "y=")] == [
-        part for part in rest.split(",") if part
-    ]
+    assert resume.parse_pairs(text) == keys  # a file of --config may have them as text, too
+    with pytest.raises(FlyError, match="--config: 'x'"):
+        resume.parse_pairs("x")
     assert config.bracket_lists("x=1,y=a,b") == "x=1,y=a,b"
 
 

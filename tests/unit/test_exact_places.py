@@ -5,9 +5,11 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from fly import config
 from fly.errors import FlyError
+from fly.harness.engine_factory import EngineFactory
 from fly.settings import FlySettings
 from fly.speculation.rules.base import JudgedDraft
 from fly.speculation.rules.fly import FlyRule
@@ -17,12 +19,12 @@ from tests import tiny
 WORDS = ["yes", "no", " ", "7", ".", "a", "\n", "```", "`", "py", "x", "12,5", "3\n"]
 
 
-def is_deferred(before, drafted, own, patterns, **settings):
+def is_deferred(before, drafted, own, patterns, prompt="", **settings):
     """Whether the token is deferred after this text where the target's is another."""
     vocabulary = [drafted, own]
     judged = JudgedDraft(
         [0], [False], [True], [1, 1],
-        text=lambda tokens: before + "".join(vocabulary[token] for token in tokens),
+        texts=lambda tokens: (prompt, before + "".join(vocabulary[token] for token in tokens)),
     )  # fmt: skip
     rule = FlyRule(FlySettings(exact_pattern=patterns, win_len=0, **settings))
     return rule.resolve(judged).deferred == (0,)
@@ -65,6 +67,48 @@ def test_numbers(before, drafted, own, deferred):
 )
 def test_code_fences(before, deferred):
     assert is_deferred(before, "a", "b", ("code_fences",)) == deferred
+
+
+@pytest.mark.parametrize(
+    ("prompt", "before", "deferred"),
+    [
+        (
+            "[INST] Mend it. [/INST]",
+            "```python\nx =",
+            False,
+        ),  # no line ends there
+        ("Here:\n```python\n", "x =", False),  # opened by the prompt
+        ("Here:\n```python\n", "x = 1\n```\nThis", True),  # and closed
+        ("Mend it:\n```\nx=1\n```\n", "Here", True),  # as a message's special token writes it
+        ("Mend it:\n```\nx=1\n```\n", "Here:\n```\ny =", False),
+    ],
+)
+def test_code_fences_of_prompts_and_at_the_output_s_start(prompt, before, deferred):
+    assert is_deferred(before, "a", "b", ("code_fences",), prompt) == deferred
+
+
+def test_a_pattern_may_span_prompt_and_output():
+    assert not is_deferred(" 1", "2", "x", ("Answer: .*",), prompt="Answer:")
+    assert is_deferred(" 1", "2", "x", ("Answer: .*",), prompt="Question:")
+
+
+def test_a_part_of_a_character_is_kept_exact():
+    """Its first byte was deferred, the rest of a digit matched: a deferred token in a number."""
+    assert not is_deferred("costs ", "\ufffd", "x", ("numbers",))
+    assert not is_deferred("costs ", "x", "\ufffd", ("numbers",))
+
+
+@pytest.mark.parametrize("end", ["<|endoftext|>", "<|im_start|>"])
+def test_special_tokens_are_line_breaks(end):
+    """A message's closing fence with a special token behind it closed nothing."""
+    tokenizer = tiny.byte_tokenizer()
+    tokenizer.add_tokens([AddedToken("<|im_start|>", special=True), AddedToken("<think>")])
+    tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
+    factory = EngineFactory.__new__(EngineFactory)
+    factory.tokenizer = tokenizer
+    ids = tokenizer.encode(f"a{end}b<think>c\u00e9", add_special_tokens=False)
+    assert factory.decode_lines(ids) == "a\nb<think>c\u00e9"
+    assert factory.decode(ids) == f"a{end}b<think>c\u00e9"
 
 
 def test_a_fence_itself_is_kept_exact():

@@ -190,6 +190,20 @@ def test_the_earlier_output_that_agrees_longest_is_followed(texts):
     assert proposed(lookup, one)[0][1][0] == 51
 
 
+def test_a_sequence_that_memory_ran_out_for_keeps_its_place_in_an_earlier_output(texts):
+    """It was taken to be as far on as its tokens: another draft, and so another text under FLy."""
+    lookup = texts(1, "runs")
+    one = sequence([5], earlier=(tuple(range(20, 40)),))
+    lookup.admit(0, one)
+    for tokens in ([20, 21], [*range(80, 88), 22, 23], [99]):  # eight inserted, one replaced
+        proposed(lookup, one)
+        emit(one, tokens)
+    ((_, before),) = proposed(lookup, one)
+    assert before[0] == 25
+    lookup.admit(0, one)
+    assert proposed(lookup, one) == [("e", before)]
+
+
 def test_proposals_end_at_eos_and_within_the_budget(texts):
     lookup = texts(1, "runs")
     one = sequence([5], earlier=((11, tiny.EOS, 13, 14),))

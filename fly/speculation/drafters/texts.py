@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import ClassVar
+from weakref import WeakKeyDictionary
 
 from fly.settings import DrafterSettings, TextSourceName
 from fly.speculation.drafters.follower import Follower
@@ -70,17 +71,19 @@ class EarlierRuns(TextSource):
     letter = "e"
 
     def __init__(self, settings: DrafterSettings) -> None:
-        self._followers: dict[int, list[Follower]] = {}  # by slot
+        # by sequence: one that goes on after memory ran out goes on from its place in them
+        self._followers: WeakKeyDictionary[Sequence, list[Follower]] = WeakKeyDictionary()
 
     def admit(self, slot: int, sequence: Sequence) -> None:
-        self._followers[slot] = [
-            Follower(tokens) for tokens in sequence.request.earlier[:_MOST_FOLLOWED]
-        ]
+        if sequence not in self._followers:
+            self._followers[sequence] = [
+                Follower(tokens) for tokens in sequence.request.earlier[:_MOST_FOLLOWED]
+            ]
 
     def match(self, slot: int, sequence: Sequence, count: int) -> Proposal | None:
         generated = sequence.generated
         best: tuple[int, list[int]] | None = None
-        for follower in self._followers[slot]:
+        for follower in self._followers[sequence]:
             place = follower.find(generated)
             tokens = follower.following(place, count)
             if tokens and (best is None or place.agreed > best[0]):
@@ -89,9 +92,6 @@ class EarlierRuns(TextSource):
             return None
         agreed, tokens = best
         return Proposal(self.letter, agreed if generated else START, tokens, [1.0] * len(tokens))
-
-    def move(self, source: int, destination: int) -> None:
-        self._followers[destination] = self._followers[source]
 
 
 @dataclass

@@ -31,8 +31,8 @@ class JudgedDraft:
     let in. target_tokens: the target's own, one more than the draft. eos_ids: of the target.
     stop_at: finds how many draft tokens complete the first stop string, if all stand; None without.
     open_matches: matches that the window of a deferral left open by earlier rounds has seen; None
-    without one. start: tokens of the output before the draft. text: of prompt and output, if these
-    tokens follow.
+    without one. start: tokens of the output before the draft. texts: of the prompt and of the
+    output, if these tokens follow; special tokens are line breaks there.
     """
 
     draft: list[int]
@@ -43,7 +43,7 @@ class JudgedDraft:
     stop_at: Callable[[], int | None] = lambda: None
     open_matches: int | None = None
     start: int = 0
-    text: Callable[[list[int]], str] = lambda tokens: ""
+    texts: Callable[[list[int]], tuple[str, str]] = lambda tokens: ("", "")
 
 
 @dataclass(frozen=True)

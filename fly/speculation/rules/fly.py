@@ -76,13 +76,23 @@ class FlyRule(Rule):
     def _is_in_match(self, judged: JudgedDraft, position: int) -> bool:
         """Whether the draft's or the target's token would be in a match of a pattern."""
         chain = judged.draft[:position]
-        start = len(judged.text(chain).rstrip(BROKEN))  # the token may complete a character
-        texts = [
-            judged.text([*chain, tokens[position]])
+        prompt, output = judged.texts(chain)
+        start = len(output.rstrip(BROKEN))  # the token may complete a character
+        outputs = [
+            judged.texts([*chain, tokens[position]])[1]
             for tokens in (judged.draft, judged.target_tokens)
         ]
-        found = (match for text in texts for each in self.patterns for match in each.finditer(text))
-        return any(match.end() > start and match[0] for match in found)
+        if any(text.endswith(BROKEN) for text in outputs):
+            return True  # nobody knows yet of which character it is a part
+        # an output may begin a line, though nothing says so: "[/INST]```python"
+        befores = {prompt, f"{prompt}\n" if prompt and not prompt.endswith("\n") else prompt}
+        return any(
+            match.end() > len(before) + start and match[0]
+            for before in befores
+            for text in outputs
+            for pattern in self.patterns
+            for match in pattern.finditer(before + text)
+        )
 
     def _judged_length(self, judged: JudgedDraft) -> int:
         """Draft tokens that count. Across rounds, what is drafted past the end of the output must
