@@ -137,7 +137,12 @@ def test_a_command_of_its_own_killed_in_the_middle(place, unbroken):
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.killing", *arguments(out.name)],
             cwd=place,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            # as many threads as the run that goes on with it has
+            env={
+                **os.environ,
+                "PYTHONPATH": str(Path(__file__).parents[2]),
+                "OMP_NUM_THREADS": "1",
+            },
             stdout=log,
             stderr=log,
         )
