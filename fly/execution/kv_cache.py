@@ -36,14 +36,16 @@ class SlotCache(Cache):
         self.read_length = 0
         self._is_static = False
 
-    def reserve(self, tokens: int) -> bool:
+    def reserve(self, tokens: int, *, spare: bool = True) -> bool:
         """Grow the capacity to at least `tokens` per slot; what is stored stays.
 
-        Returns whether it had to grow: then all tensors were replaced.
+        spare: by half at least, as more may follow. Returns whether it had to grow: then all
+        tensors were replaced.
         """
         if tokens <= self.capacity:
             return False
-        self.capacity = self.rounded(max(tokens, self.capacity + self.capacity // 2))
+        grown = self.capacity + self.capacity // 2 if spare else 0
+        self.capacity = self.rounded(max(tokens, grown))
         for stored in (self._keys, self._values):
             for layer, old in enumerate(stored):  # one at a time: the old one is freed at once
                 stored[layer] = self._grow(old)

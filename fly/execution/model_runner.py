@@ -32,8 +32,10 @@ class ModelRunner(SlotRunner):
     transformers numbers hidden_states: 0 is the embeddings, i the output of layer i - 1, before the
     final norm.
 
-    vocabulary: logits past it are cut off. Models of one tokenizer pad theirs differently (Qwen2.5
-    has 151936 rows up to 3B, 152064 from 7B on), and the target must be able to read a draft.
+    vocabulary: of the target, for a draft model. Models of one tokenizer pad theirs differently
+    (Qwen2.5 has 151936 rows up to 3B, 152064 from 7B on), and each must be able to read the other:
+    logits past the target's are cut off, and ids that only the target has are fed as the draft's
+    last one.
 
     intersection: for a draft model with another tokenizer. It is fed its own ids; logits, and what
     `chain` drafts, are over the target's.
@@ -53,6 +55,9 @@ class ModelRunner(SlotRunner):
         super().__init__(model, slots, input_device(model))
         self.model = model
         self._vocabulary = vocabulary
+        embedding: Any = model.get_input_embeddings()
+        known = int(embedding.weight.shape[0])
+        self._last_id = known - 1 if intersection is None and known < (vocabulary or 0) else None
         self.intersection = intersection
         self.max_length = max_length
         self._reuse_prefixes = reuse_prefixes
@@ -159,14 +164,17 @@ class ModelRunner(SlotRunner):
         return shared[source]
 
     def reserve_rows(self, longest: int, *, width: int, steps: int = 0) -> None:
-        """With static passes, reserve memory at once for sequences of up to `longest` tokens,
-        passes over `width` and chains of `steps`: growing later drops all captured graphs."""
-        if self.static is not None:
-            past = self.static.reach(width, steps)
-            self.reserve(min(longest, self.max_length) + past)
+        """Reserve memory at once for sequences of up to `longest` tokens, passes over `width` and
+        chains of `steps`: growing later drops all captured graphs, and takes more of an
+        accelerator's memory than `--batch_size auto` counted. On a CPU caches grow with their
+        sequences."""
+        if self.static is None and self.device.type == "cpu":
+            return
+        past = width if self.static is None else self.static.reach(width, steps)
+        self.reserve(min(longest, self.max_length) + past, spare=False)
 
-    def reserve(self, tokens: int) -> None:
-        if self.cache.reserve(tokens) and self.static is not None:
+    def reserve(self, tokens: int, *, spare: bool = True) -> None:
+        if self.cache.reserve(tokens, spare=spare) and self.static is not None:
             self.static.clear()
 
     def use_static_passes(self, *, capture: bool) -> None:
@@ -270,6 +278,8 @@ class ModelRunner(SlotRunner):
         self, ids_BQ: Tensor, positions_BQ: Tensor, mask: Tensor, logits_to_keep: int | Tensor
     ) -> PassOutput:
         """logits_to_keep: as in transformers: which positions to build logits for, 0 being all."""
+        if self._last_id is not None:
+            ids_BQ = ids_BQ.clamp(max=self._last_id)
         with grouped(self.model), self._capturing() as hidden:
             output = self.model(
                 input_ids=ids_BQ,

@@ -44,9 +44,9 @@ class SlotRunner:
         self.cache = SlotCache(slots)
         self.lengths = [0] * slots
 
-    def reserve(self, tokens: int) -> None:
-        """Reserve memory for `tokens` tokens per slot; what is stored stays."""
-        self.cache.reserve(tokens)
+    def reserve(self, tokens: int, *, spare: bool = True) -> None:
+        """Reserve memory for `tokens` tokens per slot (see `SlotCache`); what is stored stays."""
+        self.cache.reserve(tokens, spare=spare)
 
     def truncate(self, slot: int, length: int) -> None:
         """Set how many of the tokens written to a slot are valid: drops the others, or takes in

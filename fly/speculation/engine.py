@@ -100,11 +100,13 @@ class Engine:
                 if not is_out_of_memory(error):
                     raise
                 failure = error.with_traceback(None)  # it holds the tensors of the failed pass
-            for sequence in scheduler.finished():
+            ended = list(scheduler.finished())
+            for sequence in ended:
                 yield sequence.record(self._clock)
             if failure is not None:
                 scheduler.interrupt()
-                self._halve(failure)
+                if scheduler.has_work:  # else it ran out behind the last token of all
+                    self._halve(failure, alone=not ended)
 
     def _reserve(self, longest: int) -> None:
         """Memory for the longest sequence, at once: growing later would drop every graph."""
@@ -127,15 +129,20 @@ class Engine:
             self._target.move(source, destination)
             self._drafter.move(source, destination)
 
-    def _halve(self, error: Exception) -> None:
-        """Forget all K/V and go on with half of the slots."""
+    def _halve(self, error: Exception, *, alone: bool) -> None:
+        """Forget all K/V and go on with half of the slots.
+
+        alone: no sequence ended before memory ran out, so that the same would happen again with the
+        one slot that is left.
+        """
         self._ranks.exchange("out of memory")
         slots = self._target.slots // 2
-        if slots < 1:
+        if slots < 1 and alone:
             raise FlyError(
                 "out of memory with one running sequence: lower max_length or max_gen_toks, or use "
                 "a smaller model or dtype"
             ) from error
+        slots = max(1, slots)
         logger.warning("out of memory: going on with %d running sequences", slots)
         self._target.resize(slots)
         self._drafter.resize(slots)

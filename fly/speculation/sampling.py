@@ -89,7 +89,8 @@ class Sampling:
         """
         scores_NV = logits_NV.float()
         if self.repetition_penalty != 1:
-            seen_NL = _histories(before, drafted[: len(scores_NV) - 1]).to(scores_NV.device)
+            drafted = drafted[: len(scores_NV) - 1]
+            seen_NL = _histories(before, drafted, scores_NV.shape[-1]).to(scores_NV.device)
             penalty = RepetitionPenaltyLogitsProcessor(self.repetition_penalty)
             scores_NV = penalty(seen_NL, scores_NV)
         if self.is_greedy:
@@ -117,9 +118,11 @@ class Sampling:
 GREEDY = Sampling()
 
 
-def _histories(before: Sequence[int], drafted: Sequence[int]) -> Tensor:
-    """[N, L]: what each position follows, N = len(drafted) + 1. Gaps repeat a token."""
+def _histories(before: Sequence[int], drafted: Sequence[int], vocabulary: int) -> Tensor:
+    """[N, L]: what each position follows, N = len(drafted) + 1. Gaps repeat a token, and so do ids
+    past the `vocabulary`, which a draft of fewer rows than the target's does not have."""
     tokens_L = torch.tensor([*before, *drafted])
+    tokens_L = torch.where(tokens_L < vocabulary, tokens_L, tokens_L[0])
     seen_NL = tokens_L.repeat(len(drafted) + 1, 1)
     for i in range(len(drafted) + 1):
         seen_NL[i, len(before) + i :] = tokens_L[0]

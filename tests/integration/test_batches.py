@@ -288,9 +288,9 @@ def test_memory_is_reserved_for_both_models_and_again_after_memory_ran_out(pair)
     grown = []
     for runner in (target, draft):
         honest = runner.reserve
-        runner.reserve = lambda tokens, r=runner, f=honest: (
+        runner.reserve = lambda tokens, r=runner, f=honest, **how: (
             grown.append((r is target, r.slots, tokens > r.cache.capacity, r.cache.capacity)),
-            f(tokens),
+            f(tokens, **how),
         )
     drafter = ModelDrafter(draft, frozenset({tiny.EOS}))
     engine = tiny.engine(target, drafter, 6, slots=4, decode=decode)
@@ -299,6 +299,35 @@ def test_memory_is_reserved_for_both_models_and_again_after_memory_ran_out(pair)
         growths = [(slots, had) for who, slots, grew, had in grown if who is of_target and grew]
         assert growths == [(4, 0), (2, 0)]  # at once, and once more for the halved cache
     assert min(target.cache.capacity, draft.cache.capacity) >= longest
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_what_is_reserved_at_once_is_what_a_sequence_was_counted_to_take(pair, static):
+    """Longer requests made a cache grow by half, past what --batch_size auto had counted."""
+    runner = ModelRunner(pair[0], 1, 4096)
+    if static:
+        runner.use_static_passes(capture=False)
+    else:
+        runner.device = torch.device("cuda")  # reserving itself asks for no device
+    for longest in (1000, 1100):
+        runner.reserve_rows(longest, width=8)
+        assert runner.cache.capacity == runner.cache.rounded(longest + 8)
+
+
+def test_memory_that_runs_out_behind_a_last_token_ends_nothing(pair, monkeypatch):
+    """With one slot it ended a whole run, though the sequence had its record."""
+    wanted, honest, failures = requests(), CascadeDrafter.commit, []
+
+    def fail(self, running, verdicts, features=None):
+        if not any(sequence.is_open for sequence in running):
+            failures.append(None)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return honest(self, running, verdicts, features)
+
+    expected = tokens(run(pair, wanted, 1))
+    monkeypatch.setattr(CascadeDrafter, "commit", fail)
+    assert tokens(run(pair, wanted, 1)) == expected
+    assert len(failures) == len(wanted)
 
 
 def test_one_sequence_that_does_not_fit_ends_with_one_clear_line(pair):

@@ -174,3 +174,28 @@ def test_models_that_pad_one_vocabulary_differently(vocab, sampling):
     records = list(engine.run(requests))
     assert tiny.total(records, "drafted") > 0
     assert all(token < 64 for record in records for token in record.tokens)
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.2])
+@pytest.mark.parametrize("name", ["model", "cascade"])
+def test_a_draft_that_lacks_ids_of_the_target_goes_on_after_them(name, penalty):
+    """Padding that the target drew ended the run in an IndexError of the draft's embedding."""
+    target, small = tiny.model(seed=1), tiny.model(seed=5, vocab=56)
+    with torch.no_grad():
+        target.lm_head.weight[56:] *= 3
+    sampling = Sampling(repetition_penalty=penalty)
+    requests = [
+        Request(tuple(p), 20, tag=n, sampling=sampling)
+        for n, p in enumerate(tiny.prompts(vocab=56))
+    ]
+    alone, drafted = (
+        list(tiny.engine(target, drafter, 4, slots=2).run(requests))
+        for drafter in (
+            tiny.drafter("none", 2, None),
+            tiny.drafter(name, 2, small, vocabulary=64),
+        )
+    )
+    texts, expected = ({r.request.tag: r.tokens for r in run} for run in (drafted, alone))
+    assert texts == expected
+    assert any(token >= 56 for own in texts.values() for token in own[:-4])
+    assert tiny.total(drafted, "drafted") > 0

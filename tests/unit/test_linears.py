@@ -1,5 +1,9 @@
 """Prepacked and int8 linears: the same products, and only where they apply."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -34,6 +38,28 @@ def test_the_product_is_the_linear_s_own(kind, bias, rows):
     assert actual.shape == expected.shape
     tolerance = TOLERANCE[kind]
     assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@needs_bf16
+def test_int8_sums_hold_without_vnni():
+    """oneDNN then adds two products in 16 bits: outputs were off by a tenth to a fifth."""
+    program = """
+import torch
+from fly.execution.packed_linear import Int8Linear
+torch.manual_seed(0)
+linear, x = torch.nn.Linear(64, 64, bias=False).bfloat16(), torch.randn(16, 64).bfloat16()
+with torch.inference_mode():
+    expected, actual = linear(x).float(), Int8Linear(linear)(x).float()
+print(float((actual - expected).norm() / expected.norm()))
+"""
+    printed = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert float(printed.stdout) < 0.02
 
 
 @needs_bf16
