@@ -15,6 +15,8 @@ from fly.errors import FlyError
 
 # A part of a run's file names.
 Name = Annotated[str, StringConstraints(pattern=r"^[\w.-]+$")]
+# lm-eval's, which is a part of a file name, too: `group::task`, `education_(profession_level)`
+TaskName = Annotated[str, StringConstraints(pattern=r"^[^/\\\x00-\x1f\x7f]+$")]
 
 # what ast.literal_eval, and so lm-eval's readers of key=value, raises for invalid text
 NO_LITERAL = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)

@@ -103,8 +103,9 @@ class FlyCLI(HarnessCLI):
         args.model_args = as_dict(args.model_args)
         args.include_path = _include_paths(args.include_path)
         output_dir = _prepare(args)
-        before = _results_in(output_dir)
+        before = set(reader.results_in(output_dir)) if output_dir else set()
         current = context.start(output_dir)
+        current.samples = args.samples
         if args.model in registry.ENGINES:
             # registers the model, which must happen before lm_eval.models is imported
             registry.load_engine(args.model)
@@ -145,10 +146,6 @@ def _call_fly(parser: argparse.ArgumentParser, name: str) -> None:
                 _call_fly(child, f"{name} {command}")
 
 
-def _results_in(folder: Path | None) -> set[Path]:
-    return set(folder.glob("*results_*.json")) if folder else set()
-
-
 def _check_saved(folder: Path | None, before: set[Path]) -> None:
     """Raise FlyError if another backend's results were not saved, of which lm-eval only warns.
 
@@ -156,7 +153,7 @@ def _check_saved(folder: Path | None, before: set[Path]) -> None:
     """
     if folder is None or launch.rank() > 0:
         return
-    new = _results_in(folder) - before
+    new = set(reader.results_in(folder)) - before
     for path in new:
         reader.started_of(path)  # refuses half a file
     if not new:

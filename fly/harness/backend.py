@@ -7,6 +7,7 @@ results entry is made. So resume, compare, report and plot do not care which eng
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import Counter
 from collections.abc import Iterator
@@ -206,7 +207,7 @@ class Backend(TemplateLM):
         """All requests, checked; equal ones (repeats of a document) get seeds of their own."""
         seen: Counter[tuple[Any, ...]] = Counter()
         wanted = []
-        for instance in instances:
+        for instance in map(_with_own_number, instances):
             key = (instance.task_name, instance.doc_id, instance.idx, instance.args[0])
             wanted.append(build_request(instance, self, seen[key]))
             seen[key] += 1
@@ -368,6 +369,17 @@ def _report_interruption(log: JsonLines, total: int, finished: int) -> None:
             log.path,
             context.current().resume_hint,
         )
+
+
+def _with_own_number(instance: Instance) -> Instance:
+    """The request under its document's own number, as in lm-eval's samples: where documents are
+    chosen (--samples), lm-eval counts its requests anew."""
+    chosen = (context.current().samples or {}).get(str(instance.task_name))
+    if not chosen or instance.doc_id is None:
+        return instance
+    own = copy.copy(instance)
+    own.doc_id = chosen[instance.doc_id]
+    return own
 
 
 def _in_order(shares: list[Any]) -> Any:

@@ -30,8 +30,9 @@ class RunContext:
     processes but the first. traced_requests, traced_tokens: how many requests are in the trace
     file, and which token ids in its vocabulary; all calls of a run share these files. manifest: of
     a run that can be resumed, in its first process. finished_requests: of a resumed run; else None.
-    is_resumable: whether there is a manifest. is_copy: another process decodes the same requests,
-    and writes, shows and scores for this one.
+    is_resumable: whether there is a manifest. samples: the documents that were chosen, by task;
+    None for all. is_copy: another process decodes the same requests, and writes, shows and scores
+    for this one.
     """
 
     output_dir: Path | None = None
@@ -42,6 +43,7 @@ class RunContext:
     manifest: Manifest | None = None
     finished_requests: FinishedRequests | None = None
     is_resumable: bool = False
+    samples: dict[str, list[int]] | None = None
     is_copy: bool = False
 
     def join(self, manifest: Manifest, finished: FinishedRequests | None) -> None:

@@ -231,7 +231,7 @@ def _runs_in(folder: Path) -> Iterator[_Found]:
             started = reader.started_of(path)
         except FlyError:  # a kill left half of it; the records are whole
             continue
-        results[started or path.stem.rpartition("results_")[2]] = path
+        results[started or reader.date_of(path)] = path
     for started, path_of in results.items():
         yield _Found(folder, started, path_of)
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shlex
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -31,7 +33,9 @@ logger = logging.getLogger(__name__)
 
 _Line = TypeVar("_Line")
 _ENGINES = {"vllm": "vLLM"}  # names for print; others go by their own
-_RESULTS = "*results_[0-9][0-9][0-9][0-9]-*.json"  # lm-eval puts the date behind the name
+# lm-eval puts the date behind `results`, or behind the name that --output_path NAME.json gives
+_DATE = r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(\.\d+)?"
+_RESULTS = re.compile(rf"(?!fly_).*_{_DATE}|.*results_\d{{4}}-.*")
 
 
 @dataclass(frozen=True)
@@ -170,7 +174,11 @@ def read_lines(path: Path, shape: type[_Line]) -> list[_Line]:
 
 def results_in(folder: Path) -> list[Path]:
     """The results files in a folder, the oldest first."""
-    return sorted(folder.glob(_RESULTS), key=_date)
+    return _found(folder.glob("*.json"))
+
+
+def _found(files: Iterable[Path]) -> list[Path]:
+    return sorted((path for path in files if _RESULTS.fullmatch(path.stem)), key=date_of)
 
 
 def find_results(path: str | Path) -> Path:
@@ -183,8 +191,8 @@ def find_results(path: str | Path) -> Path:
         return given
     if not given.is_dir():
         raise FlyError(f"{path}: no such run: give a results_*.json or the folder that holds it")
-    found = [*given.glob(_RESULTS), *given.glob(f"*/{_RESULTS}")]
-    newest = max(found, key=_date, default=None)
+    found = _found([*given.glob("*.json"), *given.glob("*/*.json")])
+    newest = found[-1] if found else None
     started = manifest.all_in(given)
     if started and not started[-1].finished and not _is_of_another_later(newest, started[-1]):
         raise FlyError(
@@ -202,7 +210,7 @@ def find_results(path: str | Path) -> Path:
 def _is_of_another_later(results: Path | None, run: manifest.Manifest) -> bool:
     """Whether these results are newer than the unfinished run, and not its own incomplete ones
     (lm-eval writes the samples after the results)."""
-    if results is None or _date(results) < run.started:
+    if results is None or date_of(results) < run.started:
         return False
     try:
         return started_of(results) != run.started
@@ -229,9 +237,10 @@ def _read(results: Path) -> dict[str, Any]:
     return found
 
 
-def _date(file: Path) -> str:
-    _, is_named, date = file.stem.rpartition("results_")
-    if not is_named:
+def date_of(file: Path) -> str:
+    """When lm-eval wrote this results file, as its name and its samples' say."""
+    _, is_named, date = file.stem.rpartition("_")
+    if not (is_named and _RESULTS.fullmatch(file.stem)):
         raise FlyError(f"{file}: its name was results_DATE.json, as its samples': give it back")
     return date
 
@@ -283,7 +292,7 @@ def _samples(file: Path, results: dict[str, Any]) -> dict[str, list[dict[str, An
     """By task, the lines of its samples file. Raises FlyError unless they are those scored."""
     found: dict[str, list[dict[str, Any]]] = {}
     for task in results["configs"]:
-        path = file.parent / f"samples_{task}_{_date(file)}.jsonl"
+        path = file.parent / f"samples_{task}_{date_of(file)}.jsonl"
         if not path.is_file():
             raise FlyError(f"{file}: {path.name} is not beside it: run with --log_samples")
         lines: Any = read_lines(path, shapes.SampleLine)
@@ -304,7 +313,7 @@ def load_all(path: str | Path) -> list[Run]:
     Results that a kill left incomplete are left out.
     """
     given = Path(path).expanduser()
-    files = sorted(given.rglob(_RESULTS), key=_date) if given.is_dir() else []
+    files = _found(given.rglob("*.json")) if given.is_dir() else []
     newest = {}
     for file in files:
         try:
@@ -317,7 +326,7 @@ def load_all(path: str | Path) -> list[Run]:
             logger.warning("%s: its run has not ended: left out (`fly --resume` ends it)", file)
         else:
             newest[file.parent, started or file] = file
-    return [load(file) for file in sorted(newest.values(), key=_date)] or [load(given)]
+    return [load(file) for file in sorted(newest.values(), key=date_of)] or [load(given)]
 
 
 def _task_runs(

@@ -22,7 +22,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from fly import reading
 from fly.errors import FlyError
-from fly.reading import Name
+from fly.reading import Name, TaskName
 from fly.runs.records import SOURCES
 
 _Ids = list[NonNegativeInt]
@@ -121,7 +121,7 @@ Results = TypedDict(
     "Results",
     {
         "results": dict[str, dict[str, Any]],
-        "configs": dict[Name, dict[str, Any]],
+        "configs": dict[TaskName, dict[str, Any]],
         "config": _RunConfig,
         "versions": NotRequired[dict[str, Any]],
         "n-shot": NotRequired[dict[str, int | None]],
