@@ -321,12 +321,24 @@ def _decoding(run: Run) -> dict[str, Any]:
         "gen_kwargs": config.get("gen_kwargs") or {},
         "max_length": run.results.get("max_length"),
         "total_gen_tok": entry["config"]["total_gen_tok"] if entry else None,
-        "sampling": entry.get("sampling") if entry else None,
+        "sampling": entry.get("sampling") if entry and _decoded_all(run, entry) else None,
     }
     if any(sampling["temperature"] for sampling in found["sampling"] or []):
         seed = entry["config"]["seed"] if entry else None
         found["seed"] = config.get("torch_seed") if seed is None else seed
     return found
+
+
+def _decoded_all(run: Run, entry: dict[str, Any]) -> bool:
+    """Whether lm-eval's cache (--use_cache), of which fly hears nothing, answered no request."""
+    configs = run.results["configs"]
+    asked = {
+        name: sum(len(sample.responses) for sample in task.samples.values())
+        for (name, _), task in run.tasks.items()  # a task's filters have the same requests
+        if configs.get(name, {}).get("output_type", "generate_until") == "generate_until"
+    }
+    decoded: int = (entry.get("stats") or {}).get("requests", 0)
+    return decoded >= sum(asked.values())
 
 
 def _machine(run: Run) -> dict[str, Any]:
@@ -383,7 +395,8 @@ def save(measured: Measured, path: Path, *, with_outputs: bool = False) -> None:
 def _check_outputs(measured: Measured) -> None:
     for name, task in measured.tasks.items():
         known = task.outputs.ids if task.outputs else {}
-        for doc_id in task.documents:
+        # lm-eval gives every task that generates some settings, and others have no outputs
+        for doc_id in task.documents if task.generation else ():
             if doc_id not in known:
                 raise FlyError(
                     f"--with-outputs: {measured.name} has no token ids of {name}, document {doc_id}"

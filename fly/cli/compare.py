@@ -122,23 +122,24 @@ def _execute(args: argparse.Namespace) -> None:
     else:
         baseline = compare.choose_baseline(found, args.baseline_run)
         others = [run for run in found if run is not baseline]
-    if others:
-        result = compare.compare(baseline, others, demand, args.metric, measured_noise)
-    else:
-        _check_nothing_else_asked(args, baseline.name)
     if args.save_baseline:
         _check_baseline(baseline.mode, f"--save-baseline {args.save_baseline}")
+    if others:
+        result = compare.compare(baseline, others, demand, args.metric, measured_noise)
+        _write(
+            args,
+            json=lambda: compare_files.as_json(result),
+            markdown=lambda: compare_table.markdown(result),
+            junit=lambda: compare_files.as_junit(result, args.allow_inconclusive),
+        )
+        compare_table.print_result(result)
+    else:
+        _check_nothing_else_asked(args, baseline.name)
+    if args.save_baseline:  # last: what cannot be stored takes no comparison with it
         scores.save(baseline, args.save_baseline, with_outputs=args.with_outputs)
         print(f"baseline {baseline.name} saved: {args.save_baseline}")
     if not others:
         return
-    _write(
-        args,
-        json=lambda: compare_files.as_json(result),
-        markdown=lambda: compare_table.markdown(result),
-        junit=lambda: compare_files.as_junit(result, args.allow_inconclusive),
-    )
-    compare_table.print_result(result)
     gates = args.min_recovery is not None or args.confidence is not None or args.allow_inconclusive
     inconclusive = result.verdict == "not enough evidence"
     if gates and not (inconclusive and args.allow_inconclusive):

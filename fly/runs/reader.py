@@ -310,7 +310,8 @@ def _samples(file: Path, results: dict[str, Any]) -> dict[str, list[dict[str, An
 def load_all(path: str | Path) -> list[Run]:
     """Every run at or below `path` (a results file, or a folder of any depth), oldest first.
 
-    Results that a kill left incomplete are left out.
+    In a folder what cannot be read is left out with a warning: what a kill left incomplete, runs
+    without samples.
     """
     given = Path(path).expanduser()
     files = _found(given.rglob("*.json")) if given.is_dir() else []
@@ -326,7 +327,13 @@ def load_all(path: str | Path) -> list[Run]:
             logger.warning("%s: its run has not ended: left out (`fly --resume` ends it)", file)
         else:
             newest[file.parent, started or file] = file
-    return [load(file) for file in sorted(newest.values(), key=date_of)] or [load(given)]
+    runs = []
+    for file in sorted(newest.values(), key=date_of):
+        try:
+            runs.append(load(file))
+        except FlyError as error:
+            logger.warning("%s: left out", error)
+    return runs or [load(given)]
 
 
 def _task_runs(

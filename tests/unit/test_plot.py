@@ -64,6 +64,17 @@ def test_a_run_that_was_killed_after_its_results_were_saved_is_one_run(tmp_path,
         reader.load_all(half)
 
 
+def test_a_run_without_samples_does_not_hide_the_others(tmp_path, caplog):
+    kept = write_run(tmp_path / "a", {"a": SOLVED}, use_sd=False)
+    bare = write_run(tmp_path / "b", {"a": SOLVED}, spd_k=8)
+    for samples in bare.parent.glob("samples_*"):
+        samples.unlink()
+    assert [found.path for found in reader.load_all(tmp_path)] == [kept]
+    assert "is not beside it: run with --log_samples: left out" in caplog.text
+    with pytest.raises(FlyError, match="is not beside it"):
+        reader.load_all(tmp_path / "b")
+
+
 def test_points_are_the_runs_over_the_target_only_run(folder):
     data = collect(reader.load_all(folder))
     points = by_label(data)

@@ -1,4 +1,4 @@
-"""Runs of chosen documents, of groups, and with a results file of a name of their own."""
+"""What runs leave is read back as it was asked for: chosen documents, groups, caches, names."""
 
 import pytest
 
@@ -102,3 +102,28 @@ def test_tasks_within_a_group_are_read_back(place):
     assert names == {"tiny_greedy", "tiny_group::tiny_(inline)"}
     assert "tiny_group::tiny_(inline)" in fly(place, "compare", "group", "group")
     assert "tiny_group::tiny_(inline)" in page([reader.load(place / "group")])
+
+
+def test_a_run_from_a_cache_compares_with_a_stored_baseline(place):
+    """Its second run decoded nothing, and was taken for one that was decoded otherwise."""
+    few = ("--limit", "2")
+    fly(place, *arguments("plain", *few, "--model_args", "use_sd=false", tasks="tiny_greedy"))
+    fly(place, "compare", "plain", "--save-baseline", "plain.json")
+    for out in ("first", "second"):
+        fly(place, *arguments(out, *few, "--use_cache", "answers", tasks="tiny_greedy"))
+        fly(place, "compare", out, "--baseline", "plain.json")
+    assert reader.load(place / "second").requests == []
+
+
+def test_outputs_are_stored_beside_tasks_that_have_none(place):
+    """A task of choices was told to make the run anew, before the comparison was printed."""
+    tasks = "tiny_greedy,tiny_choice"
+    few = ("--limit", "2", "--model_args", "use_sd=false")
+    fly(place, *arguments("both", *few, tasks=tasks))
+    fly(place, "compare", "both", "--save-baseline", "both.json", "--with-outputs")
+    fly(place, *arguments("silent", *few, "--model_args", "enable_statistics=false", tasks=tasks))
+    stored = ("--save-baseline", "silent.json", "--with-outputs")
+    status, output = killing.Run(["compare", "silent", "both", *stored], place).end()
+    assert status == 2
+    assert "no token ids of tiny_greedy" in output
+    assert "recovery" in output
