@@ -225,11 +225,19 @@ def _not_about_our_tasks(record: logging.LogRecord) -> bool:
     return str(data_dir("lm_eval_tasks")) not in record.getMessage()
 
 
-def _is_lm_evals_refusal(error: ValueError) -> bool:
-    """Whether lm-eval's own checks raised it: unknown task, unsafe code, bad flags."""
+def _is_lm_evals_refusal(error: ValueError | AssertionError) -> bool:
+    """Whether lm-eval's own checks raised it: unknown or repeated task, unsafe code, bad flags."""
+    if isinstance(error, AssertionError):
+        return False
     origin = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    files = ("evaluator.py", "evaluate_config.py")
-    return origin.name in files and origin.parent.name in ("lm_eval", "config")
+    files = ("lm_eval/evaluator.py", "config/evaluate_config.py", "tasks/manager.py")
+    return "/".join(origin.parts[-2:]) in files
+
+
+def _lacks_examples(error: Exception) -> bool:
+    """Whether one of lm-eval's samplers raised it: it found too few documents to draw from."""
+    last = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)[-2:]]
+    return any(file.parts[-3:] == ("lm_eval", "api", "samplers.py") for file in last)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -259,7 +267,7 @@ def _main() -> None:
     try:
         cli = FlyCLI()
         cli.execute(cli.parse_args())
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, AssertionError) as error:
         message = _in_one_line(error)
         if os.environ.get("FLY_DEBUG") or message is None:
             raise
@@ -271,9 +279,11 @@ def _main() -> None:
         sys.exit(130)
 
 
-def _in_one_line(error: ValueError | OSError) -> str | None:
+def _in_one_line(error: ValueError | OSError | AssertionError) -> str | None:
     """The message for bad input and for a full disk; None for any other error."""
     message = str(error)
+    if _lacks_examples(error):
+        return f"num_fewshot: a task has fewer few-shot documents: lower it (lm-eval: {message})"
     if "did not find any docs" in message and launch.processes() > 1:
         return f"a task has fewer documents than the run has processes ({launch.processes()})"
     if isinstance(error, OSError):
@@ -283,6 +293,8 @@ def _in_one_line(error: ValueError | OSError) -> str | None:
         message = f"{where}: the disk is full: free some space, then run it again"
     elif not isinstance(error, FlyError) and not _is_lm_evals_refusal(error):
         return None
+    if message.startswith("Duplicate task "):
+        message += ": leave one of them out of --tasks"
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in message)
 
 
