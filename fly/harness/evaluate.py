@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import glob
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -121,17 +123,21 @@ def check_before_models_load(
         manager = TaskManager(include_path=paths, include_defaults=False)
         known = manager.all_subtasks
         _check_overlap(manager, manager.match_tasks(wanted))
-        if samples and not set(wanted) <= set(known):
+        if samples and not all(name in known or name.endswith(".yaml") for name in wanted):
             manager = TaskManager(include_path=paths)
             known = manager.all_tasks
-        for name in wanted:
-            if name in known:
+        resolved = {name: _resolved(manager, name) for name in wanted}
+        for name in dict.fromkeys(chain(*resolved.values())):
+            if name in known or name.endswith(".yaml"):
                 tasks |= _load(manager, name)
+    all_known = len(wanted) == len(names) and all(resolved.values())
     for name, task in tasks.items():
         check_confirmed(name, task, confirm_run_unsafe_code)
         _check_examples(name, task, num_fewshot)
-    for name, numbers in (samples or {}).items() if tasks else ():
+    for name, numbers in (samples or {}).items():
         if name not in tasks:
+            if not all_known:
+                continue
             raise FlyError(f"--samples: {name} is not among --tasks: {', '.join(tasks)}")
         if (count := len(tasks[name].eval_docs)) <= max(numbers):
             raise FlyError(
@@ -220,6 +226,14 @@ def _load(manager: TaskManager, name: str) -> dict[str, Task]:
         raise FlyError(
             f"task {name}: cannot be loaded: {type(error).__name__}: {reason}"
         ) from error
+
+
+def _resolved(manager: TaskManager, name: str) -> list[str]:
+    """What lm-eval takes this for: tasks, groups and tags, by wildcards too, or tasks' files."""
+    if name.endswith(".yaml"):
+        return sorted(glob.glob(str(Path(name).absolute())))
+    found: list[str] = manager.match_tasks([name])
+    return found
 
 
 def _no_such_task(name: str, known: Sequence[str]) -> FlyError:

@@ -363,6 +363,22 @@ def test_files_of_a_task(place, capsys, no_model, text, words):
         refused(capsys, words, *arguments(place, flags))
 
 
+@pytest.mark.parametrize(
+    "tasks",
+    ["tiny_task,wild_*", "tiny_task,FOLDER/wild.yaml", "FOLDER/*.yaml", "tiny_task,wild_?ne"],
+)
+def test_samples_of_tasks_that_are_named_by_a_wildcard_or_a_file(place, capsys, no_model, tasks):
+    """They were refused as not among --tasks; a document that is not there still is."""
+    text = (place.tasks / "tiny_task.yaml").read_text().replace("tiny_task", "wild_one")
+    (place.tasks / "wild.yaml").write_text(text)
+    tasks = tasks.replace("FOLDER", str(place.tasks))
+    given = ["--tasks", tasks, "--samples"]
+    words = "--samples: wild_one has no document 4"
+    refused(capsys, words, *arguments(place, [*given, '{"tiny_task": [0], "wild_one": [4]}']))
+    words = ["--samples: other is not among --tasks", "wild_one"]
+    refused(capsys, words, *arguments(place, [*given, '{"wild_one": [0], "other": [0]}']))
+
+
 GROUP = """group: odd_group
 task:
   - group: inner
