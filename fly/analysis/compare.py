@@ -221,14 +221,19 @@ def _chosen(baseline: Measured, wanted: Sequence[str] | None) -> dict[str, list[
     """The metrics to compare, by task: every run has the same rows."""
     found = [metric for task in baseline.tasks.values() for metric in task.metrics]
     known = {metric.name for metric in found} | {metric.label for metric in found}
+    keys = {f"{metric.name},{metric.filter}" for metric in found}  # lm-eval's: `acc,none`, too
     for name in wanted or ():
-        if name not in known:
+        if name not in known | keys:
             raise FlyError(
                 f"--metric {name}: no such metric: choose from {', '.join(sorted(known))}"
             )
     names = known if not wanted else set(wanted)
     return {
-        name: [m for m in task.metrics if not m.left_out and {m.name, m.label} & names]
+        name: [
+            m
+            for m in task.metrics
+            if not m.left_out and {m.name, m.label, f"{m.name},{m.filter}"} & names
+        ]
         for name, task in baseline.tasks.items()
     }
 

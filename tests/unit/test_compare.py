@@ -173,10 +173,13 @@ def test_several_tasks_metrics_and_directions(tmp_path):
     assert found.overall.scores.recovery == pytest.approx((0.7 * 0.9 + 0.7) / 1.4)
     assert (found.overall.scores.documents, found.overall.scores.lost) == (600, 21)
     assert result.verdict == "fell"
-    only = compare.compare(base, [other], metrics=["f"])
-    assert [row.label for row in only.others[0].rows] == ["a f"]
+    for name in ("f", "f,none"):  # the latter is lm-eval's key in the results file
+        only = compare.compare(base, [other], metrics=[name])
+        assert [row.label for row in only.others[0].rows] == ["a f"]
     with pytest.raises(FlyError, match="--metric g: no such metric: choose from acc, f"):
         compare.compare(base, [other], metrics=["g"])
+    with pytest.raises(FlyError, match="--metric f,strict: no such metric"):
+        compare.compare(base, [other], metrics=["f,strict"])
     assert [speed.task for speed in found.speeds] == ["a", "b", "overall"]
 
 
