@@ -321,24 +321,13 @@ def _decoding(run: Run) -> dict[str, Any]:
         "gen_kwargs": config.get("gen_kwargs") or {},
         "max_length": run.results.get("max_length"),
         "total_gen_tok": entry["config"]["total_gen_tok"] if entry else None,
-        "sampling": entry.get("sampling") if entry and _decoded_all(run, entry) else None,
+        # lm-eval's cache answers requests that fly hears nothing of
+        "sampling": entry.get("sampling") if entry and not config.get("use_cache") else None,
     }
     if any(sampling["temperature"] for sampling in found["sampling"] or []):
         seed = entry["config"]["seed"] if entry else None
         found["seed"] = config.get("torch_seed") if seed is None else seed
     return found
-
-
-def _decoded_all(run: Run, entry: dict[str, Any]) -> bool:
-    """Whether lm-eval's cache (--use_cache), of which fly hears nothing, answered no request."""
-    configs = run.results["configs"]
-    asked = {
-        name: sum(len(sample.responses) for sample in task.samples.values())
-        for (name, _), task in run.tasks.items()  # a task's filters have the same requests
-        if configs.get(name, {}).get("output_type", "generate_until") == "generate_until"
-    }
-    decoded: int = (entry.get("stats") or {}).get("requests", 0)
-    return decoded >= sum(asked.values())
 
 
 def _machine(run: Run) -> dict[str, Any]:

@@ -158,9 +158,7 @@ def _checked(args: argparse.Namespace) -> dict[str, Any]:
     check_model_args(config, rest)
     sources.sources(config, args.file)
     check_task_files(args.tasks, [args.task_folder] if args.task_folder else [])
-    evaluate.check_generation(
-        args.tasks, args.task_folder, args.confirm_run_unsafe_code, args.num_fewshot
-    )
+    evaluate.check_generation(args.tasks, args.task_folder, args.confirm_run_unsafe_code)
     context.check_writable(args.output.parent, "--output")
     return model_args
 

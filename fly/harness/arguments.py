@@ -363,9 +363,7 @@ def check_run(args: Any, given: Mapping[str, Any]) -> None:
     folders = _listed(flags.get("include_path") or [])
     check_task_files(tasks, folders)
     confirmed = bool(flags.get("confirm_run_unsafe_code"))
-    evaluate.check_before_models_load(
-        tasks, folders, flags.get("samples"), confirmed, flags.get("num_fewshot")
-    )
+    evaluate.check_before_models_load(tasks, folders, flags.get("samples"), confirmed)
 
 
 def as_dict(value: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import copy
 import logging
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any
@@ -93,12 +93,6 @@ class Backend(TemplateLM):
             self._same_target = self.earlier.same_target(own)
         if run.finished_requests is not None and self.processes.rank == 0:
             self.stats.merge(run.finished_requests.stats)
-            # lm-eval's cache answers for those that it knows: they may not be asked again
-            names = [field.name for field in fields(Sampling)]
-            self.samplings |= {
-                Sampling(**{name: decoding[name] for name in names})
-                for decoding in run.finished_requests.decodings
-            }
 
     def _meet(self, run: context.RunContext) -> None:
         """All processes go on with the run as the first one began or resumed it. Raises FlyError

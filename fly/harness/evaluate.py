@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval import simple_evaluate
-from lm_eval.api.samplers import SAMPLER_REGISTRY
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
-from lm_eval.tasks._index import Entry, Kind
 
 from fly import reading
 from fly.errors import FlyError
@@ -78,10 +76,7 @@ def load_task(name: str, include_path: str | None = None) -> Task:
 
 
 def check_generation(
-    names: Sequence[str],
-    include_path: str | None,
-    confirm_run_unsafe_code: bool,
-    num_fewshot: int | None = None,
+    names: Sequence[str], include_path: str | None, confirm_run_unsafe_code: bool
 ) -> None:
     """Load tasks, groups, tags or tasks' files whose texts are to be decoded.
 
@@ -93,10 +88,8 @@ def check_generation(
         if name not in manager.all_tasks and not Path(name).is_file():
             raise _no_such_task(name, manager.all_tasks)
         tasks |= _load(manager, name)
-    _check_overlap(manager, names)
     for name, task in tasks.items():
         check_confirmed(name, task, confirm_run_unsafe_code)
-        _check_examples(name, task, num_fewshot)
     if all(task.OUTPUT_TYPE != "generate_until" for task in tasks.values()):
         raise FlyError(
             f"--tasks {' '.join(names)}: no request generates text, so there is nothing to decode "
@@ -109,12 +102,11 @@ def check_before_models_load(
     folders: Sequence[str],
     samples: dict[str, list[int]] | None,
     confirm_run_unsafe_code: bool,
-    num_fewshot: int | None = None,
 ) -> None:
     """Load fly's and the user's own tasks among these, and all of them where samples are chosen.
 
-    Raises FlyError if one cannot be loaded or run, is there twice, or lacks documents. Finding
-    lm-eval's own tasks takes seconds, so what else is wrong with those is for lm-eval to say.
+    Raises FlyError if one cannot be loaded or run, or has no such document. Finding lm-eval's own
+    tasks takes seconds, so what else is wrong with those is for lm-eval to say.
     """
     paths = [str(data_dir("lm_eval_tasks")), *folders]
     wanted = [name for name in names if isinstance(name, str)]
@@ -122,7 +114,6 @@ def check_before_models_load(
     with quiet("lm_eval", logging.ERROR):
         manager = TaskManager(include_path=paths, include_defaults=False)
         known = manager.all_subtasks
-        _check_overlap(manager, manager.match_tasks(wanted))
         if samples and not all(name in known or name.endswith(".yaml") for name in wanted):
             manager = TaskManager(include_path=paths)
             known = manager.all_tasks
@@ -133,7 +124,6 @@ def check_before_models_load(
     all_known = len(wanted) == len(names) and all(resolved.values())
     for name, task in tasks.items():
         check_confirmed(name, task, confirm_run_unsafe_code)
-        _check_examples(name, task, num_fewshot)
     for name, numbers in (samples or {}).items():
         if name not in tasks:
             if not all_known:
@@ -151,56 +141,6 @@ def check_confirmed(name: str, task: Task, confirm_run_unsafe_code: bool) -> Non
             f"task {name}: scoring runs the program that the model writes: "
             "add --confirm_run_unsafe_code"
         )
-
-
-def _check_examples(name: str, task: Task, num_fewshot: int | None) -> None:
-    """Refuse more few-shot examples than lm-eval's samplers can draw from the task's documents."""
-    sampler: Any = getattr(task, "sampler", None)
-    if not num_fewshot or type(sampler) not in SAMPLER_REGISTRY.values():
-        return
-    if task.config.num_fewshot == 0:  # lm-eval leaves it at that
-        return
-    is_own = task.fewshot_cfg.split == task.config.test_split  # never shown to itself
-    if num_fewshot > (count := len(sampler.df) - is_own):
-        raise FlyError(
-            f"--num_fewshot {num_fewshot}: task {name} has only {count} few-shot documents: "
-            "lower it"
-        )
-
-
-def _check_overlap(manager: TaskManager, names: Sequence[str]) -> None:
-    """Refuse a task that is in two of these groups, or in one of them and named by itself.
-
-    lm-eval would, once models are loaded; tasks that this manager does not know are left to it.
-    """
-    index, asked_by = manager.task_index, dict[str, str]()
-    for name in names:
-        for task in sorted(_members(name, index)):
-            # a tag stands for its tasks, so that a second mention of one does no harm
-            source = name if name in manager.all_groups else task
-            first = asked_by.setdefault(task, source)
-            if first != source:
-                raise FlyError(
-                    f"--tasks {first},{source}: {task} would be run twice: leave one of them out"
-                )
-
-
-def _members(spec: Any, index: dict[str, Entry]) -> set[str]:
-    """The known tasks that a task, tag or group, or a group's entry, consists of, by name."""
-    is_entry = isinstance(spec, dict)
-    name = spec.get("group", spec.get("task")) if is_entry else spec
-    known = index.get(str(name))
-    if known is None:
-        group = spec if is_entry and "group" in spec else {}
-    elif known.kind is Kind.TAG:
-        return known.tags & index.keys()
-    elif known.kind is Kind.GROUP:
-        group = known.cfg or {}
-    else:
-        return {known.name}
-    children = group.get("task")
-    found = [_members(child, index) for child in children] if isinstance(children, list) else []
-    return set().union(*found)
 
 
 @contextmanager

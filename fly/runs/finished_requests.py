@@ -55,12 +55,6 @@ class FinishedRequests:
     def __len__(self) -> int:
         return len(self._records)
 
-    @property
-    def decodings(self) -> list[dict[str, Any]]:
-        """How each was decoded, as `requests.identity` says it."""
-        records: Any = self._records.values()
-        return [record["decoding"] for record in records if "decoding" in record]
-
     def text(self, asked: Mapping[str, Any]) -> str | None:
         """The text decoded for this request (`requests.identity`); None if there is none.
 

@@ -280,7 +280,7 @@ def test_a_second_process_is_refused_and_a_moved_folder_is_not(broken):
     assert reader.load(moved).entry["resumed"]["requests"] >= 4
 
 
-def test_with_use_cache_nothing_is_asked_or_counted_twice(place, unbroken):
+def test_with_use_cache_nothing_is_asked_or_counted_twice(place):
     """lm-eval's cache answers first; the records of those answers are counted all the same."""
     out = place / "cached"
     command = arguments(out.name, "--use_cache", "cache/answers")
@@ -290,9 +290,7 @@ def test_with_use_cache_nothing_is_asked_or_counted_twice(place, unbroken):
     assert status == 0, output[-2000:]
     counted = Counter(record["task"] for record in killing.lines(out, "fly_requests_*.jsonl"))
     assert counted == {"tiny_greedy": 12, "tiny_sampled": 24}
-    entry = reader.load(out).entry
-    assert entry["stats"]["requests"] == REQUESTS
-    assert entry["sampling"] == reader.load(unbroken).entry["sampling"]
+    assert reader.load(out).entry["stats"]["requests"] == REQUESTS
 
 
 def test_a_run_that_is_refused_leaves_no_manifest(place):
