@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
     from fly.cli.run_modes import Mode
     from fly.runs.reader import Run
 
-_READ_HERE = ("model", "tasks", "model_args", "output_path", "include_path", "batch_size")
+_READ_HERE = (
+    "model", "tasks", "model_args", "output_path", "include_path", "batch_size", "use_cache",
+)  # fmt: skip
 _FILES = ("json", "markdown", "junit")
 _NOT_OF_MATRIX = (
     "tasks", "model_args", "modes", "mode", "baseline_run", "baseline", "save_baseline",
@@ -326,7 +329,7 @@ def _made(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
     if args.noise_floor:
         if stored:
             raise FlyError("--noise-floor: needs the baseline made here: leave --baseline out")
-        if args.use_cache or values.get("use_cache"):
+        if args.use_cache:
             raise FlyError(
                 "--noise-floor with --use_cache: the noise run would get the baseline's texts "
                 "instead of decoding: leave one of them out"
@@ -355,7 +358,7 @@ def _baseline_mode(args: argparse.Namespace, planned: dict[str, Mode]) -> Mode:
 def _files(args: argparse.Namespace, output: Path) -> dict[str, dict[str, str]]:
     """Fingerprints of the files that define tasks and their data, by the flag that names them.
 
-    What the runs themselves write to `output` is left out.
+    What the command itself writes is left out: it would make every mode anew at the next call.
     """
     from fly.harness.task_data import DATA_DIR
     from fly.models.fingerprint import of_files
@@ -371,16 +374,39 @@ def _files(args: argparse.Namespace, output: Path) -> dict[str, dict[str, str]]:
         DATA_DIR: [os.environ.get(DATA_DIR)],
         "fly's tasks": [data_dir("lm_eval_tasks")],
     }
+    is_own = _written_here(args, output)
     found: dict[str, dict[str, str]] = {}
     for flag, paths in named.items():
         found[flag] = {}
         for path in filter(None, paths):
             try:
-                hashed = of_files(Path(path).expanduser().resolve(), without=[output.resolve()])
+                hashed = of_files(Path(path).expanduser().resolve(), without=is_own)
             except OSError as error:
                 raise FlyError(f"{flag} {path}: cannot be read: {error}") from None
             found[flag] |= {f"{path}: {name}": digest for name, digest in hashed.items()}
     return found
+
+
+def _written_here(args: argparse.Namespace, output: Path) -> Callable[[Path], bool]:
+    """Whether a file is one of the comparison's own: of its runs, of its flags, or its log."""
+    named = [getattr(args, name) for name in (*_FILES, "save_baseline", "baseline")]
+    own = [path.resolve() for path in (output, *named) if path]
+    cache = str(Path(args.use_cache).resolve()) + "_" if args.use_cache else None
+    log = set()
+    for descriptor in (1, 2):
+        with suppress(OSError):  # it may be closed
+            log.add(_inode(os.fstat(descriptor)))
+
+    def is_own(file: Path) -> bool:
+        is_cache = cache is not None and str(file).startswith(cache)
+        in_own = any(file.is_relative_to(path) for path in own)
+        return is_cache or in_own or _inode(file.stat()) in log
+
+    return is_own
+
+
+def _inode(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
 
 
 def _check_early(args: argparse.Namespace, stored: Measured) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +72,10 @@ def of_folder(folder: Path) -> dict[str, str]:
     return {path.name: _of_file(path) for path in files if path.is_file()}
 
 
-def of_files(path: Path, without: Sequence[Path] = ()) -> dict[str, str]:
+def of_files(path: Path, without: Callable[[Path], bool] | None = None) -> dict[str, str]:
     """Size and hash of a file, or of all files in a folder and below, by name.
 
-    Hidden files and those in the folders `without` are left out. Empty if `path` does not exist.
+    Hidden files and those of which `without` is true are left out. Empty if `path` does not exist.
     """
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     return {
@@ -83,7 +83,7 @@ def of_files(path: Path, without: Sequence[Path] = ()) -> dict[str, str]:
         for file in files
         if file.is_file()
         and not any(part.startswith((".", "__pycache__")) for part in file.relative_to(path).parts)
-        and not any(file.is_relative_to(folder) for folder in without)
+        and not (without and without(file))
     }
 
 

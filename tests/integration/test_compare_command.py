@@ -352,8 +352,14 @@ def test_the_files_behind_a_command_are_known_by_content(tmp_path, monkeypatch):
     own = tmp_path / "own"
     own.mkdir()
     (own / "mine.yaml").write_text("task: mine\n")
+    written = {name: tasks / f"a.{name}" for name in ("json", "markdown", "junit", "save_baseline")}
     args = SimpleNamespace(
-        config=str(config), include_path=str(tasks), tasks=["t", str(own / "mine.yaml")]
+        config=str(config),
+        include_path=str(tasks),
+        tasks=["t", str(own / "mine.yaml")],
+        baseline=tasks / "before.json",
+        use_cache=str(tasks / "cache"),
+        **written,
     )
     output = tasks / "runs"
     seen = [compare_command._files(args, output)]
@@ -367,7 +373,18 @@ def test_the_files_behind_a_command_are_known_by_content(tmp_path, monkeypatch):
     (output / "results.json").write_text("what the runs write changes nothing")
     (tasks / ".git").mkdir()
     (tasks / ".git" / "index").write_text("nor do hidden files")
-    assert compare_command._files(args, output) == seen[-1]
+    for path in (*written.values(), args.baseline, tasks / "cache_1f_rank0.db"):
+        path.write_text("nor what the command reads and writes beside them")
+    kept = os.dup(1)
+    try:
+        with (tasks / "log.txt").open("w") as log:
+            log.write("nor its own log")
+            os.dup2(log.fileno(), 1)
+        assert compare_command._files(args, output) == seen[-1]
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+    assert compare_command._files(args, output) != seen[-1]
 
 
 def test_an_exact_mode_drafts_from_a_baseline_with_outputs(
