@@ -343,6 +343,8 @@ def _made(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
                 "add target-only to --modes, or name another --baseline-run"
             )
         planned[noise.NAME] = run_modes.in_other_batches(again, noise.NAME, args.batch_size)
+    if args.use_cache and "hf" in planned:
+        planned["hf"] = run_modes.with_own_cache(planned["hf"], args.use_cache)
     output = Path(args.output_path)
     context.check_writable(output, "output_path")
     folders = run_modes.run_missing(planned, _run_flags(), output, _files(args, output))

@@ -23,7 +23,7 @@ from fly.models.fingerprint import of_value
 from fly.paths import write_whole
 from fly.runs import manifest, reader
 from fly.runs.earlier_outputs import EarlierOutputs
-from fly.runs.environment import models_of, versions
+from fly.runs.environment import deciding_versions, models_of, versions
 from fly.settings import RECORDING_KEYS
 
 # What each mode changes in the pair's file; `hf` is lm-eval's own backend on the target.
@@ -50,10 +50,18 @@ class Mode:
     model: str
     model_args: dict[str, Any]
     identity: str
-    models: Callable[[], dict[str, Any]] = dict
+    models: Callable[..., dict[str, Any]] = dict
     rule: str = ""
     records: dict[str, bool] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
+
+
+def with_own_cache(mode: Mode, cache: str) -> Mode:
+    """lm-eval's cache knows a request by its prompt alone: the name gets what else decides a text,
+    as `fly run` does for fly's own modes."""
+    # fetch: the next call must find this one's cache
+    deciding = [mode.identity, mode.models(fetch=True), deciding_versions()]
+    return replace(mode, flags=("--use_cache", f"{cache}_{of_value(deciding)[:12]}"))
 
 
 def in_other_batches(mode: Mode, name: str, batch_size: Any) -> Mode:

@@ -471,6 +471,22 @@ def test_hf_mode_is_lm_evals_backend_on_the_target(saved_pair, config_file):
     assert mode.model_args == {"pretrained": str(saved_pair / "target"), "dtype": "float32"}
 
 
+def test_hf_modes_of_two_targets_have_caches_of_their_own(
+    saved_pair, config_file, graded_tasks, tmp_path, monkeypatch
+):
+    """lm-eval's cache knows no model: a second pair's hf run got the first one's answers."""
+    commands = []
+    monkeypatch.setattr(run_modes, "run_child", lambda command: commands.append(command) or 9)
+    common = flags(saved_pair, config_file, graded_tasks, tmp_path / "out")
+    given = ("--modes", "hf", "exact", "--use_cache", tmp_path / "cache")
+    other = saved_pair / "draft"
+    for more in ((), (), ("--model_args", f"target_model_path={other}")):
+        assert run(*common, *given, *more) == 2
+    caches = [command[len(command) - command[::-1].index("--use_cache")] for command in commands]
+    assert caches[0] == caches[1] != caches[2]
+    assert all(cache.startswith(f"{tmp_path / 'cache'}_") for cache in caches)
+
+
 @pytest.mark.slow
 def test_the_ci_examples_parse_and_their_commands_run(
     saved_pair,
