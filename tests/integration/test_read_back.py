@@ -1,25 +1,21 @@
 """What runs leave is read back as it was asked for: chosen documents, groups, caches, names."""
 
+import textwrap
+
 import pytest
 
 from fly.analysis.html.write import page
 from fly.runs import reader
 from tests import killing
-from tests.killing import arguments
+from tests.killing import TASK, arguments
 
 CHOSEN = [3, 7, 9]
-GROUP = """group: tiny_group
+INLINE = TASK.format(name="tiny_(inline)", repeats=1, tokens=8, sampling="do_sample: false")
+GROUP = f"""group: tiny_group
 task:
   - tiny_greedy
-  - task: tiny_(inline)
-    custom_dataset: !function tiny_utils.load
-    output_type: generate_until
-    test_split: test
-    doc_to_text: "{{question}}"
-    doc_to_target: "{{answer}}"
-    generation_kwargs: {until: ["zzz"], max_gen_toks: 8, do_sample: false}
-    metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
-aggregate_metric_list: [{metric: exact_match, aggregation: mean}]
+  - {textwrap.indent(INLINE, "    ").strip()}
+aggregate_metric_list: [{{metric: exact_match, aggregation: mean}}]
 """
 
 
