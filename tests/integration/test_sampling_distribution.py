@@ -390,7 +390,7 @@ def test_q_of_another_draft_is_noticed(head, monkeypatch):
     monkeypatch.setattr(IN_DRAFTER, drawn_colder)
     drafter = heads.drafter(target, eagle3, 64, NO_EOS)
     engine = tiny.engine(target, drafter, 3, slots=64, eos=NO_EOS)
-    assert joint(list(engine.run(table_requests(4000, 3, (settings,)))), expected).p_value < REFUTED
+    assert joint(list(engine.run(table_requests(2000, 3, (settings,)))), expected).p_value < REFUTED
 
 
 def test_a_draft_penalised_as_a_whole_is_noticed(models, monkeypatch):
