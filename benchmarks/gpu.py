@@ -8,8 +8,10 @@ bytes that it must read, its weights and its sequences' K/V, over the bandwidth 
 Random weights never agree, so rounds replay recorded numbers of accepted tokens: every pass,
 verification kernel, host sync and commit runs, only the outcome is replaced. Rounds are timed with
 all sequences running, without prefill and capture. In `ratios`, X/ceiling is time over the floor
-(1.3 is 1.3 times as long); every other X/Y is X's speed over Y's, graph/eager too. The last line
-printed is one JSON object. Exit status: 1 if a check or a measurement failed, 2 without an
+(1.3 is 1.3 times as long); every other X/Y is X's speed over Y's, graph/eager too. Mode `uniform`
+is graphs with `batch_invariant`, where the target's passes are of one shape; at each pair's shapes
+it is checked that a token's bits do not depend on its place in a pass. The last line printed is one
+JSON object. Exit status: 1 if a check or a measurement failed, 2 without an
 accelerator.
 """
 
@@ -42,6 +44,8 @@ from transformers import (
     Qwen2Config,
 )
 
+from fly.errors import FlyError
+from fly.execution import self_check
 from fly.execution.cuda_graphs import CudaGraphRunner
 from fly.execution.device import device_facts
 from fly.execution.model_runner import ModelRunner
@@ -388,12 +392,22 @@ class Bench:
             self.checks[f"passes {dtype}"] = check_passes(self.device, dtype, tolerance)
         self.checks["engine"] = check_engine(self.device)
 
+    def check_places(self, pair: str, target: Any) -> None:
+        name, failure = f"places {pair}", None
+        try:
+            self_check.check_places(target, pair)
+        except FlyError as error:
+            failure = str(error)
+        self.checks[name] = {"passed": failure is None, "failure": failure}
+        print(f"{'WRONG' if failure else 'ok'}: {name}: {self.checks[name]}", flush=True)
+
     def pair(self, name: str) -> None:
         shapes = [SHAPES[shape] for shape in PAIRS[name]]
         metas = [build(shape, torch.device("meta"), self.dtype) for shape in shapes]
         weights = sum(weight.nbytes for meta in metas for weight in meta.parameters())
         self.must_fit(weights + min(self.args.batches) * self.sequence_bytes(shapes))
         models = [build(shape, self.device, self.dtype) for shape in shapes]
+        self.attempt(f"{name} places", self.check_places, name, models[1])
         for batch in self.args.batches:
             self.attempt(f"{name} batch {batch}", self.batch, name, batch, shapes, models)
         if self.device.type != "cuda" or self.args.no_transformers:
@@ -419,7 +433,7 @@ class Bench:
         return random.Random(0).choices(range(TOY_VOCAB), k=length)
 
     def batch(self, pair: str, batch: int, shapes: list[Any], models: list[Any]) -> None:
-        """All of fly's measurements of one pair at one batch size, eager and as graphs."""
+        """All of fly's measurements of one pair at one batch size, by all modes."""
         self.must_fit(batch * self.sequence_bytes(shapes))
         longest = 2 * self.capacity + self.args.tokens  # never reached
         draft, target = (ModelRunner(model, batch, longest) for model in models)
@@ -427,11 +441,14 @@ class Bench:
             runner.reserve(self.capacity)
             for slot in range(batch):  # the first is computed, the others copy it
                 runner.prefill(slot, self.prompt(self.args.context))
-        for mode in ("eager", "graph"):
+        capture = self.device.type == "cuda"
+        for mode in ("eager", "graph", "uniform"):
             for runner in (draft, target):
-                runner.static = None
-                if mode == "graph":
-                    runner.use_static_passes(capture=self.device.type == "cuda")
+                runner.static = runner.uniform = None
+                if mode == "uniform" and runner is target:
+                    runner.use_uniform_passes(capture=capture)
+                elif mode != "eager":
+                    runner.use_static_passes(capture=capture)
             where = {"pair": pair, "batch": batch, "mode": mode}
             self.passes(where, draft, target)
             self.play(where, f"fly_tau{self.tau:.3g}", target, draft)
@@ -509,8 +526,9 @@ class Bench:
 
 def must_be_static(runner: ModelRunner | None) -> None:
     """A graph that failed leaves eager passes behind, which must not count as graphs."""
-    if runner is not None and runner.static is not None and runner.static.failure is not None:
-        raise RuntimeError(f"no graph: {runner.static.failure}")
+    for passes in (runner.static, runner.uniform) if runner is not None else ():
+        if passes is not None and passes.failure is not None:
+            raise RuntimeError(f"no graph: {passes.failure}")
 
 
 def ratios(records: list[dict[str, Any]]) -> dict[str, float]:
@@ -530,6 +548,7 @@ def ratios(records: list[dict[str, Any]]) -> dict[str, float]:
             named[f"{what}/transformers_compiled{at}"] = compiled
         for what in dict.fromkeys(name.split()[0] for name in here):
             named[f"graph/eager {what}{at}"] = (f"{what} graph", f"{what} eager")
+            named[f"uniform/graph {what}{at}"] = (f"{what} uniform", f"{what} graph")
         for name, (above, below) in named.items():
             if above in here and below in here:
                 found[name] = round(here[above] / here[below], 3)
@@ -624,7 +643,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in args.pairs:
         bench.attempt(name, bench.pair, name)
     print_table(bench.records)
-    passed = len(bench.checks) == 3 and all(check["passed"] for check in bench.checks.values())
+    passed = len(bench.checks) >= 3 and all(check["passed"] for check in bench.checks.values())
     hidden = ("output", "stream")  # paths of this machine
     summary = {
         "commit": commit(),

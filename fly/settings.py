@@ -431,7 +431,8 @@ class ExecutionSettings(Settings):
         description="A token's bits in the target are the same in every pass: whatever its width, "
         "the running sequences, copied prefixes, with or without speculation. So exact "
         "verification gives the target's own texts in bfloat16, too. By fly's kernels on x86-64 "
-        "CPUs only; auto: wherever these compute the target's passes.",
+        "CPUs, by passes of one shape on GPUs. auto: wherever the kernels compute the target's "
+        "passes, where it costs little.",
     )
     threads: int | None = Field(
         None,

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from fly.execution.oom import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
+_R = TypeVar("_R")
 _SHORTEST_READ = 256
 
 
@@ -38,12 +39,10 @@ class PassOutput(NamedTuple):
 
 
 @dataclass
-class _Captured:
-    """Static inputs and outputs of one shape, and what computes the outputs."""
+class CapturedPass:
+    """Static inputs and output of one shape, and what computes the output from the inputs."""
 
-    ids: Tensor
-    lengths: Tensor
-    counts: Tensor
+    inputs: tuple[Tensor, ...]
     output: PassOutput
     replay: Callable[[], None]
 
@@ -65,24 +64,25 @@ class Runner(Protocol):
     def own_ids(self, token_B: Tensor) -> Tensor: ...
 
 
-class CudaGraphRunner:
-    """Fixed-shape passes of one runner.
+class CapturedPasses(Generic[_R]):
+    """Passes of a runner, of fixed shapes by key, captured as CUDA graphs at a key's first use.
 
     capture: False computes the same static passes without a graph (any device; for tests).
+    failure: why capturing failed, if it did; passes are eager from then on.
     `all_seconds`: time spent capturing by every instance, which is compile time, never decode time.
     """
 
     all_seconds = 0.0
 
-    def __init__(self, runner: Runner, *, capture: bool) -> None:
+    def __init__(self, runner: _R, *, capture: bool) -> None:
         self._runner_of = weakref.ref(runner)  # no cycle: the K/V are freed with the runner
         self._capture = capture
-        self._captured: dict[tuple[Any, ...], _Captured] = {}
+        self._captured: dict[tuple[Any, ...], CapturedPass] = {}
         self._pool: Any = None
         self.failure: str | None = None
 
     @property
-    def _runner(self) -> Runner:
+    def _runner(self) -> _R:
         runner = self._runner_of()
         assert runner is not None
         return runner
@@ -92,11 +92,75 @@ class CudaGraphRunner:
         self._captured.clear()
         self._pool = None
 
+    def get(
+        self,
+        key: tuple[Any, ...],
+        inputs: Callable[[], tuple[Tensor, ...]],
+        compute: Callable[..., PassOutput],
+    ) -> CapturedPass | None:
+        """The pass of this key; None if it has to be run eagerly.
+
+        inputs: makes the tensors that `compute` is called with, whose values trial passes take.
+        """
+        if self.failure is not None:
+            return None
+        if key not in self._captured:
+            start = time.perf_counter()
+            try:
+                self._captured[key] = self._make(inputs(), compute)
+            except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+                if is_out_of_memory(error):
+                    raise
+                self.failure = reason_of(error)
+                self.clear()
+                logger.warning("compile=auto: eager passes from here on: %s", self.failure)
+                return None
+            finally:
+                CapturedPasses.all_seconds += time.perf_counter() - start
+        return self._captured[key]
+
+    def _make(self, inputs: tuple[Tensor, ...], compute: Callable[..., PassOutput]) -> CapturedPass:
+        captured = CapturedPass(inputs, PassOutput(torch.empty(0)), lambda: None)
+        if self._capture:
+            self._record(captured, compute)
+            return captured
+
+        def run() -> None:
+            captured.output = compute(*inputs)
+
+        run()
+        captured.replay = run
+        return captured
+
+    def _record(self, captured: CapturedPass, compute: Callable[..., PassOutput]) -> None:
+        device = captured.inputs[0].device
+        with torch.cuda.device(device):  # lm-eval leaves the current device at the first one
+            side = torch.cuda.Stream(device=device)
+            side.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(side):
+                for _ in range(2):  # libraries allocate and tune at their first calls
+                    compute(*captured.inputs)
+            torch.cuda.current_stream(device).wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            with torch.cuda.graph(graph, pool=self._pool, stream=side):
+                captured.output = compute(*captured.inputs)
+
+        def replay() -> None:
+            with torch.cuda.device(device):
+                graph.replay()
+
+        captured.replay = replay
+
+
+class CudaGraphRunner(CapturedPasses[Runner]):
+    """Passes and draft chains of one runner, padded to a few shapes."""
+
     def extend(self, ids_BQ: Tensor) -> PassOutput | None:
         """One pass; None if it has to be run eagerly."""
         rows, width = ids_BQ.shape
         padded = _width_bucket(width)
-        captured = self._get("extend", rows, padded, self._longest(rows) + padded)
+        captured = self._pass("extend", rows, padded, self._longest(rows) + padded)
         if captured is None:
             return None
         self._fill(captured, ids_BQ)
@@ -109,11 +173,11 @@ class CudaGraphRunner:
         rows, width = ids_BQ.shape
         read = self._longest(rows) + self.reach(width, steps)
         width, bucket = _width_bucket(width), 1 << (steps - 1).bit_length()
-        captured = self._get("chain", rows, width, read, bucket)
+        captured = self._pass("chain", rows, width, read, bucket)
         if captured is None:
             return None
         self._fill(captured, ids_BQ)
-        captured.counts[:rows] = counts_B
+        captured.inputs[2][:rows] = counts_B
         captured.replay()
         return captured.output.logits[:rows, :steps]
 
@@ -129,78 +193,36 @@ class CudaGraphRunner:
         """Graphs exist for powers of two: finished rows do not cost a capture each."""
         return min(self._runner.slots, 1 << (rows - 1).bit_length())
 
-    def _fill(self, captured: _Captured, ids_BQ: Tensor) -> None:
+    def _fill(self, captured: CapturedPass, ids_BQ: Tensor) -> None:
         rows, width = ids_BQ.shape
-        captured.ids[:rows, :width] = ids_BQ
-        lengths = self._runner.lengths[: captured.ids.shape[0]]
-        captured.lengths.copy_(torch.tensor(lengths), non_blocking=True)
+        ids, lengths_B = captured.inputs[:2]
+        ids[:rows, :width] = ids_BQ
+        lengths = self._runner.lengths[: ids.shape[0]]
+        lengths_B.copy_(torch.tensor(lengths), non_blocking=True)
 
-    def _get(self, kind: str, rows: int, width: int, read: int, steps: int = 0) -> _Captured | None:
+    def _pass(
+        self, kind: str, rows: int, width: int, read: int, steps: int = 0
+    ) -> CapturedPass | None:
         if self.failure is not None or not self._runner.cache.bytes_per_token:
             return None
         bucket = self._rows_bucket(rows)
         self._runner.reserve(read)
         read = max(_SHORTEST_READ, 1 << (read - 1).bit_length())
         read = min(read, self._runner.cache.capacity)
-        key = (kind, bucket, width, read, steps)
-        if key not in self._captured:
-            start = time.perf_counter()
-            try:
-                self._captured[key] = self._make(kind, bucket, width, read, steps)
-            except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
-                if is_out_of_memory(error):
-                    raise
-                self.failure = reason_of(error)
-                self.clear()
-                logger.warning("compile=auto: eager passes from here on: %s", self.failure)
-                return None
-            finally:
-                CudaGraphRunner.all_seconds += time.perf_counter() - start
-        return self._captured[key]
-
-    def _make(self, kind: str, rows: int, width: int, read: int, steps: int) -> _Captured:
         device = self._runner.device
-        ids = torch.zeros(rows, width, dtype=torch.long, device=device)
-        # Trial passes write past what any of these rows holds.
-        lengths = torch.full((rows,), read - width - steps, device=device)
-        counts = torch.ones(rows, dtype=torch.long, device=device)
 
-        def compute() -> PassOutput:
+        def inputs() -> tuple[Tensor, ...]:
+            ids = torch.zeros(bucket, width, dtype=torch.long, device=device)
+            # trial passes write past what any of these rows holds
+            lengths = torch.full((bucket,), read - width - steps, device=device)
+            return ids, lengths, torch.ones(bucket, dtype=torch.long, device=device)
+
+        def compute(ids: Tensor, lengths: Tensor, counts: Tensor) -> PassOutput:
             if kind == "extend":
                 return self._runner.static_pass(ids, lengths, read)
             return PassOutput(self._draft(ids, lengths, counts, read, steps))
 
-        if not self._capture:
-            captured = _Captured(ids, lengths, counts, compute(), lambda: None)
-
-            def run() -> None:
-                captured.output = compute()
-
-            captured.replay = run
-            return captured
-        empty = PassOutput(torch.empty(0))
-        return self._record(_Captured(ids, lengths, counts, empty, lambda: None), compute)
-
-    def _record(self, captured: _Captured, compute: Callable[[], PassOutput]) -> _Captured:
-        device = self._runner.device
-        with torch.cuda.device(device):  # lm-eval leaves the current device at the first one
-            side = torch.cuda.Stream(device=device)
-            side.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(side):
-                for _ in range(2):  # libraries allocate and tune at their first calls
-                    compute()
-            torch.cuda.current_stream(device).wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
-            with torch.cuda.graph(graph, pool=self._pool, stream=side):
-                captured.output = compute()
-
-        def replay() -> None:
-            with torch.cuda.device(device):
-                graph.replay()
-
-        captured.replay = replay
-        return captured
+        return self.get((kind, bucket, width, read, steps), inputs, compute)
 
     def _draft(self, ids: Tensor, lengths: Tensor, counts: Tensor, read: int, steps: int) -> Tensor:
         """The draft loop on the device: step i + 1 is fed step i's token."""

@@ -11,7 +11,7 @@ head size.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ _NAME = "fly_grouped"
 _WIDE = 64  # on GPUs wider passes (prefill) repeat heads: there the mask would be the larger copy
 _SEVERAL = 16  # query positions per K/V head; with fewer, sdpa is faster
 _MOST_SCORES = 1 << 22  # more do not fit into the CPU's cache
-_EXTRAS = ("position_bias", "softcap", "s_aux", "cache")  # left to transformers' sdpa
+EXTRAS = ("position_bias", "softcap", "s_aux", "cache")  # left to transformers' sdpa
 
 
 def grouped_attention(
@@ -44,7 +44,7 @@ def grouped_attention(
     kv_heads = key.shape[1]
     shared_mask = attention_mask is not None and attention_mask.shape[1] == 1
     copies_much = query.device.type != "cpu" and width > _WIDE
-    if not shared_mask or copies_much or any(kwargs.get(name) is not None for name in _EXTRAS):
+    if not shared_mask or copies_much or any(kwargs.get(name) is not None for name in EXTRAS):
         output: Tensor = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, **kwargs
         )[0]
@@ -88,17 +88,22 @@ def _products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: 
 AttentionInterface.register(_NAME, grouped_attention)
 
 
-@contextmanager
-def grouped(model: PreTrainedModel) -> Iterator[None]:
+def grouped(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Within the block, a model that uses sdpa uses `grouped_attention`; others are unchanged.
 
     Only fly's own passes run so; the rest of lm-eval gets transformers' attention.
     """
+    return attention(model, _NAME)
+
+
+@contextmanager
+def attention(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Within the block, a model that uses sdpa uses the attention registered as `name`."""
     config = model.config.get_text_config()
     if config._attn_implementation != "sdpa":
         yield
         return
-    config._attn_implementation = _NAME
+    config._attn_implementation = name
     try:
         yield
     finally:

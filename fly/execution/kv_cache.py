@@ -1,9 +1,9 @@
 """A preallocated, ragged K/V cache: one slot per row, rollback by moving a length.
 
 Shapes: S slots, H key/value heads, C capacity (tokens), D head size, B rows of one pass, Q new
-tokens per row of that pass. A pass writes Q positions per row at that row's own offset and reads
-under a mask made from the lengths; what lies past a row's length is never read, so rollback
-forgets tokens without touching data.
+tokens per row of that pass; T tokens of a pass in which each is a row of its own. A pass writes Q
+positions per row at that row's own offset and reads under a mask made from the lengths; what lies
+past a row's length is never read, so rollback forgets tokens without touching data.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-_BLOCK = 256  # capacity grows in whole blocks of tokens
+BLOCK = 256  # capacity grows in whole blocks of tokens
 
 
 class SlotCache(Cache):
@@ -32,6 +32,7 @@ class SlotCache(Cache):
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._rows = slice(0, 0)
+        self._slots_T: Tensor | None = None  # of a pass whose rows are tokens
         self._positions_BQ = torch.empty(0, 0, dtype=torch.long)
         self.read_length = 0
         self._is_static = False
@@ -54,7 +55,7 @@ class SlotCache(Cache):
     @staticmethod
     def rounded(tokens: int) -> int:
         """The capacity that is allocated for so many tokens."""
-        return -(-tokens // _BLOCK) * _BLOCK
+        return -(-tokens // BLOCK) * BLOCK
 
     def _grow(self, old: Tensor) -> Tensor:
         new = old.new_zeros(*old.shape[:2], self.capacity, old.shape[3])
@@ -74,9 +75,18 @@ class SlotCache(Cache):
         pass's shapes then depends on the positions' values.
         """
         self._rows = slice(first_slot, first_slot + positions_BQ.shape[0])
+        self._slots_T = None
         self._positions_BQ = positions_BQ
         self._is_static = read_length is not None
         self.read_length = int(positions_BQ.max()) + 1 if read_length is None else read_length
+
+    def begin_tokens(self, slots_T: Tensor, positions_T: Tensor, read_length: int) -> None:
+        """Have the next pass write one token per row, to any slots; it reads all of the cache.
+
+        A token that is given twice is written twice.
+        """
+        self._slots_T, self._positions_BQ = slots_T, positions_T[:, None]
+        self.read_length = read_length
 
     def copy_slot(self, source: int, destination: int, length: int) -> None:
         """Copy the first `length` tokens of one slot over another."""
@@ -86,12 +96,15 @@ class SlotCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write K/V of [B, H, Q, D]; return what the B rows may read, [B, H, read length, D]."""
+        """Write K/V of [B, H, Q, D]; return what the B rows may read, [B, H, read length, D], or
+        after `begin_tokens` the whole layer, [S, H, C, D]."""
         while len(self._keys) <= layer_idx:
             self._keys.append(self._allocate(key_states))
             self._values.append(self._allocate(value_states))
         self._write(self._keys[layer_idx], key_states)
         self._write(self._values[layer_idx], value_states)
+        if self._slots_T is not None:
+            return self._keys[layer_idx], self._values[layer_idx]
         return self.readable(layer_idx)
 
     def layer(
@@ -118,6 +131,10 @@ class SlotCache(Cache):
 
     def _write(self, stored: Tensor, new_BHQD: Tensor) -> None:
         positions_BQ = self._positions_BQ
+        if self._slots_T is not None:
+            at = (self._slots_T.to(stored.device), positions_BQ[:, 0].to(stored.device))
+            stored[at[0], :, at[1]] = new_BHQD[:, :, 0]
+            return
         if positions_BQ.shape[0] == 1 and not self._is_static:  # one row: a plain slice copy
             start = self.read_length - positions_BQ.shape[1]
             stored[self._rows, :, start : self.read_length] = new_BHQD

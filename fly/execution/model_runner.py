@@ -6,8 +6,9 @@ the layers asked for, side by side.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +20,10 @@ from fly.execution.cuda_graphs import CudaGraphRunner, PassOutput
 from fly.execution.grouped_attention import grouped
 from fly.execution.pass_costs import relative_cost
 from fly.execution.slot_runner import SlotRunner
+from fly.execution.uniform_passes import Fed, UniformPasses, in_blocks
 from fly.models.token_intersection import TokenIntersection
+
+_NO_LOGITS = torch.empty(0, dtype=torch.long)  # positions to build logits for
 
 
 class ModelRunner(SlotRunner):
@@ -51,7 +55,8 @@ class ModelRunner(SlotRunner):
         vocabulary: int | None = None,
         intersection: TokenIntersection | None = None,
     ) -> None:
-        self.static: CudaGraphRunner | None = None  # `resize` clears it
+        self.static: CudaGraphRunner | None = None  # `resize` clears it, and `uniform`
+        self.uniform: UniformPasses | None = None
         super().__init__(model, slots, input_device(model))
         self.model = model
         self._vocabulary = vocabulary
@@ -79,8 +84,8 @@ class ModelRunner(SlotRunner):
                 f"target_model_path ({self.model.config.model_type}): its hidden states cannot be "
                 "read: choose another target, or a drafter that reads none"
             )
-        if layers != self._layers and self.static is not None:
-            self.static.clear()
+        if layers != self._layers:
+            self._drop_graphs()
         self._layers = layers
 
     @contextmanager
@@ -128,8 +133,12 @@ class ModelRunner(SlotRunner):
     def resize(self, slots: int) -> None:
         super().resize(slots)
         self._written: list[list[int]] = [[] for _ in range(slots)]  # tokens whose K/V lie there
-        if self.static is not None:
-            self.static.clear()
+        self._drop_graphs()
+
+    def _drop_graphs(self) -> None:
+        for passes in (self.static, self.uniform):
+            if passes is not None:
+                passes.clear()
 
     @torch.inference_mode()
     def prefill(
@@ -151,7 +160,7 @@ class ModelRunner(SlotRunner):
         chunk = chunk or self.chunk
         for start in range(self.lengths[slot], len(tokens), chunk):
             piece = tokens[start : start + chunk]
-            self._forward(slot, [piece], logits_to_keep=torch.empty(0, dtype=torch.long))
+            self._forward(slot, [piece], with_logits=False)
             self.lengths[slot] += len(piece)
 
     def _copy_prefix(self, slot: int, tokens: list[int]) -> int:
@@ -174,12 +183,17 @@ class ModelRunner(SlotRunner):
         self.reserve(min(longest, self.max_length) + past, spare=False)
 
     def reserve(self, tokens: int, *, spare: bool = True) -> None:
-        if self.cache.reserve(tokens, spare=spare) and self.static is not None:
-            self.static.clear()
+        if self.cache.reserve(tokens, spare=spare):
+            self._drop_graphs()
 
     def use_static_passes(self, *, capture: bool) -> None:
         """From now on run `extend` in fixed shapes, with `capture` as CUDA graphs."""
         self.static = CudaGraphRunner(self, capture=capture)
+
+    def use_uniform_passes(self, *, capture: bool | None) -> None:
+        """From now on a token's bits do not depend on what shares its pass, with `capture` by CUDA
+        graphs (see fly.execution.uniform_passes)."""
+        self.uniform = UniformPasses(self, capture=capture)
 
     @torch.inference_mode()
     def extend(self, tokens: list[list[int]]) -> Tensor:
@@ -195,7 +209,7 @@ class ModelRunner(SlotRunner):
                 self._note_written(0, tokens)
                 return self._kept(output)
         self._hidden = []
-        return self._forward(0, tokens, logits_to_keep=0)
+        return self._forward(0, tokens, with_logits=True)
 
     @torch.inference_mode()
     def extend_ids(self, ids_BQ: Tensor) -> Tensor:
@@ -247,9 +261,27 @@ class ModelRunner(SlotRunner):
         """One pass over slots 0..B-1 whose shapes do not depend on any value."""
         positions_BQ = lengths_B[:, None] + torch.arange(ids_BQ.shape[1], device=self.device)
         self.cache.begin(0, positions_BQ, read_length)
-        return self._call(
-            ids_BQ, positions_BQ, causal_mask(positions_BQ, read_length, self.model.dtype), 0
-        )
+        mask = causal_mask(positions_BQ, read_length, self.model.dtype)
+        return self._call(ids_BQ, positions_BQ, mask, 0, grouped(self.model))
+
+    def token_pass(
+        self,
+        ids_T: Tensor,
+        slots_T: Tensor,
+        positions_T: Tensor,
+        read_length: int,
+        *,
+        with_logits: bool,
+    ) -> PassOutput:
+        """One pass in which each token is a row of its own: logits [T, V] or empty, hidden [T, F].
+        Its shapes do not depend on any value."""
+        self.cache.begin_tokens(slots_T, positions_T, read_length)
+        positions_T1 = positions_T[:, None]
+        mask = causal_mask(positions_T1, read_length, self.model.dtype)
+        keep = 0 if with_logits else _NO_LOGITS.to(self.device)  # graphs read no host memory
+        how = in_blocks(self.model, slots_T)
+        logits, hidden = self._call(ids_T[:, None], positions_T1, mask, keep, how)
+        return PassOutput(logits.flatten(0, 1), None if hidden is None else hidden[:, 0])
 
     def own_ids(self, token_B: Tensor) -> Tensor:
         """What it is fed for tokens that were taken from its logits."""
@@ -261,26 +293,49 @@ class ModelRunner(SlotRunner):
         super().move(source, destination)
         self._written[destination] = self._written[source][: self.lengths[source]]
 
-    def _forward(
-        self, first_slot: int, tokens: list[list[int]], logits_to_keep: int | Tensor
-    ) -> Tensor:
-        ids_BQ = padded(tokens)
-        positions_BQ = self._begin(first_slot, *ids_BQ.shape)
-        self._note_written(first_slot, tokens)
-        mask = causal_mask(positions_BQ, self.cache.read_length, self.model.dtype)
-        on_device = (ids_BQ.to(self.device), positions_BQ.to(self.device), mask.to(self.device))
-        output = self._call(*on_device, logits_to_keep)
+    def _forward(self, first_slot: int, tokens: list[list[int]], *, with_logits: bool) -> Tensor:
+        if self.uniform is not None:
+            output = self._in_uniform_passes(self.uniform, first_slot, tokens, with_logits)
+        else:
+            ids_BQ = padded(tokens)
+            positions_BQ = self._begin(first_slot, *ids_BQ.shape)
+            self._note_written(first_slot, tokens)
+            mask = causal_mask(positions_BQ, self.cache.read_length, self.model.dtype)
+            on_device = (ids_BQ.to(self.device), positions_BQ.to(self.device), mask.to(self.device))
+            keep = 0 if with_logits else _NO_LOGITS
+            output = self._call(*on_device, keep, grouped(self.model))
         if output.hidden is not None:
             self._hidden.append(output.hidden)
         return output.logits
 
+    def _in_uniform_passes(
+        self, passes: UniformPasses, first_slot: int, tokens: list[list[int]], with_logits: bool
+    ) -> PassOutput:
+        self._note_written(first_slot, tokens)
+        fed = [
+            Fed(token, slot, self.lengths[slot] + index)
+            for slot, row in enumerate(tokens, start=first_slot)
+            for index, token in enumerate(row)
+        ]
+        logits_NV, hidden_NF = passes.run(fed, with_logits=with_logits)
+        place_BQ = places(tokens).to(logits_NV.device)
+        return PassOutput(
+            logits_NV[place_BQ] if with_logits else logits_NV,
+            None if hidden_NF is None else hidden_NF[place_BQ.to(hidden_NF.device)],
+        )
+
     def _call(
-        self, ids_BQ: Tensor, positions_BQ: Tensor, mask: Tensor, logits_to_keep: int | Tensor
+        self,
+        ids_BQ: Tensor,
+        positions_BQ: Tensor,
+        mask: Tensor,
+        logits_to_keep: int | Tensor,
+        attention: AbstractContextManager[None],
     ) -> PassOutput:
         """logits_to_keep: as in transformers: which positions to build logits for, 0 being all."""
         if self._last_id is not None:
             ids_BQ = ids_BQ.clamp(max=self._last_id)
-        with grouped(self.model), self._capturing() as hidden:
+        with attention, self._capturing() as hidden:
             output = self.model(
                 input_ids=ids_BQ,
                 # padding may lie past the context, where position tables have no entry
@@ -310,6 +365,12 @@ def padded(tokens: list[list[int]]) -> Tensor:
     """[B, Q] on the host, zeros after each row's own tokens."""
     width = max(len(row) for row in tokens)
     return torch.tensor([row + [0] * (width - len(row)) for row in tokens])
+
+
+def places(tokens: list[list[int]]) -> Tensor:
+    """[B, Q]: where a row's i-th token lies if all rows stand behind each other; 0 in padding."""
+    counted = itertools.count()
+    return padded([[next(counted) for _ in row] for row in tokens])
 
 
 def input_device(model: PreTrainedModel) -> torch.device:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from fly.errors import FlyError, reason_of
 from fly.execution import kernels, oom
 from fly.execution.model_runner import ModelRunner, context_of, input_device
+from fly.execution.uniform_passes import WIDTH
 from fly.models.sources import ModelSource, weight_bytes
 
 logger = logging.getLogger(__name__)
@@ -48,29 +49,29 @@ def warn_if_memory_is_short(target: ModelSource, draft: ModelSource | None, devi
 
 
 @torch.inference_mode()
-def check_cache_agrees(model: PreTrainedModel, field: str) -> None:
+def check_cache_agrees(model: PreTrainedModel, field: str, *, uniform: bool = False) -> None:
     """Decode two sequences through the cache and compare every logit with a plain pass.
 
     Catches architectures that ignore the mask or the positions that fly passes (ALiBi, or
     positions counted by the cache), and passes that compute something else than the model's own.
     Logits may differ by what the dtype's rounding explains; the largest logit may be another one
-    only where two are that close. Raises FlyError, naming the configuration key `field`.
+    only where two are that close. uniform: by passes of one shape. Raises FlyError, naming the
+    configuration key `field`.
     """
-    config = model.config.get_text_config()
-    length = context_of(model, _CHECKED)
-    words = max(1, min(config.vocab_size, 1000) - 3)
-    tokens = [(index * index * 7 + index * 11) % words + 3 for index in range(length)]
+    tokens = _tokens_for(model)
     name = f"{field} ({model.config.model_type})"
+    unsupported = "this architecture is not supported yet"
+    if uniform:
+        unsupported = "batch_invariant=true does not support this architecture: set it to false"
     device = input_device(model)
     expected: Any = model(torch.tensor([tokens], device=device)).logits[0].float()
     if not expected.isfinite().all():
         raise FlyError(f"{name}: its logits are not finite (NaN or infinite): {NOT_FINITE}")
     try:
-        checked = _through_cache(model, tokens)
+        checked = _through_cache(model, tokens, uniform)
     except (ValueError, TypeError, RuntimeError, AttributeError, LookupError) as error:
         raise FlyError(
-            f"{name}: cannot be decoded through fly's cache ({reason_of(error)}): this "
-            "architecture is not supported yet"
+            f"{name}: cannot be decoded through fly's cache ({reason_of(error)}): {unsupported}"
         ) from error
     dtype = torch.bfloat16 if kernels.rounds_inputs(model) else model.dtype
     tolerance = _ROUNDING.get(dtype, _COARSEST) * expected.abs().max().item() + 1e-4
@@ -81,18 +82,48 @@ def check_cache_agrees(model: PreTrainedModel, field: str) -> None:
         if not difference <= tolerance or gap > tolerance:  # also refuses NaN
             raise FlyError(
                 f"{name}: decoding through fly's cache differs from the model's plain pass (at "
-                f"token {at} by {difference:.3g}, where rounding explains {tolerance:.3g}): this "
-                "architecture is not supported yet"
+                f"token {at} by {difference:.3g}, where rounding explains {tolerance:.3g}): "
+                f"{unsupported}"
             )
 
 
-def _through_cache(model: PreTrainedModel, tokens: list[int]) -> list[tuple[int, torch.Tensor]]:
+@torch.inference_mode()
+def check_places(model: PreTrainedModel, field: str) -> None:
+    """Check that in passes of one shape a token's bits do not depend on its place in the pass.
+
+    Libraries promise nothing of the kind. Raises FlyError, naming the configuration key `field`.
+    """
+    tokens = _tokens_for(model)[:WIDTH]
+    runner = ModelRunner(model, slots=1, max_length=len(tokens), reuse_prefixes=False)
+    runner.use_uniform_passes(capture=None)
+    together_NV = runner.extend([tokens])[0].clone()
+    for index, token in enumerate(tokens):
+        runner.truncate(0, index)
+        if not torch.equal(runner.extend([[token]])[0, 0], together_NV[index]):
+            raise FlyError(
+                f"batch_invariant=true: {field} ({model.config.model_type}): on this "
+                f"{runner.device.type} device a token's bits depend on its place in a pass (place "
+                f"{index}): set it to false"
+            )
+
+
+def _tokens_for(model: PreTrainedModel) -> list[int]:
+    length = context_of(model, _CHECKED)
+    words = max(1, min(model.config.get_text_config().vocab_size, 1000) - 3)
+    return [(index * index * 7 + index * 11) % words + 3 for index in range(length)]
+
+
+def _through_cache(
+    model: PreTrainedModel, tokens: list[int], uniform: bool
+) -> list[tuple[int, torch.Tensor]]:
     """(position, logits [V] there) of two sequences, fed piece by piece with a rollback.
 
     Together the pieces are prompt chunks, a wide pass and drafts, and cover all of `tokens`.
     """
     first, second = len(tokens) // 3, len(tokens) // 2
     runner = ModelRunner(model, slots=2, max_length=len(tokens), reuse_prefixes=False)
+    if uniform:
+        runner.use_uniform_passes(capture=None)
     runner.prefill(0, tokens[:first], chunk=16)
     runner.prefill(1, tokens[:second], chunk=16)
     # the two fillers are rolled back

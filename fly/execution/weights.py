@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from fly import launch
 from fly.errors import FlyError, reason_of
-from fly.execution import fused_layer, kernels, packed_linear
+from fly.execution import fused_layer, kernels, packed_linear, uniform_passes
 from fly.settings import ExecutionSettings, Quantization
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class PackedWeights:
     `graphs` (captured as shapes come up) or `eager`. draft: the same, and its quantisation:
     `kernels-amx int8`. draft_weight: bytes of its weights over the target's. seconds: packing and
     quantising, never decode time. batch_invariant: a token's bits in the target are the same in
-    every pass.
+    every pass; uniform: because all its passes are of one shape (fly.execution.uniform_passes).
     """
 
     target: str
@@ -48,6 +48,7 @@ class PackedWeights:
     cpu_capability: str
     seconds: float
     batch_invariant: bool
+    uniform: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -81,6 +82,7 @@ def pack(
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
         seconds=time.perf_counter() - start,
         batch_invariant=is_invariant,
+        uniform=is_invariant and not how_target.startswith("kernels"),
     )
     logger.info(
         "passes: target %s, draft %s, %d threads (CPU capability %s)",
@@ -145,7 +147,10 @@ def _pack(
     done: str = passes
     is_invariant = False
     if invariant is True and passes != "kernels":
-        raise _not_invariant(f"its passes are {passes} here{f' ({reason})' if reason else ''}")
+        if (why := _why_not_uniform(model)) is not None:
+            passes_here = f"its passes are {passes} here{f' ({reason})' if reason else ''}"
+            raise _not_invariant(why or passes_here)
+        is_invariant = True
     if passes == "kernels":
         is_int8 = kind == "int8"
         packed_linear.use_kernels(model, kernels.Int8Linear if is_int8 else kernels.Bfloat16Linear)
@@ -161,10 +166,20 @@ def _pack(
     return done if kind == "none" else f"{done} {kind}", is_invariant
 
 
+def _why_not_uniform(model: PreTrainedModel) -> str | None:
+    """Why the passes of a model outside of fly's kernels cannot be of one shape. Empty where
+    nothing but its device, a CPU, is in the way."""
+    if model.device.type == "cpu":
+        return ""
+    if is_sharded(model):
+        return "its weights are sharded over processes, whose sums have no fixed order"
+    return uniform_passes.why_not(model)
+
+
 def _not_invariant(why: str) -> FlyError:
     return FlyError(
         f"batch_invariant=true: the target: {why}: it takes fly's kernels (a bfloat16 model of the "
-        "Llama, Mistral, Qwen2 or Qwen3 family on an x86-64 CPU): set it to false"
+        "Llama, Mistral, Qwen2 or Qwen3 family on an x86-64 CPU) or a GPU: set it to false"
     )
 
 

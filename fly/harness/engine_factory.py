@@ -149,13 +149,17 @@ class EngineFactory:
             vocabulary=self.target.config.get_text_config().vocab_size,
             intersection=intersection,
         )
-        if config.compile == "auto" and runner.device.type == "cuda":
-            if is_sharded(model):
-                logger.info("compile=auto: eager passes: the model is sharded over processes")
-            elif len(set(getattr(model, "hf_device_map", {}).values())) > 1:
-                logger.warning("compile=auto: eager passes: the model is spread over devices")
-            else:
-                runner.use_static_passes(capture=True)
+        captures = config.compile == "auto" and runner.device.type == "cuda"
+        if captures and is_sharded(model):
+            logger.info("compile=auto: eager passes: the model is sharded over processes")
+            captures = False
+        elif captures and len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+            logger.warning("compile=auto: eager passes: the model is spread over devices")
+            captures = False
+        if self.packed.uniform and model is self.target:
+            runner.use_uniform_passes(capture=True if captures else None)
+        elif captures:
+            runner.use_static_passes(capture=True)
         return runner
 
     def _drafter(

@@ -99,7 +99,10 @@ class FlyLM(Backend, HFLM):
                 # before quantisation, whose errors only cost speed
                 self_check.check_cache_agrees(draft_model, "pretrained")
         self.packed = weights.pack(self.model, draft_model, config.part(ExecutionSettings))
-        self_check.check_cache_agrees(self.model, "target_model_path")
+        uniform = self.packed.uniform
+        self_check.check_cache_agrees(self.model, "target_model_path", uniform=uniform)
+        if uniform:
+            self_check.check_places(self.model, "target_model_path")
         if isinstance(draft_model, Head) and shared.size == 1:
             tokens = self.tokenizer.encode(layer_check.TEXT)
             layer_check.warn_if_layers_are_shifted(draft_model, self.model, tokens)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fly.errors import FlyError
 from fly.execution.argmax import NotFiniteError, marked
-from fly.execution.cuda_graphs import CudaGraphRunner
+from fly.execution.cuda_graphs import CapturedPasses
 from fly.execution.model_runner import ModelRunner
 from fly.execution.oom import is_out_of_memory
 from fly.execution.ranks import Ranks
@@ -266,13 +266,13 @@ class Engine:
     @contextmanager
     def _timed(self, phase: str, sequences: list[Sequence]) -> Iterator[None]:
         """Share the block's wall time among sequences; capturing graphs counts as compile time."""
-        start, captured = time.perf_counter(), CudaGraphRunner.all_seconds
+        start, captured = time.perf_counter(), CapturedPasses.all_seconds
         try:
             yield
             for device in self._devices:  # else the next phase waits for this one's work
                 torch.cuda.synchronize(device)
         finally:  # a pass that fails has taken its time, too
-            captured = CudaGraphRunner.all_seconds - captured
+            captured = CapturedPasses.all_seconds - captured
             elapsed = time.perf_counter() - start - captured
             self._clock += elapsed if phase in TIMED else 0.0
             for sequence in sequences:

@@ -1,5 +1,7 @@
 """`batch_invariant`: a token's logits and K/V have the same bits in every pass, in bfloat16."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -7,12 +9,11 @@ from fly.errors import FlyError
 from fly.execution import kernels, weights
 from fly.execution.kernels import Bfloat16Linear, LayerKernels
 from fly.settings import ExecutionSettings
-from tests import tiny
+from tests import invariance, tiny
+from tests.invariance import WAYS
 from tests.unit.test_kernels import FAMILIES, family_model
 
 pytestmark = pytest.mark.skipif(kernels.why_not() is not None, reason="no kernels here")
-TOKENS = torch.randint(3, 96, (70,), generator=torch.Generator().manual_seed(4)).tolist()
-PROMPT = 40
 
 
 def packed(family, **settings):
@@ -21,45 +22,8 @@ def packed(family, **settings):
     return model
 
 
-def walk(model, slots=1, slot=0, chunk=None, copied=0, widths=(1,) * 30):
-    """(logits after every token from the prompt's end on, K/V of all), on one way to them."""
-    runner = tiny.runner(model, slots, max_length=256)
-    others = [other for other in range(slots) if other != slot]
-    for other in others:
-        runner.prefill(other, TOKENS[: copied or 5 + 3 * other])
-    assert runner.prefill(slot, TOKENS[:PROMPT], chunk, reuse=bool(copied)) == copied
-    logits, start = [], PROMPT
-    for width in widths:
-        feed = [TOKENS[other : other + 1 + other % width] for other in range(slots)]
-        feed[slot] = TOKENS[start : start + width]
-        logits.append(runner.extend(feed)[slot, :width].clone())
-        for other in range(slots):
-            runner.lengths[other] += len(feed[other])
-        start += width
-    stored = (*runner.cache._keys, *runner.cache._values)
-    return torch.cat(logits), [part[slot, :, :start] for part in stored]
-
-
-WAYS = [
-    {"widths": [9, 4, 17]},  # verification
-    {"chunk": 13},  # a prompt in chunks
-    {"slots": 3, "slot": 1, "widths": [9, 9, 12]},  # beside other sequences
-    {"slots": 8, "slot": 6, "widths": [1, 2, 3, 4, 20]},
-    {"slots": 2, "slot": 1, "copied": 25, "widths": [5] * 6},  # a prefix of another's
-]
-
-
 def differing(model):
-    """The ways on which some bit is another than in plain decoding."""
-    logits, cache = walk(model)
-    assert logits.isfinite().all()
-    found = []
-    for way in WAYS:
-        other_logits, other_cache = walk(model, **way)
-        equal = torch.equal(logits, other_logits)
-        if not equal or not all(map(torch.equal, cache, other_cache)):
-            found.append(way)
-    return found
+    return invariance.differing(partial(tiny.runner, model, max_length=256))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
