@@ -76,5 +76,5 @@ def load_engine(name: str) -> Any:
     except ImportError as error:
         asked = next((model for model, engine in IN_PLACE_OF.items() if engine == name), name)
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        remedy = f"pip install 'fly-eval[{asked}]'" if missing == asked else str(error)
+        remedy = f"pip install {asked}" if missing == asked else str(error)
         raise FlyError(f"--model {asked}: {asked} cannot be imported here: {remedy}") from None

@@ -30,7 +30,7 @@ def _plot(args: argparse.Namespace) -> None:
     try:
         import matplotlib  # noqa: F401  only whether it is there
     except ImportError:
-        raise FlyError("fly plot needs matplotlib: pip install 'fly-eval[plot]'") from None
+        raise FlyError("fly plot needs matplotlib: pip install matplotlib") from None
     from fly.analysis import plotting
     from fly.analysis.plotting import data as plot_data
     from fly.runs import context, reader
