@@ -228,8 +228,7 @@ def _quantize_with_torchao(model: PreTrainedModel, kind: str) -> None:
         )
     except ImportError:
         raise FlyError(
-            f"draft_quantization={kind}: needs torchao: pip install torchao, "
-            "or set it to none"
+            f"draft_quantization={kind}: needs torchao: pip install torchao, or set it to none"
         ) from None
     try:
         quantize_(model, Int8WeightOnlyConfig() if kind == "int8" else Float8WeightOnlyConfig())
