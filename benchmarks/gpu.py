@@ -395,7 +395,7 @@ class Bench:
     def check_places(self, pair: str, target: Any) -> None:
         name, failure = f"places {pair}", None
         try:
-            self_check.check_places(target, pair)
+            self_check.check_places(target, pair, capture=self.device.type == "cuda")
         except FlyError as error:
             failure = str(error)
         self.checks[name] = {"passed": failure is None, "failure": failure}

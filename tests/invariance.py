@@ -2,6 +2,8 @@
 
 import torch
 
+from fly.execution import token_attention, uniform_passes
+
 TOKENS = torch.randint(3, 96, (70,), generator=torch.Generator().manual_seed(4)).tolist()
 PROMPT = 40
 
@@ -48,3 +50,9 @@ def differing(make):
         if not equal or not all(map(torch.equal, cache, other_cache)):
             found.append(way)
     return found
+
+
+def make_small(monkeypatch):
+    """Passes of one shape in which a prompt takes several and a context has several blocks."""
+    monkeypatch.setattr(uniform_passes, "WIDTH", 24)
+    monkeypatch.setattr(token_attention, "BLOCK", 16)

@@ -79,6 +79,7 @@ class CapturedPasses(Generic[_R]):
         self._capture = capture
         self._captured: dict[tuple[Any, ...], CapturedPass] = {}
         self._pool: Any = None
+        self._stream: Any = None
         self.failure: str | None = None
 
     @property
@@ -125,17 +126,22 @@ class CapturedPasses(Generic[_R]):
             self._record(captured, compute)
             return captured
 
-        def run() -> None:
-            captured.output = compute(*inputs)
+        captured.output = compute(*inputs)
 
-        run()
+        def run() -> None:  # into the same tensors, as a graph does
+            fixed, new = captured.output, compute(*inputs)
+            fixed.logits.copy_(new.logits)
+            if fixed.hidden is not None and new.hidden is not None:
+                fixed.hidden.copy_(new.hidden)
+
         captured.replay = run
         return captured
 
     def _record(self, captured: CapturedPass, compute: Callable[..., PassOutput]) -> None:
         device = captured.inputs[0].device
         with torch.cuda.device(device):  # lm-eval leaves the current device at the first one
-            side = torch.cuda.Stream(device=device)
+            # one stream for all: memory of a pool is shared by captures of the same stream
+            side = self._stream = self._stream or torch.cuda.Stream(device=device)
             side.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(side):
                 for _ in range(2):  # libraries allocate and tune at their first calls

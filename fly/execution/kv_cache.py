@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-BLOCK = 256  # capacity grows in whole blocks of tokens
+_BLOCK = 256  # capacity grows in whole blocks of tokens
 
 
 class SlotCache(Cache):
@@ -55,7 +55,7 @@ class SlotCache(Cache):
     @staticmethod
     def rounded(tokens: int) -> int:
         """The capacity that is allocated for so many tokens."""
-        return -(-tokens // BLOCK) * BLOCK
+        return -(-tokens // _BLOCK) * _BLOCK
 
     def _grow(self, old: Tensor) -> Tensor:
         new = old.new_zeros(*old.shape[:2], self.capacity, old.shape[3])
@@ -92,6 +92,11 @@ class SlotCache(Cache):
         """Copy the first `length` tokens of one slot over another."""
         for stored in (*self._keys, *self._values):
             stored[destination, :, :length] = stored[source, :, :length]
+
+    def holds_same(self, other: SlotCache, length: int) -> bool:
+        """Whether both hold the same bits for the first `length` tokens of their first slots."""
+        pairs = zip((*self._keys, *self._values), (*other._keys, *other._values))
+        return all(torch.equal(a[0, :, :length], b[0, :, :length]) for a, b in pairs)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

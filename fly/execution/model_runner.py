@@ -20,7 +20,8 @@ from fly.execution.cuda_graphs import CudaGraphRunner, PassOutput
 from fly.execution.grouped_attention import grouped
 from fly.execution.pass_costs import relative_cost
 from fly.execution.slot_runner import SlotRunner
-from fly.execution.uniform_passes import Fed, UniformPasses, in_blocks
+from fly.execution.token_attention import of_tokens
+from fly.execution.uniform_passes import Fed, UniformPasses
 from fly.models.token_intersection import TokenIntersection
 
 _NO_LOGITS = torch.empty(0, dtype=torch.long)  # positions to build logits for
@@ -123,6 +124,10 @@ class ModelRunner(SlotRunner):
             taken = [torch.empty(1, 0, width, dtype=self.model.dtype, device=self.device)]
         return torch.cat(taken, dim=1) if taken else None
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
     def relative_cost(self, tokens: int) -> float:
         """What a pass over so many tokens costs, by a fixed rule: 1 is a pass over one token.
 
@@ -193,6 +198,7 @@ class ModelRunner(SlotRunner):
     def use_uniform_passes(self, *, capture: bool | None) -> None:
         """From now on a token's bits do not depend on what shares its pass, with `capture` by CUDA
         graphs (see fly.execution.uniform_passes)."""
+        self.static = None
         self.uniform = UniformPasses(self, capture=capture)
 
     @torch.inference_mode()
@@ -278,8 +284,8 @@ class ModelRunner(SlotRunner):
         self.cache.begin_tokens(slots_T, positions_T, read_length)
         positions_T1 = positions_T[:, None]
         mask = causal_mask(positions_T1, read_length, self.model.dtype)
-        keep = 0 if with_logits else _NO_LOGITS.to(self.device)  # graphs read no host memory
-        how = in_blocks(self.model, slots_T)
+        keep = 0 if with_logits else _NO_LOGITS.to(self.device)  # empty: a graph copies nothing
+        how = of_tokens(self.model, slots_T, positions_T)
         logits, hidden = self._call(ids_T[:, None], positions_T1, mask, keep, how)
         return PassOutput(logits.flatten(0, 1), None if hidden is None else hidden[:, 0])
 
@@ -318,10 +324,10 @@ class ModelRunner(SlotRunner):
             for index, token in enumerate(row)
         ]
         logits_NV, hidden_NF = passes.run(fed, with_logits=with_logits)
-        place_BQ = places(tokens).to(logits_NV.device)
+        index_BQ = row_index(tokens)
         return PassOutput(
-            logits_NV[place_BQ] if with_logits else logits_NV,
-            None if hidden_NF is None else hidden_NF[place_BQ.to(hidden_NF.device)],
+            logits_NV[index_BQ.to(logits_NV.device)] if with_logits else logits_NV,
+            None if hidden_NF is None else hidden_NF[index_BQ.to(hidden_NF.device)],
         )
 
     def _call(
@@ -367,7 +373,7 @@ def padded(tokens: list[list[int]]) -> Tensor:
     return torch.tensor([row + [0] * (width - len(row)) for row in tokens])
 
 
-def places(tokens: list[list[int]]) -> Tensor:
+def row_index(tokens: list[list[int]]) -> Tensor:
     """[B, Q]: where a row's i-th token lies if all rows stand behind each other; 0 in padding."""
     counted = itertools.count()
     return padded([[next(counted) for _ in row] for row in tokens])

@@ -9,14 +9,14 @@ import torch
 from transformers import PreTrainedModel
 
 from fly.errors import FlyError, reason_of
-from fly.execution import kernels, oom
+from fly.execution import kernels, oom, uniform_passes
 from fly.execution.model_runner import ModelRunner, context_of, input_device
-from fly.execution.uniform_passes import WIDTH
 from fly.models.sources import ModelSource, weight_bytes
 
 logger = logging.getLogger(__name__)
 
 _CHECKED = 64  # tokens of context in the self-check
+_LONG = 300  # before the tokens whose places are compared
 # The difference that rounding explains between passes of different widths, as a share of the
 # largest logit, by dtype.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
@@ -88,23 +88,37 @@ def check_cache_agrees(model: PreTrainedModel, field: str, *, uniform: bool = Fa
 
 
 @torch.inference_mode()
-def check_places(model: PreTrainedModel, field: str) -> None:
-    """Check that in passes of one shape a token's bits do not depend on its place in the pass.
+def check_places(model: PreTrainedModel, field: str, *, capture: bool | None) -> None:
+    """Check that in passes of one shape a token's bits do not depend on its place in the pass, nor
+    on what shares it: a pass's tokens together, and one by one as the run will compute them.
 
-    Libraries promise nothing of the kind. Raises FlyError, naming the configuration key `field`.
+    Libraries promise nothing of the kind. capture: as `ModelRunner.use_uniform_passes` takes it.
+    Raises FlyError, naming the configuration key `field`.
     """
-    tokens = _tokens_for(model)[:WIDTH]
-    runner = ModelRunner(model, slots=1, max_length=len(tokens), reuse_prefixes=False)
-    runner.use_uniform_passes(capture=None)
-    together_NV = runner.extend([tokens])[0].clone()
-    for index, token in enumerate(tokens):
-        runner.truncate(0, index)
-        if not torch.equal(runner.extend([[token]])[0, 0], together_NV[index]):
-            raise FlyError(
-                f"batch_invariant=true: {field} ({model.config.model_type}): on this "
-                f"{runner.device.type} device a token's bits depend on its place in a pass (place "
-                f"{index}): set it to false"
-            )
+    width = uniform_passes.WIDTH
+    length = context_of(model, _LONG + width)  # more than one block of keys
+    known = _tokens_for(model)
+    tokens = [known[index % len(known)] for index in range(length)]
+    first = max(0, length - width)
+    runners = []
+    for how in (None, capture):
+        runner = ModelRunner(model, slots=1, max_length=length, reuse_prefixes=False)
+        runner.use_uniform_passes(capture=how)
+        runner.prefill(0, tokens[:first])
+        runners.append(runner)
+    together, alone = runners
+    together_NV = together.extend([tokens[first:]])[0].clone()
+    for index, token in enumerate(tokens[first:]):
+        alone.truncate(0, first + index)
+        if not torch.equal(alone.extend([[token]])[0, 0], together_NV[index]):
+            break
+    else:
+        if together.cache.holds_same(alone.cache, length):
+            return
+    raise FlyError(
+        f"batch_invariant=true: {field} ({model.config.model_type}): on this {runner.device.type} "
+        "device a token's bits depend on its place in a pass, or on what shares it: set it to false"
+    )
 
 
 def _tokens_for(model: PreTrainedModel) -> list[int]:

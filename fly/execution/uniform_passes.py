@@ -4,34 +4,28 @@ A library chooses its kernels by the shapes of a pass, and each kernel adds up i
 own, so a token's bits depend on how many others share its pass. Here every pass computes the same
 number of tokens, padded with copies of the last one, each token a row of its own; norms,
 activations and products are then the same kernels for all. Attention, whose shapes grow with the
-context, goes over blocks of keys at fixed places, and a block that a token does not see changes
-none of its bits. What a token's place in a pass may still change, `self_check` looks for at load.
+context, is `token_attention`'s. What a token's place in a pass may still change, `self_check` looks
+for at load.
 
-The price: a pass over one token costs what one over `WIDTH` does, which is bound by reading the
-weights on a GPU, and long prompts take more passes.
+The price: a pass over one token computes WIDTH, and a long prompt takes a pass per WIDTH tokens.
 
-Shapes: N tokens that are fed, T = WIDTH tokens of a pass, H query heads, G query heads per K/V
-head, S slots, C capacity, R readable keys, D head size, V vocabulary, F features.
+Shapes: N tokens that are fed, T = WIDTH tokens of a pass, V vocabulary, F features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
+from fly.execution import token_attention
 from fly.execution.cuda_graphs import CapturedPasses, PassOutput
-from fly.execution.grouped_attention import EXTRAS, attention
-from fly.execution.kv_cache import BLOCK, SlotCache
+from fly.execution.kv_cache import SlotCache
 
 WIDTH = 64  # tokens of every pass: reading the weights takes a GPU longer than computing so many
-_NAME = "fly_in_blocks"
-_SLOTS: ContextVar[Tensor] = ContextVar("slots of a pass's tokens, [T]")
 
 
 class Fed(NamedTuple):
@@ -42,65 +36,12 @@ class Fed(NamedTuple):
     position: int
 
 
-def attention_in_blocks(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """query [T, H, 1, D], all of a layer's key and value [S, H/G, C, D], additive mask
-    [T, 1, 1, R], R a multiple of BLOCK. Sums are float32, in the order of the blocks.
-
-    Returns [T, 1, H, D], as transformers' attention functions do.
-    """
-    for name in EXTRAS:
-        if kwargs.get(name) is not None:
-            raise NotImplementedError(f"attention with {name} has no blocks")
-    dtype, (tokens, heads, _, size) = query.dtype, query.shape
-    kv_heads = key.shape[1]
-    slots_T = _SLOTS.get().to(key.device)
-    query = query.reshape(tokens, kv_heads, heads // kv_heads, size).float()
-    query = query * (size**-0.5 if scaling is None else scaling)
-    highest = query.new_full((*query.shape[:3], 1), -torch.inf)
-    whole: Tensor | float = 0.0
-    mixed: Tensor | float = 0.0
-    for start in range(0, attention_mask.shape[-1], BLOCK):
-        block = slice(start, start + BLOCK)
-        keys, values = (part[:, :, block][slots_T].float() for part in (key, value))
-        scores = query @ keys.mT + attention_mask[..., block]
-        new_highest = torch.maximum(highest, scores.amax(dim=-1, keepdim=True))
-        # of a block that is hidden from a token: weights are 0 and what came before is kept whole
-        weights, kept = (scores - new_highest).exp(), (highest - new_highest).exp()
-        whole = whole * kept + weights.sum(dim=-1, keepdim=True)
-        mixed = mixed * kept + weights @ values
-        highest = new_highest
-    assert isinstance(mixed, Tensor)
-    return (mixed / whole).to(dtype).reshape(tokens, 1, heads, -1), None
-
-
-AttentionInterface.register(_NAME, attention_in_blocks)
-
-
-@contextmanager
-def in_blocks(model: PreTrainedModel, slots_T: Tensor) -> Iterator[None]:
-    """Within the block, `model` attends by `attention_in_blocks` for tokens of these slots."""
-    token = _SLOTS.set(slots_T)
-    try:
-        with attention(model, _NAME):
-            yield
-    finally:
-        _SLOTS.reset(token)
-
-
 def why_not(model: PreTrainedModel) -> str | None:
     """Why a model cannot have such passes; None if it can."""
     config = model.config.get_text_config()
-    if experts := [key for key, value in config.to_dict().items() if "experts" in key and value]:
-        return f"it has experts ({experts[0]}), which compute as many tokens as choose them"
+    for name, module in model.named_modules():
+        if "expert" in f"{name} {type(module).__name__}".lower():
+            return f"it has experts ({name}), which compute as many tokens as choose them"
     if config._attn_implementation != "sdpa":
         return f"its attention is {config._attn_implementation}, not sdpa"
     return None
@@ -111,6 +52,9 @@ class Runner(Protocol):
 
     cache: SlotCache
     device: torch.device
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
     def reserve(self, tokens: int) -> None: ...
 
@@ -138,13 +82,14 @@ class UniformPasses(CapturedPasses[Runner]):
     def run(self, fed: Sequence[Fed], *, with_logits: bool) -> PassOutput:
         """Feed tokens, those of a sequence in their order: logits [N, V], hidden [N, F].
 
-        Without logits those of the output are empty.
+        Without logits those of the output are empty. Tensors may be a graph's own: they are valid
+        until the next pass.
         """
         self._runner.reserve(max(token.position for token in fed) + 1)
-        outputs = [
-            self._pass(fed[start : start + WIDTH], with_logits)
-            for start in range(0, len(fed), WIDTH)
-        ]
+        pieces = [fed[start : start + WIDTH] for start in range(0, len(fed), WIDTH)]
+        if len(pieces) == 1:
+            return self._pass(pieces[0], with_logits)
+        outputs = [_copied(self._pass(piece, with_logits)) for piece in pieces]
         hidden = [output.hidden for output in outputs if output.hidden is not None]
         logits = torch.cat([output.logits for output in outputs])
         return PassOutput(logits, torch.cat(hidden) if hidden else None)
@@ -155,9 +100,11 @@ class UniformPasses(CapturedPasses[Runner]):
         # a copy of a token computes and writes what the token does
         padded = [*fed, *[fed[-1]] * (WIDTH - len(fed))]
         values = torch.tensor(padded).T.contiguous()  # ids, slots, positions
-        read = SlotCache.rounded(max(token.position for token in fed) + 1)
         is_static = self._is_static and cache.bytes_per_token > 0  # there is a cache to capture
-        if is_static:
+        read = SlotCache.rounded(max(token.position for token in fed) + 1)
+        if token_attention.reads_in_place(device, self._runner.dtype):
+            read = cache.capacity
+        elif is_static:
             read = min(1 << (read - 1).bit_length(), cache.capacity)
 
         def compute(ids_T: Tensor, slots_T: Tensor, positions_T: Tensor) -> PassOutput:
@@ -173,11 +120,15 @@ class UniformPasses(CapturedPasses[Runner]):
         for static, given in zip(captured.inputs, values):
             static.copy_(given, non_blocking=True)
         captured.replay()
-        # the next pass writes over a graph's output
-        logits, hidden = _first(captured.output, len(fed))
-        return PassOutput(logits.clone(), None if hidden is None else hidden.clone())
+        return _first(captured.output, len(fed))
 
 
 def _first(output: PassOutput, count: int) -> PassOutput:
     logits, hidden = output
     return PassOutput(logits[:count], None if hidden is None else hidden[:count])
+
+
+def _copied(output: PassOutput) -> PassOutput:
+    """Before the next pass writes over a graph's output."""
+    logits, hidden = output
+    return PassOutput(logits.clone(), None if hidden is None else hidden.clone())

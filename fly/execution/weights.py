@@ -150,6 +150,8 @@ def _pack(
         if (why := _why_not_uniform(model)) is not None:
             passes_here = f"its passes are {passes} here{f' ({reason})' if reason else ''}"
             raise _not_invariant(why or passes_here)
+        if torch.version.hip:  # else its products may add up by atomics, in any order
+            torch.use_deterministic_algorithms(True, warn_only=True)
         is_invariant = True
     if passes == "kernels":
         is_int8 = kind == "int8"
@@ -173,6 +175,8 @@ def _why_not_uniform(model: PreTrainedModel) -> str | None:
         return ""
     if is_sharded(model):
         return "its weights are sharded over processes, whose sums have no fixed order"
+    if os.environ.get("PYTORCH_TUNABLEOP_ENABLED") == "1":
+        return "PYTORCH_TUNABLEOP_ENABLED=1 chooses products by their time"
     return uniform_passes.why_not(model)
 
 

@@ -17,7 +17,7 @@ from fly.execution import pass_costs
 from fly.execution.batch_size import SequenceWork, Work, sequences_that_fit
 from fly.execution.calibration import calibrate
 from fly.execution.heads.base import Head
-from fly.execution.model_runner import ModelRunner, context_of
+from fly.execution.model_runner import ModelRunner, context_of, input_device
 from fly.execution.pass_costs import PairCosts
 from fly.execution.ranks import Ranks
 from fly.execution.weights import PackedWeights, is_sharded
@@ -43,6 +43,19 @@ def rule_of(config: FlyConfig) -> Rule:
     kind = registry.load(registry.RULES[config.rule])
     rule: Rule = kind(config.part(kind.settings_type))
     return rule
+
+
+def captures_graphs(config: FlyConfig, model: PreTrainedModel) -> bool:
+    """Whether a model's passes are captured as CUDA graphs; says why not where they could be."""
+    if config.compile != "auto" or input_device(model).type != "cuda":
+        return False
+    if is_sharded(model):
+        logger.info("compile=auto: eager passes: the model is sharded over processes")
+        return False
+    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+        logger.warning("compile=auto: eager passes: the model is spread over devices")
+        return False
+    return True
 
 
 @dataclass
@@ -82,7 +95,8 @@ class EngineFactory:
         draft = self.draft_runner(config, slots) if drafts else None
         costs = self._costs(config, wanted, target, draft)
         drafter = self._drafter(config, slots, wanted, draft, costs)
-        if target.static is not None and not all(r.sampling.is_plain for r in missing):
+        drafts_in_graphs = getattr(draft, "static", None) is not None
+        if drafts_in_graphs and not all(r.sampling.is_plain for r in missing):
             logger.info(
                 "requests that sample or have a repetition penalty draft step by step, outside of "
                 "the graphed draft loop"
@@ -149,15 +163,9 @@ class EngineFactory:
             vocabulary=self.target.config.get_text_config().vocab_size,
             intersection=intersection,
         )
-        captures = config.compile == "auto" and runner.device.type == "cuda"
-        if captures and is_sharded(model):
-            logger.info("compile=auto: eager passes: the model is sharded over processes")
-            captures = False
-        elif captures and len(set(getattr(model, "hf_device_map", {}).values())) > 1:
-            logger.warning("compile=auto: eager passes: the model is spread over devices")
-            captures = False
+        captures = captures_graphs(config, model)
         if self.packed.uniform and model is self.target:
-            runner.use_uniform_passes(capture=True if captures else None)
+            runner.use_uniform_passes(capture=captures or None)
         elif captures:
             runner.use_static_passes(capture=True)
         return runner

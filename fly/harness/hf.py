@@ -29,7 +29,7 @@ from fly.execution.heads.base import Head
 from fly.execution.model_runner import context_of, input_device
 from fly.execution.ranks import Ranks
 from fly.harness.backend import Backend
-from fly.harness.engine_factory import EngineFactory
+from fly.harness.engine_factory import EngineFactory, captures_graphs
 from fly.models import compatibility, loading, sources, tokenizers
 from fly.models.heads.checkpoint import TargetShape, read
 from fly.models.token_intersection import TokenIntersection
@@ -102,7 +102,8 @@ class FlyLM(Backend, HFLM):
         uniform = self.packed.uniform
         self_check.check_cache_agrees(self.model, "target_model_path", uniform=uniform)
         if uniform:
-            self_check.check_places(self.model, "target_model_path")
+            capture = captures_graphs(config, self.model) or None
+            self_check.check_places(self.model, "target_model_path", capture=capture)
         if isinstance(draft_model, Head) and shared.size == 1:
             tokens = self.tokenizer.encode(layer_check.TEXT)
             layer_check.warn_if_layers_are_shifted(draft_model, self.model, tokens)

@@ -4,9 +4,10 @@ passes of one shape."""
 import pytest
 import torch
 
-from fly.execution import self_check
+from fly.execution import self_check, token_attention
+from fly.execution.model_runner import causal_mask
 from tests import tiny
-from tests.invariance import differing
+from tests.invariance import differing, make_small
 from tests.unit.test_kernels import FAMILIES, family_model
 
 pytestmark = pytest.mark.gpu
@@ -55,18 +56,62 @@ def test_hidden_states_of_graphs_are_those_of_eager_passes(pair):
     torch.testing.assert_close(taken[True], taken[None], atol=1e-4, rtol=1e-4)
 
 
-def uniform(model, slots, capture):
-    runner = tiny.runner(model, slots, max_length=256)
+def uniform(model, slots, capture, max_length=256):
+    runner = tiny.runner(model, slots, max_length=max_length)
     runner.use_uniform_passes(capture=True if capture else None)
     return runner
 
 
 @pytest.mark.parametrize("capture", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("products", [False, True], ids=["kernel", "products"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bits_do_not_depend_on_the_pass(family, capture):
+def test_bits_do_not_depend_on_the_pass(family, products, capture, monkeypatch):
+    """Several passes to a prompt; by Triton's kernel, and by PyTorch's products in its place."""
+    make_small(monkeypatch)
     model = family_model(family).cuda()
-    self_check.check_places(model, "target_model_path")
+    if products:
+        monkeypatch.setattr(token_attention, "reads_in_place", lambda *where: False)
+    self_check.check_places(model, "target_model_path", capture=capture or None)
     assert not differing(lambda slots: uniform(model, slots, capture))
+    assert not token_attention._failures
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_kernel_attends_as_products_do(dtype):
+    torch.manual_seed(0)
+    query = torch.randn(9, 12, 64, device="cuda", dtype=dtype)
+    key, value = (torch.randn(3, 2, 512, 64, device="cuda", dtype=dtype) for _ in range(2))
+    slots = torch.arange(9, device="cuda") % 3
+    positions = torch.tensor([0, 1, 63, 64, 65, 255, 256, 400, 511], device="cuda")
+    mask = causal_mask(positions[:, None], 512, dtype)
+    products = token_attention._in_blocks(query, key, value, mask, slots, 0.2)
+    kernel = token_attention._triton().attention(query, key, value, slots, positions, 0.2)
+    limit = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(kernel, products, atol=limit, rtol=limit)
+
+
+@pytest.mark.parametrize("capture", [False, True], ids=["eager", "graphs"])
+def test_bits_at_the_sizes_of_real_models(capture):
+    """Wide layers, whose sums libraries may cut into parts; contexts of several blocks and growing
+    caches; whole passes."""
+    sizes = {"hidden_size": 2048, "head_dim": 128, "max_position_embeddings": 2048}
+    model = tiny.model(seed=0, vocab=32000, **sizes).bfloat16().cuda()
+    self_check.check_places(model, "target_model_path", capture=capture or None)
+    tokens = [3 + index * index % 5000 for index in range(900)]
+    logits = []
+    for slots, widths in ((1, [1] * 40), (3, [9, 9, 9, 9, 4])):
+        runner = uniform(model, slots, capture, max_length=2048)
+        for slot in range(slots - 1):
+            runner.prefill(slot, tokens[5 : 300 + slot])
+        runner.prefill(slots - 1, tokens[:860])
+        found, start = [], 860
+        for width in widths:
+            feeds = [[7] * (1 + slot) for slot in range(slots - 1)]
+            found.append(runner.extend([*feeds, tokens[start : start + width]])[-1, :width].clone())
+            start += width
+            runner.truncate(slots - 1, start)
+        logits.append(torch.cat(found))
+    assert torch.equal(*logits)
 
 
 def test_ordinary_passes_are_caught():

@@ -6,10 +6,9 @@ tried in float32, as rounding hides most of their differences in so small a mode
 
 import pytest
 import torch
-from transformers import AttentionInterface
 
 from fly.errors import FlyError
-from fly.execution import self_check, uniform_passes, weights
+from fly.execution import self_check, token_attention, uniform_passes, weights
 from fly.execution.model_runner import ModelRunner
 from fly.execution.uniform_passes import UniformPasses
 from fly.settings import ExecutionSettings
@@ -18,17 +17,17 @@ from tests.integration.test_architectures import EXACT, build, compare_with_fres
 from tests.integration.test_architectures import exact_model as architecture
 from tests.integration.test_architectures import one_thread as one_thread
 from tests.integration.test_lm import fly_lm, instances
-from tests.invariance import WAYS, differing
+from tests.invariance import WAYS, differing, make_small
 from tests.unit.test_kernels import FAMILIES, family_model
 
 WITH_EXPERTS = {name for name, parts in EXACT.items() if any("experts" in key for key in parts[2])}
+FIELD = "target_model_path"
 
 
 @pytest.fixture(autouse=True)
 def small_passes(monkeypatch):
     """A prompt takes several passes, a context several blocks."""
-    monkeypatch.setattr(uniform_passes, "WIDTH", 24)
-    monkeypatch.setattr(uniform_passes, "BLOCK", 16)
+    make_small(monkeypatch)
 
 
 def uniform(model, slots, capture=None, max_length=256):
@@ -58,9 +57,9 @@ def test_rows_equal_fresh_passes_where_a_model_can_have_them(name):
         return
     if name.startswith("falcon"):  # its attention is its own
         with pytest.raises(FlyError, match=r"batch_invariant=true does not support .*false"):
-            self_check.check_cache_agrees(model, "target_model_path", uniform=True)
+            self_check.check_cache_agrees(model, FIELD, uniform=True)
         return
-    self_check.check_cache_agrees(model, "target_model_path", uniform=True)
+    self_check.check_cache_agrees(model, FIELD, uniform=True)
     compare_with_fresh_passes(model, UniformRunner)
 
 
@@ -75,7 +74,7 @@ def make(model, capture=None):
 )
 def test_bits_do_not_depend_on_the_pass(name, dtype, capture):
     model = wide_model(name).to(dtype)
-    self_check.check_places(model, "target_model_path")
+    self_check.check_places(model, FIELD, capture=capture)
     assert not differing(make(model, capture))
 
 
@@ -110,18 +109,14 @@ def test_passes_that_are_not_padded_are_caught(monkeypatch):
 
 def test_blocks_that_begin_elsewhere_are_caught(monkeypatch):
     """The mutant: the size of a block follows the pass."""
-    real = uniform_passes.attention_in_blocks
+    real = token_attention._in_blocks
 
-    def by_pass(*args, **kwargs):
-        slots = uniform_passes._SLOTS.get()
-        monkeypatch.setattr(uniform_passes, "BLOCK", 16 if bool((slots == slots[0]).all()) else 32)
-        return real(*args, **kwargs)
+    def by_pass(query, key, value, mask, slots, scaling):
+        monkeypatch.setattr(token_attention, "BLOCK", 16 if bool((slots == slots[0]).all()) else 32)
+        return real(query, key, value, mask, slots, scaling)
 
-    AttentionInterface.register(uniform_passes._NAME, by_pass)
-    try:
-        assert differing(make(family_model("qwen2").float()))
-    finally:
-        AttentionInterface.register(uniform_passes._NAME, real)
+    monkeypatch.setattr(token_attention, "_in_blocks", by_pass)
+    assert differing(make(family_model("qwen2").float()))
 
 
 def test_a_prefix_copied_short_is_caught(monkeypatch):
@@ -147,10 +142,69 @@ def test_a_device_on_which_the_place_matters_is_refused(monkeypatch):
         return result
 
     monkeypatch.setattr(model.lm_head, "forward", by_place)
-    with pytest.raises(
-        FlyError, match=r"batch_invariant=true: target .*place 7\): set it to false"
-    ):
-        self_check.check_places(model, "target")
+    with pytest.raises(FlyError, match=r"^batch_invariant=true: target .*place in a pass.*false$"):
+        self_check.check_places(model, "target", capture=None)
+
+
+def test_a_place_that_matters_from_the_second_block_on_is_noticed(monkeypatch):
+    real = token_attention._in_blocks
+
+    def by_place(query, key, value, mask, *where):
+        output = real(query, key, value, mask, *where)
+        if mask.shape[-1] > token_attention.BLOCK:
+            output[7:] *= 1.5
+        return output
+
+    monkeypatch.setattr(token_attention, "_in_blocks", by_place)
+    with pytest.raises(FlyError, match="place in a pass"):
+        self_check.check_places(family_model("qwen2"), "target", capture=None)
+
+
+def test_what_lies_behind_a_sequences_end_is_not_read():
+    """A rejected draft may have overflowed there."""
+    model, found = tiny.model(seed=0), []
+    for damaged in (False, True):
+        runner = uniform(model, 2)
+        runner.prefill(0, list(range(3, 40)))
+        runner.prefill(1, list(range(3, 20)))
+        with torch.inference_mode():
+            for stored in runner.cache._values if damaged else ():
+                stored[0, :, 37:] = torch.inf
+                stored[1, :, 17:] = torch.nan
+        found.append(runner.extend([[5, 6], [7, 8]]))
+    assert torch.equal(*found)
+
+
+def test_float64_is_computed_in_float64():
+    model = tiny.model(seed=0).double()
+    runner = uniform(model, 1)
+    runner.prefill(0, list(range(3, 40)))
+    with torch.inference_mode():
+        expected = model(torch.tensor([[*range(3, 40), 5]])).logits[0, -1]
+    torch.testing.assert_close(runner.extend([[5]])[0, 0], expected, atol=1e-9, rtol=1e-9)
+
+
+def outputs_of_several_passes():
+    model = tiny.model(seed=0)
+    found = []
+    for capture in (None, False):
+        runner = uniform(model, 2, capture)
+        runner.hidden_layers = (1,)
+        runner.prefill(0, list(range(3, 40)))
+        runner.prefill(1, list(range(3, 60)))
+        taken = runner.take_hidden()
+        feeds = [list(range(3, 40)), list(range(10, 30))]
+        logits = runner.extend(feeds)
+        taken = [taken, logits[0], logits[1, :20], runner.take_hidden()[0]]
+        found.append([part.clone() for part in taken])
+    return all(map(torch.equal, *found))
+
+
+def test_outputs_of_several_passes_are_kept(monkeypatch):
+    """The mutant leaves them to the next pass, which writes over them."""
+    assert outputs_of_several_passes()
+    monkeypatch.setattr(uniform_passes, "_copied", lambda output: output)
+    assert not outputs_of_several_passes()
 
 
 def decode(target, name="none", k=0, slots=1, draft=None, capture=None):
