@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -144,7 +146,8 @@ class CapturedPasses(Generic[_R]):
             side = self._stream = self._stream or torch.cuda.Stream(device=device)
             side.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(side):
-                for _ in range(2):  # libraries allocate and tune at their first calls
+                compute(*captured.inputs)  # libraries allocate and tune at their first calls
+                with _no_host_sync():
                     compute(*captured.inputs)
             torch.cuda.current_stream(device).wait_stream(side)
             graph = torch.cuda.CUDAGraph()
@@ -157,6 +160,20 @@ class CapturedPasses(Generic[_R]):
                 graph.replay()
 
         captured.replay = replay
+
+
+@contextmanager
+def _no_host_sync() -> Iterator[None]:
+    """Raises where the host waits for the device. Graphs cannot hold that, and PyTorch does not
+    recover from a capture that fails in the middle."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it calls itself a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 class CudaGraphRunner(CapturedPasses[Runner]):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fly.execution import self_check, token_attention
-from fly.execution.model_runner import causal_mask
+from fly.execution.model_runner import ModelRunner, causal_mask
 from tests import tiny
 from tests.invariance import differing, make_small
 from tests.unit.test_kernels import FAMILIES, family_model
@@ -54,6 +54,24 @@ def test_hidden_states_of_graphs_are_those_of_eager_passes(pair):
     assert runner.static.failure is None
     assert runner.static._captured
     torch.testing.assert_close(taken[True], taken[None], atol=1e-4, rtol=1e-4)
+
+
+def test_a_model_that_makes_the_host_wait_is_never_captured(pair, monkeypatch):
+    """PyTorch does not recover from a capture that fails half way: the next one would fail, too."""
+    honest = ModelRunner.static_pass
+
+    def waits(self, ids, lengths, read_length):
+        return honest(self, ids, lengths, read_length + 0 * int(lengths.max()))
+
+    runners = [tiny.runner(pair[0], 1, True) for _ in range(2)]
+    for runner in runners:
+        runner.prefill(0, [5, 6, 7])
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "static_pass", waits)
+        runners[0].extend([[8]])
+    assert "synchronizing" in runners[0].static.failure
+    runners[1].extend([[8]])
+    assert runners[1].static.failure is None
 
 
 def uniform(model, slots, capture, max_length=256):
