@@ -58,7 +58,13 @@ def add_command(subparsers: Any) -> None:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     """What `fly run` does not know."""
     group = parser.add_argument_group("comparison")
-    group.add_argument("--modes", nargs="+", metavar="MODE", help="target-only, exact, fly, hf")
+    group.add_argument(
+        "--modes",
+        nargs="+",
+        metavar="MODE",
+        help="of target-only, exact, fly (default: these three) and hf; fly is the pair's file "
+        "as it is",
+    )
     group.add_argument(
         "--mode",
         action="append",
@@ -91,8 +97,18 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help="finished runs of several targets, drafters and rules as one matrix, each against the "
         "target-only run of its own target",
     )
-    group.add_argument("--min-recovery", type=float, metavar="SHARE", help="default: 0.99")
-    group.add_argument("--confidence", type=float, metavar="SHARE", help="default: 0.95")
+    group.add_argument(
+        "--min-recovery",
+        type=float,
+        metavar="SHARE",
+        help="share of the baseline's score that a run must keep (default: 0.99)",
+    )
+    group.add_argument(
+        "--confidence",
+        type=float,
+        metavar="SHARE",
+        help="how sure a verdict must be (default: 0.95)",
+    )
     group.add_argument(
         "--allow-inconclusive", action="store_true", help="exit status 0 without enough evidence"
     )

@@ -37,7 +37,9 @@ def add_command(subparsers: Any) -> None:
     check.set_defaults(func=_check)
     show = commands.add_parser("show", help="print the resolved configuration")
     show.add_argument("file")
-    show.add_argument("overrides", nargs="*", metavar="key=value")
+    show.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="keys to override, as in model_args"
+    )
     show.set_defaults(func=_show)
     schema = commands.add_parser("schema", help="print the JSON schema")
     schema.set_defaults(func=lambda args: print(json.dumps(config.schema(), indent=2)))

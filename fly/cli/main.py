@@ -37,6 +37,12 @@ from fly.runs.earlier_outputs import EarlierOutputs
 _COMMANDS = (compare, config, pair, plot, report, trace, tune)
 # flags of `fly run` that fly reads or replaces before lm-eval does
 _READ_HERE = ("model", "model_args", "output_path", "use_cache", "include_path")
+_ABOUT = """EleutherAI's lm-evaluation-harness with a backend that decodes by FLy, loosely verified
+speculative decoding, and commands that tell whether the scores held."""
+_EXAMPLE = """  # A draft, and its target by the JSON, with fly's backend (docs/configuration.md)
+  {}fly run --model hf --model_args pretrained=<draft>,config_path=<pair>.json --tasks gsm8k_cot
+
+"""
 _LAUNCHER_SECONDS = 5.0  # within which a launcher ends what is left of a run
 
 
@@ -54,7 +60,11 @@ class FlyCLI(HarnessCLI):
             metavar="RUN_DIR",
             help="Continue a run that was cut short; its other arguments are known",
         )
+        self._parser.description = _ABOUT
         _call_fly(self._parser, "fly")
+        for parser, prompt in ((self._parser, ""), (self._subparsers.choices["run"], "$ ")):
+            heading, _, rest = (parser.epilog or "").partition(":\n")
+            parser.epilog = f"{heading}:\n{_EXAMPLE.format(prompt)}{rest}"
 
     def parse_args(self) -> argparse.Namespace:
         """As lm-eval's, but a single argument may also be --resume=DIR, not only a subcommand."""
@@ -141,6 +151,7 @@ def _call_fly(parser: argparse.ArgumentParser, name: str) -> None:
         if of_lm_eval := getattr(parser, text):
             setattr(parser, text, re.sub(r"\blm-eval\b", "fly", of_lm_eval))
     for action in parser._actions:
+        action.help = action.help and re.sub(r"\blm-eval (?=ls\b)", "fly ", action.help)
         if isinstance(action, argparse._SubParsersAction):
             for command, child in action.choices.items():
                 _call_fly(child, f"{name} {command}")

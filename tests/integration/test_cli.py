@@ -235,3 +235,11 @@ def test_flys_own_log_lines_are_shown(monkeypatch, capsys):
 def test_version(capsys):
     assert run("--version") == 0
     assert capsys.readouterr().out.startswith("fly ")
+
+
+def test_help_is_flys_and_names_a_pair(capsys):
+    for arguments in (["--help"], ["run", "--help"]):
+        assert run(*arguments) == 0
+        shown = capsys.readouterr().out
+        assert "fly run --model hf --model_args pretrained=<draft>,config_path=<pair>.json" in shown
+        assert "lm-eval ls" not in shown
