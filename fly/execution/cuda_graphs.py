@@ -34,7 +34,7 @@ _SHORTEST_READ = 256
 
 class PassOutput(NamedTuple):
     """logits: [B, Q, V]. hidden: [B, Q, F], the states of the layers asked for side by side; None
-    without any."""
+    without any. Of passes whose rows are tokens [T, V] and [T, F]."""
 
     logits: Tensor
     hidden: Tensor | None = None

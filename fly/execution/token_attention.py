@@ -81,6 +81,7 @@ def _in_blocks(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, slots_T: Tensor, scaling: float
 ) -> Tensor:
     """By PyTorch's products: query [T, H, D]; returns [T, H, D]."""
+    assert mask.shape[-1] % BLOCK == 0, "a part of a block would be added up otherwise"
     dtype, (tokens, heads, size) = query.dtype, query.shape
     wide = torch.promote_types(dtype, torch.float32)
     kv_heads = key.shape[1]
