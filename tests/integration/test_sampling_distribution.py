@@ -95,7 +95,7 @@ class TableRunner(ModelRunner):
         super().__init__(stub, slots, 4096)
         self.table_VVV = table_VVV
 
-    def _forward(self, first_slot, tokens, logits_to_keep):
+    def _forward(self, first_slot, tokens, *, with_logits):
         self._note_written(first_slot, tokens)
         width = max(map(len, tokens))
         pairs = []
