@@ -382,7 +382,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, capsys, monkeypatch)
     capsys.readouterr()
     assert run("plot", tmp_path / "runs", "--output", tmp_path / "out") == 2
     assert re.fullmatch(
-        r"fly: error: fly plot needs matplotlib: pip install 'fly-eval\[plot\]'\n",
+        r"fly: error: fly plot needs matplotlib: pip install matplotlib\n",
         capsys.readouterr().err,
     )
 
