@@ -226,7 +226,7 @@ class CudaGraphRunner(CapturedPasses[Runner]):
     def _pass(
         self, kind: str, rows: int, width: int, read: int, steps: int = 0
     ) -> CapturedPass | None:
-        if self.failure is not None or not self._runner.cache.bytes_per_token:
+        if self.failure is not None or not self._runner.cache.is_allocated:
             return None
         bucket = self._rows_bucket(rows)
         self._runner.reserve(read)

@@ -63,6 +63,11 @@ class SlotCache(Cache):
         return new
 
     @property
+    def is_allocated(self) -> bool:
+        """Whether a pass has written to it, so that there are tensors that a graph can read."""
+        return bool(self._keys)
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes that one token of one row takes in all layers; 0 before the first pass."""
         stored = (*self._keys, *self._values)

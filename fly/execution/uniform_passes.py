@@ -100,7 +100,7 @@ class UniformPasses(CapturedPasses[Runner]):
         # a copy of a token computes and writes what the token does
         padded = [*fed, *[fed[-1]] * (WIDTH - len(fed))]
         values = torch.tensor(padded).T.contiguous()  # ids, slots, positions
-        is_static = self._is_static and cache.bytes_per_token > 0  # there is a cache to capture
+        is_static = self._is_static and cache.is_allocated
         read = SlotCache.rounded(max(token.position for token in fed) + 1)
         if token_attention.reads_in_place(device, self._runner.dtype):
             read = cache.capacity
