@@ -72,11 +72,13 @@ def write(
     responses=None,
     settings=None,
     entry=None,
+    output_type="generate_until",
 ) -> Path:
     """Write one run; its folder. scores: of the task `sums`; tasks: by task instead.
 
-    A task's scores are a list, or by metric. mode None is lm-eval's own backend. A document takes
-    `seconds` of decoding and a tenth of it of prefill, `tokens` in rounds of `round_tokens`.
+    A task's scores are a list, or by metric (None where a document does not have it). mode None is
+    lm-eval's own backend. A document takes `seconds` of decoding and a tenth of it of prefill,
+    `tokens` in rounds of `round_tokens`.
     drafts: of every document, by its number, (drafted, accepted) per round. responses: likewise.
     machine: what differs from two threads of a CPU and one sequence: keys of `device`, batch_size.
     settings: keys of the configuration; entry: of `config.fly`, such as drafter and engine.
@@ -107,6 +109,7 @@ def write(
         lines = []
         for doc_id in range(count):
             values = {name: values[doc_id] for name, values in by_metric.items()}
+            values = {name: value for name, value in values.items() if value is not None}
             how = {"filter_name": filter_name, "repeats": repeats}
             how |= {"response": responses[doc_id]} if responses else {}
             lines.append(sample(doc_id, values, f"{prompt} {doc_id}", **how))
@@ -119,13 +122,17 @@ def write(
                     record |= drafted(drafts[doc_id])
                 records.append(record)
         write_lines(folder / f"samples_{task}_{DATE}.jsonl", lines)
-        means = {f"{name},{filter_name}": sum(v) / count for name, v in by_metric.items()}
+        scored = {name: [v for v in values if v is not None] for name, values in by_metric.items()}
+        means = {f"{name},{filter_name}": sum(v) / len(v) for name, v in scored.items()}
         results[task] = {**means, **(aggregated or {})}
     if mode:
         write_lines(folder / f"fly_requests_{STARTED}.jsonl", records)
     whole = {
         "results": results,
-        "configs": {name: {"generation_kwargs": {"until": ["x"]}} for name in tasks},
+        "configs": {
+            name: {"generation_kwargs": {"until": ["x"]}, "output_type": output_type}
+            for name in tasks
+        },
         "versions": versions or dict.fromkeys(tasks, 1),
         "n-shot": dict.fromkeys(tasks, fewshot),
         "higher_is_better": {n: dict.fromkeys(m, higher_is_better) for n, m in tasks.items()},

@@ -39,9 +39,7 @@ class ScoreRow:
     @property
     def is_judged(self) -> bool:
         """False where nothing can be lost because the baseline scores nothing."""
-        scores = self.scores
-        nothing = scores.baseline == 0 and scores.lost == 0
-        return not (self.higher_is_better and nothing and scores.recovery is None)
+        return not self.scores.decides_nothing
 
     @property
     def verdict(self) -> str:
@@ -170,8 +168,11 @@ def compare(
             notes.append(f"{other.name} against {baseline.name}: {reason}")
         if apart := differences(baseline, other, {"engine": "engine"}):
             notes.append(f"{other.name} against {baseline.name} compares engines ({apart})")
+        notes += _only_in(other, baseline)
     tasks = [found for found in chosen.values() if found]
-    rows_per_run = sum(map(len, tasks)) + (len(tasks) > 1)
+    firsts = {name: first for name, of in chosen.items() if (first := primary(of)) is not None}
+    in_mean = _in_overall([first.higher_is_better for first in firsts.values()])
+    rows_per_run = sum(map(len, tasks)) + any(in_mean)
     if others and not tasks:
         raise FlyError(f"{others[0].name}: no metric to compare ({'; '.join(notes) or 'none'})")
     verdicts = len(others) * max(1, rows_per_run)
@@ -181,7 +182,6 @@ def compare(
     if noise is not None:
         check_pairs(baseline, noise)
         check_noise(baseline, noise)
-        firsts = {name: first for name, of in chosen.items() if (first := primary(of)) is not None}
         floor = [*noise_rows(baseline, noise, others, firsts)]
     speeds = _speeds(baseline, None)
     return Result(baseline.name, speeds, compared, demand, verdicts, notes, floor)
@@ -232,10 +232,20 @@ def _chosen(baseline: Measured, wanted: Sequence[str] | None) -> dict[str, list[
         name: [
             m
             for m in task.metrics
-            if not m.left_out and {m.name, m.label, f"{m.name},{m.filter}"} & names
+            if m.has_row and {m.name, m.label, f"{m.name},{m.filter}"} & names
         ]
         for name, task in baseline.tasks.items()
     }
+
+
+def _only_in(other: Measured, baseline: Measured) -> list[str]:
+    """Notes about the metrics that the baseline lacks."""
+    return [
+        f"{other.name}: {name} {metric.label}: {baseline.name} has no such metric; left out"
+        for name, task in other.tasks.items()
+        for metric in task.metrics
+        if baseline.tasks[name].metric(metric.label) is None
+    ]
 
 
 # ------------------------------------------------------------------------------------- scores
@@ -255,8 +265,12 @@ def _paired(ours: Metric, task: Task) -> _Scores:
     base = list(ours.scores.values())
     if theirs is None:
         return _Scores(base, [], "the run has no such metric")
+    if ours.left_out:
+        return _Scores(base, [], f"in the baseline {ours.left_out}")
     if theirs.left_out:
         return _Scores(base, [], theirs.left_out)
+    if apart := sorted(ours.scores.keys() ^ theirs.scores.keys()):
+        return _Scores(base, [], f"only one of the runs has it for document {apart[0]}")
     return _Scores(base, [theirs.scores[doc_id] for doc_id in ours.scores])
 
 
@@ -342,22 +356,29 @@ def _overall(
     primaries: list[tuple[ScoreRow, _Scores]], demand: Demand, verdicts: int, withheld: str
 ) -> ScoreRow | None:
     """The mean over tasks. Those where lower is better have no place in it, unless all are such."""
-    higher = any(row.higher_is_better for row, _ in primaries)
+    in_mean = _in_overall([row.higher_is_better for row, _ in primaries])
     tasks = [
         replace(found, lacking=found.lacking and f"{row.label}: {found.lacking}")
-        for row, found in primaries
-        if row.higher_is_better == higher
+        for (row, found), is_in in zip(primaries, in_mean)
+        if is_in
     ]
-    if len(tasks) < 2:
+    if not tasks:
         return None
+    higher = any(row.higher_is_better for row, _ in primaries)
     scores = _judged(tasks, demand, higher, verdicts, withheld)
     return ScoreRow("overall", f"mean of {len(tasks)} tasks", False, higher, scores)
 
 
+def _in_overall(higher: list[bool]) -> list[bool]:
+    """Which tasks the mean is of, by whether higher is better in each; none if it were of one."""
+    found = [each == any(higher) for each in higher]
+    return found if sum(found) > 1 else [False] * len(found)
+
+
 def primary(metrics: list[Metric]) -> Metric | None:
     """A task's first metric by which the baseline scores anything, else its first."""
-    known = [metric for metric in metrics if not metric.left_out]
-    scoring = (m for m in known if not m.higher_is_better or any(m.scores.values()))
+    known = [metric for metric in metrics if metric.has_row]
+    scoring = (m for m in known if not m.higher_is_better or max(m.scores.values()) > 0)
     return next(scoring, next(iter(known), None))
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from typing import Any
 from xml.etree import ElementTree
 
-from fly.analysis.compare import Result, ScoreRow
+from fly.analysis.compare import Against, Result, ScoreRow
 from fly.analysis.compare_table import in_words, visible
 
 
@@ -20,11 +21,17 @@ def as_json(result: Result) -> str:
             "name": result.baseline,
             "speeds": [asdict(speed) for speed in result.baseline_speeds],
         },
-        "others": [{**asdict(other), "verdict": other.verdict} for other in result.others],
+        "others": [_against(other) for other in result.others],
         "noise_floor": [asdict(row) for row in result.noise],
         "notes": result.notes,
     }
     return json.dumps(entry, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _against(other: Against) -> dict[str, Any]:
+    rows = [{**asdict(row), "verdict": row.verdict} for row in other.all_rows]
+    overall = rows.pop() if other.overall else None
+    return {**asdict(other), "rows": rows, "overall": overall, "verdict": other.verdict}
 
 
 def as_junit(result: Result, allow_inconclusive: bool) -> str:

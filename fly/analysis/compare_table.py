@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fly.analysis.compare import Result, ScoreRow, Speed
-from fly.analysis.statistics import Comparison, Demand, Interval, Ratio, bound_of_no_loss
+from fly.analysis.statistics import Comparison, Demand, Interval, Ratio
 from fly.runs.records import by_position
 from fly.runs.settings import with_drafts
 
@@ -163,9 +163,8 @@ def in_words(scores: Comparison, demand: Demand) -> list[str]:
     """What stands below a verdict: why, or how many documents would decide."""
     if scores.recovery is None or scores.withheld:
         return [scores.reason]
-    if scores.lost == 0 and scores.verdict != "held":
-        bound = bound_of_no_loss(scores.documents, demand.confidence)
-        lines = [scores.reason, f"this rules out losses above {bound:.1%}"]
+    if scores.bound is not None and scores.verdict != "held":
+        lines = [scores.reason, f"this rules out a loss above {scores.bound:.1%} of the score"]
         if scores.decides is not None and scores.decides > scores.documents:
             lines.append(f"{scores.decides:,} documents would show {demand.min_recovery:g}")
         return lines

@@ -22,7 +22,7 @@ from fly.analysis.scores import (
     why_not_reusable,
     why_other_target,
 )
-from fly.analysis.statistics import bound_of_no_loss, holm
+from fly.analysis.statistics import holm
 from fly.errors import FlyError
 from fly.runs import settings
 from fly.runs.reader import Run
@@ -50,15 +50,6 @@ class Cell:
     p: float | None = None
 
     @property
-    def bound(self) -> float | None:
-        """Without a lost document, the largest loss (a share) that so few documents leave possible
-        with 95 % confidence: no resampling of them can show any."""
-        scores = self.row.scores
-        if scores.other is None or scores.lost:
-            return None
-        return bound_of_no_loss(scores.documents)
-
-    @property
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values, by the keys that docs/compare.md lists."""
         scores = self.row.scores
@@ -70,7 +61,7 @@ class Cell:
             "baseline_score": scores.baseline,
             "recovery": scores.recovery,
             "interval": asdict(scores.interval) if scores.interval else None,
-            "bound": self.bound,
+            "bound": scores.bound,
             "lost": scores.lost,
             "won": scores.won,
             "test": scores.test,

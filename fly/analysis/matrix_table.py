@@ -78,11 +78,11 @@ def _text(cell: Cell) -> str:
     recovery = "undefined"
     if scores.recovery is not None:
         recovery = f"{scores.recovery:.3f}"
-        recovery += "" if cell.bound else interval_text(scores.interval, 3)
+        recovery += "" if scores.bound else interval_text(scores.interval, 3)
     p = f"{cell.p:.3f}" if cell.p >= 0.001 else "<0.001"
     lines = [recovery, f"{scores.lost} / {scores.won}, p {p}"]
-    if cell.bound:
-        lines.insert(1, f"loss <= {cell.bound:.1%}")
+    if scores.bound:
+        lines.insert(1, f"loss <= {scores.bound:.1%}")
     if speed:
         ratio = speed.end_to_end
         lines.append(f"x {ratio.value:.2f}{interval_text(ratio.interval, 2)}" if ratio else "x -")
@@ -97,7 +97,7 @@ def _notes(matrix: Matrix) -> list[str]:
         "lost / won: documents that score worse / better, and p.",
         f"p: that the two score the same, corrected by Holm{several}. A large p does not say that "
         "scores held: the interval says how much may be lost, and, where no document was, "
-        "`loss <=` the share that so few documents leave possible [95 %].",
+        "`loss <=` the share of the score that so few documents leave possible [95 %].",
         "x: seconds of the target alone over the run's, end to end [95 %]; tau: tokens per round.",
     ]
     return [visible(line) for line in [*lines, *matrix.notes]]

@@ -98,7 +98,7 @@ def noise_rows(
     for run in others:
         for name, metric in primaries.items():
             of_runs = [each.tasks[name].metric(metric.label) for each in (noise, run)]
-            if any(found is None or found.left_out for found in of_runs):
+            if metric.left_out or any(found is None or found.left_out for found in of_runs):
                 continue
             scores = [found.scores for found in of_runs if found is not None]
             texts = [each.tasks[name].texts for each in (baseline, noise, run)]
@@ -114,8 +114,8 @@ def noise_rows(
 def _changed(
     ours: Mapping[int, object], noisy: Mapping[int, object], theirs: Mapping[int, object]
 ) -> Changed:
-    by_rounding = {key for key, value in ours.items() if noisy[key] != value}
-    by_run = {key for key, value in ours.items() if theirs[key] != value}
+    by_rounding = {key for key, value in ours.items() if noisy.get(key) != value}
+    by_run = {key for key, value in ours.items() if theirs.get(key) != value}
     more, fewer = len(by_run - by_rounding), len(by_rounding - by_run)
     p = 1.0
     if more + fewer:

@@ -57,8 +57,8 @@ class Work(_Stored):
 
 
 class Metric(_Stored):
-    """One metric under one filter. scores: by document id. left_out: why it cannot be compared;
-    empty if it can."""
+    """One metric under one filter. scores: by document id, of those that it is of. left_out: why it
+    cannot be compared; empty if it can."""
 
     name: str
     filter: str
@@ -69,6 +69,15 @@ class Metric(_Stored):
     @property
     def label(self) -> str:
         return self.name if self.filter == "none" else f"{self.name},{self.filter}"
+
+    @property
+    def has_row(self) -> bool:
+        """Whether it belongs into a comparison: also where only some documents have a number, which
+        is not enough evidence, but no reason to look away."""
+        return bool(self.scores) and self.left_out != _NO_MEAN
+
+
+_NO_MEAN = "is no mean over documents"
 
 
 class Outputs(_Stored):
@@ -84,7 +93,7 @@ class Outputs(_Stored):
 class Task(_Stored):
     """documents, work: by document id; work is empty for other backends than fly's. positions: of
     all documents, empty where that is unknown. outputs: only where they were asked for. texts:
-    the responses, by document id; not of stored runs."""
+    the responses, by document id; not of stored runs, or of tasks that write none."""
 
     version: str
     num_fewshot: int
@@ -155,6 +164,7 @@ class Measured(_Stored):
 
 
 _LOSSLESS = ("exact", "target-only")
+_GENERATES = "generate_until"  # lm-eval's output_type of tasks whose responses are texts
 
 
 def measure(run: Run, *, with_outputs: bool = False) -> Measured:
@@ -172,17 +182,18 @@ def measure(run: Run, *, with_outputs: bool = False) -> Measured:
     outputs = _outputs(run) if with_outputs else {}
     tasks = {}
     for name, parts in parts_of.items():
-        first = parts[0]
+        first, task_config = parts[0], run.results["configs"].get(name, {})
+        writes = task_config.get("output_type", _GENERATES) == _GENERATES
         tasks[name] = Task(
             version=first.version,
             num_fewshot=first.num_fewshot,
-            generation=run.results["configs"].get(name, {}).get("generation_kwargs") or {},
+            generation=task_config.get("generation_kwargs") or {},
             documents={i: _hashes(*sample.hashes) for i, sample in first.samples.items()},
             metrics=[metric for part in parts for metric in _metrics(part, run.name, notes)],
             work={doc_id: _sum(records) for doc_id, records in requests[name].items()},
             positions=_positions(chain.from_iterable(requests[name].values())),
             outputs=outputs.get(name),
-            texts={i: sample.responses for i, sample in first.samples.items()},
+            texts={i: sample.responses for i, sample in first.samples.items()} if writes else {},
         )
     return Measured(
         name=run.name,
@@ -204,22 +215,24 @@ def _hashes(doc: str, prompt: str, target: str) -> DocumentHashes:
 
 
 def _metrics(task: TaskRun, run_name: str, notes: list[str]) -> Iterator[Metric]:
-    """All metrics; those that are no means over documents left out, with a note about each."""
+    """All metrics. Those that are no means over documents are left out, with a note about each;
+    those without a number for some documents allow no verdict."""
     for name, higher in task.higher_is_better.items():
         scores = {i: s.scores[name] for i, s in task.samples.items() if name in s.scores}
         scores = {i: score for i, score in scores.items() if math.isfinite(score)}
         mean = sum(scores.values()) / len(scores) if scores else math.nan
         value = task.aggregated.get(name, (mean, None))[0]
         why = ""
-        if missing := len(task.samples) - len(scores):
-            why = f"{missing} of {len(task.samples)} documents have no number"
+        if missing := len(task.documents[name] - scores.keys()):
+            why = f"{missing} of {len(task.documents[name])} documents have no number"
         elif not math.isclose(mean, value, rel_tol=1e-6, abs_tol=1e-9):
-            why = "is no mean over documents"
+            why = _NO_MEAN
         metric = Metric(
             name=name, filter=task.filter, higher_is_better=higher, scores=scores, left_out=why
         )
         if why:
-            notes.append(f"{run_name}: {task.name} {metric.label}: {why}; left out")
+            end = "no verdict" if metric.has_row else "left out"
+            notes.append(f"{run_name}: {task.name} {metric.label}: {why}; {end}")
         yield metric
 
 

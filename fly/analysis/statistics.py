@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import stats
+from scipy import optimize, stats
 
 Verdict = Literal["held", "unchanged", "fell", "not enough evidence"]
 Floats = NDArray[np.float64]
@@ -53,8 +53,11 @@ class Comparison:
     where the run lacks some of the scores. recovery: None if it is undefined; `reason` says why.
     interval: of the recovery, paired percentile bootstrap at LEVEL; None if too many resamples
     have no recovery. lost, won: documents that the other run scores worse and better. p:
-    two-sided; `test` names it. probability: that the recovery is at least the demanded one.
+    two-sided; `test` names it. bound: without losses, the largest loss of recovery (a share) that
+    so few documents leave possible, with the demanded confidence; else None. probability: that the
+    recovery is at least the demanded one, if one more document had been lost.
     verdict: `held` says that it is; `unchanged` only says that every document scored the same.
+    decides_nothing: the baseline scores nothing, so that nothing can be lost.
     decides: documents that would decide with a chance of POWER if they went on differing as these
     did; without losses, documents that would show the demand for new ones; None if no number
     would. reason: a clause for people. withheld: the scores allow no verdict, however many they
@@ -70,8 +73,10 @@ class Comparison:
     won: int = 0
     p: float = 1.0
     test: Literal["McNemar", "sign flips", "none"] = "none"
+    bound: float | None = None
     probability: float | None = None
     verdict: Verdict = "not enough evidence"
+    decides_nothing: bool = False
     decides: int | None = None
     reason: str = ""
     withheld: bool = False
@@ -131,22 +136,26 @@ def compare_tasks(
     )
     base = float(np.mean([task.base.mean() for task in pairs]))
     undefined = _undefined(pairs, base, higher_is_better)
+    if higher_is_better and not lost and _scores_nothing(pairs):
+        return replace(found, decides_nothing=True, reason=undefined)
     perfect = not higher_is_better and lost == 0 and not any(t.base.any() for t in pairs)
     if undefined and not perfect:
         return replace(found, reason=undefined)
     probability = _probability(pairs, demand.min_recovery)
-    fell = not undefined and change.sum() < 0 and p / 2 <= doubt and probability <= doubt
+    falls = change.sum() < 0 and p / 2 <= doubt and not undefined
+    fell = falls and _probability_as_seen(pairs, demand.min_recovery) <= doubt
     verdict, reason = _verdict(probability >= demand.confidence, fell, lost, won)
     found = replace(found, probability=probability, verdict=verdict)
     if undefined:
         return replace(found, reason=f"{reason}; {undefined}")
-    decides = _documents_that_decide(pairs, base, lost, demand, doubt)
+    decides = _documents_that_decide(pairs, base, change, demand, doubt)
     if decides is not None and verdict == "not enough evidence":
         decides = max(decides, len(change) + 1)
     return replace(
         found,
         recovery=float(np.mean([task.kept.mean() for task in pairs])) / base,
         interval=_recovery_interval(pairs, resamples),
+        bound=None if lost else _unseen_loss(pairs, base, -math.log(1 - demand.confidence)),
         decides=decides,
         reason=reason,
     )
@@ -164,13 +173,8 @@ def compare_sums(numerator: ArrayLike, denominator: ArrayLike) -> Ratio | None:
     def ratio(index: Indices) -> Floats:
         return _divide(above[index].sum(axis=-1), below[index].sum(axis=-1))
 
-    interval = _bootstrap(ratio, [len(above)], RESAMPLES)
-    return Ratio(float(above.sum() / below.sum()), interval)
-
-
-def bound_of_no_loss(documents: int, confidence: float = 0.95) -> float:
-    """The largest share that may be lost when none of these documents was (exact rule of three)."""
-    return float(stats.binomtest(0, documents).proportion_ci(2 * confidence - 1, "exact").high)
+    value = float(above.sum() / below.sum())
+    return Ratio(value, _bootstrap(ratio, [above - value * below], RESAMPLES))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -208,6 +212,13 @@ def _undefined(pairs: list[_Pairs], base: float, higher_is_better: bool) -> str:
     return f"recovery is undefined: {whose} is zero"
 
 
+def _scores_nothing(pairs: list[_Pairs]) -> bool:
+    """Whether all of the baseline's scores are one number, not above zero: RULER's -1, say, of
+    lengths that a document does not have."""
+    scores = np.unique(np.concatenate([task.base for task in pairs]))
+    return len(scores) == 1 and scores[0] <= 0
+
+
 def _mcnemar(lost: int, won: int) -> float:
     return float(stats.binomtest(lost, lost + won).pvalue) if lost + won else 1.0
 
@@ -240,18 +251,22 @@ def _recovery_interval(pairs: list[_Pairs], resamples: int) -> Interval | None:
         base = sum(np.mean(t.base[i], axis=-1) for t, i in zip(pairs, indices))
         return _divide(np.asarray(kept), np.asarray(base))
 
-    return _bootstrap(recovery, [len(task.base) for task in pairs], resamples)
+    total = sum(task.kept.mean() for task in pairs) / sum(task.base.mean() for task in pairs)
+    return _bootstrap(recovery, [task.kept - total * task.base for task in pairs], resamples)
 
 
 def _bootstrap(
-    statistic: Callable[..., Floats], documents: list[int], resamples: int
+    statistic: Callable[..., Floats], deviations: list[Floats], resamples: int
 ) -> Interval | None:
     """Percentile interval of a statistic of resampled document indices, [resamples, N] per task.
 
-    Few documents widen it as t is wider than the normal distribution (Hesterberg 2015, sec. 4.1;
-    BCa covered no better). None for a task of one document, and if more resamples than one tail
-    have no value (a denominator of zero).
+    deviations: by task, what each document adds to the statistic's error, to first order and up to
+    a factor that all share, [N]. Few documents widen the interval as t is wider than the normal
+    distribution (Hesterberg 2015, sec. 4.1; BCa covered no better), with Satterthwaite's degrees of
+    freedom where tasks differ. None for a task of one document, and if more resamples than one
+    tail have no value (a denominator of zero).
     """
+    documents = [len(each) for each in deviations]
     total = sum(documents)
     if min(documents) < 2:
         return None
@@ -263,9 +278,22 @@ def _bootstrap(
     defined = values[np.isfinite(values)]
     if len(defined) < (1 + LEVEL) / 2 * len(values):
         return None
-    width = math.sqrt(total / (total - 1)) * stats.t.ppf((1 + LEVEL) / 2, total - 1)
+    width = _width_in_deviations(deviations)
     low, high = np.quantile(defined, stats.norm.cdf([-width, width]))
     return Interval(float(low), float(high))
+
+
+def _width_in_deviations(tasks: list[Floats]) -> float:
+    """Half the width of an interval at LEVEL, in standard deviations of the bootstrap, which are
+    too small by (n - 1) / n in the variance of each task's mean."""
+    sizes = np.array([len(each) for each in tasks])
+    resampled = np.array([each.var() / len(each) for each in tasks])
+    unbiased = resampled * sizes / (sizes - 1)
+    if not unbiased.any():
+        return 0.0
+    freedom = unbiased.sum() ** 2 / (unbiased**2 / (sizes - 1)).sum()
+    inflation = math.sqrt(unbiased.sum() / resampled.sum())
+    return float(inflation * stats.t.ppf((1 + LEVEL) / 2, freedom))
 
 
 def _divide(numerator: Floats, denominator: Floats) -> Floats:
@@ -274,29 +302,53 @@ def _divide(numerator: Floats, denominator: Floats) -> Floats:
 
 
 def _probability(pairs: list[_Pairs], min_recovery: float) -> float:
-    """Posterior probability that the recovery is at least min_recovery.
+    """Posterior probability that the recovery is at least min_recovery, if one more document had
+    been lost: in the task where that counts most.
 
-    Bayesian bootstrap (Rubin 1981) with half a document of each of four kinds added: solved by
-    both, lost, won, solved by neither; several tasks share it. On right-or-wrong scores of one
-    task this is Jeffreys' prior on the table of pairs. Unlike resampling, it allows for a loss
-    that was not seen.
+    Bayesian bootstrap (Rubin 1981). On right-or-wrong scores of one task without wins this is
+    Clopper and Pearson's exact bound of the share that is lost, which no number of documents makes
+    too sure. Resampling alone does not allow for losses that were not seen.
     """
     rng = np.random.default_rng(0)
-    margin = np.zeros(_DRAWS)
-    for task in pairs:
-        top = max(task.kept.max(), task.base.max(), np.finfo(float).tiny)
-        kinds, counts = np.unique(
-            np.stack([task.kept, task.base]), axis=1, return_counts=True
-        )  # documents with equal scores share one gamma variable
-        added = top * np.array([[1, 0, 1, 0], [1, 1, 0, 0]])
-        kept, base = np.concatenate([kinds, added], axis=1)
-        shape = np.concatenate([counts, np.full(4, 0.5 / len(pairs))])
-        step = max(1, _MOST_AT_ONCE // len(shape))
-        for start in range(0, _DRAWS, step):
-            weights = rng.gamma(shape, size=(min(step, _DRAWS - start), len(shape)))
-            share = weights @ (kept - min_recovery * base) / weights.sum(axis=1)
-            margin[start : start + step] += share
-    return float(np.mean(margin >= 0))
+    seen = [_margins(task, min_recovery, _NONE, rng) for task in pairs]
+    total = np.sum(seen, axis=0)
+    return min(
+        float(np.mean(total - own + _margins(task, min_recovery, _ONE_LOST, rng) >= 0))
+        for task, own in zip(pairs, seen)
+    )
+
+
+def _probability_as_seen(pairs: list[_Pairs], min_recovery: float) -> float:
+    """The same with half a document of each kind added, for a fall: on right-or-wrong scores of
+    one task Jeffreys' prior on the table of pairs. Several tasks share it."""
+    rng, each = np.random.default_rng(0), _HALF_OF_EACH / len(pairs)
+    total = np.sum([_margins(task, min_recovery, each, rng) for task in pairs], axis=0)
+    return float(np.mean(total >= 0))
+
+
+# documents that are added: solved by both, lost, won, solved by neither
+_NONE, _ONE_LOST, _HALF_OF_EACH = np.zeros(4), np.array([0.0, 1, 0, 0]), np.full(4, 0.5)
+
+
+def _margins(
+    task: _Pairs, min_recovery: float, added_4: Floats, rng: np.random.Generator
+) -> Floats:
+    """Draws of mean(kept - min_recovery * base) under random weights of the documents, [draws]."""
+    top = max(task.kept.max(), task.base.max(), np.finfo(float).tiny)
+    kinds, counts = np.unique(
+        np.stack([task.kept, task.base]), axis=1, return_counts=True
+    )  # documents with equal scores share one gamma variable
+    used = added_4 > 0
+    kinds = np.concatenate([kinds, top * np.array([[1, 0, 1, 0], [1, 1, 0, 0]])[:, used]], axis=1)
+    shape = np.concatenate([counts, added_4[used]])
+    kept, base = kinds
+    margins = np.empty(_DRAWS)
+    step = max(1, _MOST_AT_ONCE // len(shape))
+    for start in range(0, _DRAWS, step):
+        weights = rng.gamma(shape, size=(min(step, _DRAWS - start), len(shape)))
+        share = weights @ (kept - min_recovery * base) / weights.sum(axis=1)
+        margins[start : start + step] = share
+    return margins
 
 
 def _verdict(enough: bool, fell: bool, lost: int, won: int) -> tuple[Verdict, str]:
@@ -311,25 +363,51 @@ def _verdict(enough: bool, fell: bool, lost: int, won: int) -> tuple[Verdict, st
     return "not enough evidence", "the documents do not tell" if lost else none_worse
 
 
+def _unseen_loss(pairs: list[_Pairs], base: float, surprise: float) -> float:
+    """The largest loss of recovery with which no lost document among these is no more of a
+    surprise than so many nats; with one task the exact rule of three.
+
+    The maximum, over shares s of lost documents, of sum(worth * s) where sum(documents *
+    -log(1 - s)) = surprise: 1 - s is proportional to documents / worth, but at most 1.
+    """
+    tops = [max(task.kept.max(), task.base.max()) for task in pairs]
+    worth = np.array(tops) / (len(pairs) * base)
+    documents = np.array([len(task.base) for task in pairs])
+    order = np.argsort(documents / np.maximum(worth, np.finfo(float).tiny))
+    documents, worth = documents[order], worth[order]
+    ratio = np.log(documents) - np.log(np.maximum(worth, np.finfo(float).tiny))
+    for last in range(len(pairs)):  # the tasks that may lose: small ones, as few as it takes
+        losing = slice(last + 1)
+        factor = -(surprise + documents[losing] @ ratio[losing]) / documents[losing].sum()
+        if last + 1 == len(pairs) or factor + ratio[last + 1] >= 0:
+            break
+    return float(worth @ -np.expm1(np.minimum(0, factor + ratio)))
+
+
 def _documents_that_decide(
-    pairs: list[_Pairs], base: float, lost: int, demand: Demand, doubt: float
+    pairs: list[_Pairs], base: float, change: Floats, demand: Demand, doubt: float
 ) -> int | None:
     """Sample size of a one-sided z test of mean(kept - min_recovery * base) = 0, at POWER.
 
     Over several tasks: all together, in their present proportions. Without losses: the documents
-    after which `bound_of_no_loss` is no more than what may be lost.
+    after which `_bound_of_no_loss` is no more than what may be lost. For a fall at least so many
+    that the exact test of the loss can be so sure.
     """
-    total = sum(len(task.base) for task in pairs)
-    if lost == 0:
-        top = max(task.base.max() for task in pairs)
-        may_be_lost = (1 - demand.min_recovery) * base / top
+    total = len(change)
+    if (lost := int((change < 0).sum())) == 0:
+        may_be_lost = 1 - demand.min_recovery
         if may_be_lost <= 0:
             return None
-        return math.ceil(math.log(1 - demand.confidence) / math.log1p(-may_be_lost))
+        of_all = -math.log(1 - demand.confidence)
+        left = optimize.brentq(
+            lambda surprise: _unseen_loss(pairs, base, surprise) - may_be_lost, 0, 1e3 * total
+        )
+        return math.ceil(round(total * of_all / left, 6))
     margins = [task.kept - demand.min_recovery * task.base for task in pairs]
     mean = float(np.mean([margin.mean() for margin in margins]))
     variance = sum(total * margin.var() / len(margin) for margin in margins) / len(pairs) ** 2
     if abs(mean) < 1e-12:
         return None
     z = stats.norm.ppf(demand.confidence if mean > 0 else 1 - doubt) + stats.norm.ppf(POWER)
-    return max(1, math.ceil(variance * (z / mean) ** 2))
+    least = 1 if mean > 0 else math.ceil(total * -math.log2(doubt) / lost)
+    return max(least, math.ceil(variance * (z / mean) ** 2))

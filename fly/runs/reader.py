@@ -58,7 +58,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class TaskRun:
-    """One task of a run under one filter. aggregated: by metric, (value, standard error)."""
+    """One task of a run under one filter.
+
+    aggregated: by metric, (value, standard error). documents: by metric, those that it is of: a
+    task may give different documents different metrics (RULER's are called by their lengths).
+    """
 
     name: str
     filter: str
@@ -66,6 +70,7 @@ class TaskRun:
     num_fewshot: int
     higher_is_better: dict[str, bool]
     aggregated: dict[str, tuple[float, float | None]]
+    documents: dict[str, frozenset[int]] = field(repr=False)
     samples: dict[int, Sample] = field(repr=False)
 
 
@@ -351,7 +356,8 @@ def _task_run(
 ) -> TaskRun:
     aggregated = {}
     of_task = results["results"].get(task, {})
-    for metric in lines[0]["metrics"]:
+    metrics = dict.fromkeys(metric for line in lines for metric in line["metrics"])
+    for metric in metrics:
         value = of_task.get(f"{metric},{filter_name}")
         error = of_task.get(f"{metric}_stderr,{filter_name}")
         if isinstance(value, (int, float)):
@@ -362,8 +368,12 @@ def _task_run(
         filter=filter_name,
         version=str(results.get("versions", {}).get(task)),
         num_fewshot=int(results.get("n-shot", {}).get(task) or 0),
-        higher_is_better={m: known.get(m) is not False for m in lines[0]["metrics"]},
+        higher_is_better={metric: known.get(metric) is not False for metric in metrics},
         aggregated=aggregated,
+        documents={
+            metric: frozenset(line["doc_id"] for line in lines if metric in line["metrics"])
+            for metric in metrics
+        },
         samples={line["doc_id"]: _sample(line) for line in lines},
     )
 

@@ -177,6 +177,33 @@ def test_a_document_shows_the_metric_by_which_the_baseline_scores(written, tmp_p
     assert [row["verdict"] for row in rows] == ["decides nothing", "unchanged"]
 
 
+def test_a_score_that_neither_run_has_is_no_change(written, tmp_path):
+    """NaN differs from NaN: such documents were marked as lost."""
+    tasks = {"t": {"rouge": [float("nan"), 0.5], "acc": [1, 1]}}
+    runs = [
+        written_runs.write(tmp_path / mode, mode, tasks=tasks) for mode in ("target-only", "fly")
+    ]
+    data, _ = written(*runs)
+    assert [row["runs"][1]["change"] for row in data["documents"]] == ["same", "same"]
+
+
+def test_the_page_says_what_compare_says(written, tmp_path):
+    """What was left out, and how little unchanged scores show, was in the table alone."""
+    tasks = {"t": {"acc": [1] * 8}}
+    base = written_runs.write(tmp_path / "a", "target-only", tasks=tasks)
+    more = {"t": {"acc": [1] * 8, "f": [1] * 8}}
+    data, _ = written(base, written_runs.write(tmp_path / "b", "fly", tasks=more, target="other"))
+    (compared,) = data["summary"]["comparisons"]
+    assert compared["reason"] == (
+        "every document scored the same; this rules out a loss above 31.2% of the score; "
+        "299 documents would show 0.99"
+    )
+    assert data["summary"]["notes"] == [
+        "fly against target-only: another target (name: model, now other)",
+        "fly: t f: target-only has no such metric; left out",
+    ]
+
+
 def test_traces_may_be_limited_while_the_charts_use_all(written, tmp_path):
     folder = traced_runs.write(tmp_path / "a", traced=[0, 1])
     whole, cut = (written(folder, max_traces=count)[0] for count in (200, 1))

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from fly.analysis import noise
-from tests.unit.test_compare import fly
+from fly.analysis import compare, noise
+from tests.unit.test_compare import fly, load
 from tests.written_runs import write
 
 SCORES = [1, 1, 1, 1, 0, 0]
@@ -93,3 +93,16 @@ def test_rounding_is_not_told_from_rounding_more_often_than_chance_says():
     assert np.mean(np.array(found) <= 0.05) <= 0.08
     worse = draws[0] ^ (generator.random(300) < 0.2)
     assert noise._changed(*(dict(enumerate(d)) for d in (*draws[:2], worse))).p < 0.05
+
+
+def test_tasks_that_write_no_texts_have_none_to_differ(tmp_path):
+    """The log-likelihoods of choices differ by rounding in every document."""
+    wide = {"batch_size": 8}
+    how = {"output_type": "multiple_choice"}
+    base = load(write(tmp_path / "a", "target-only", SCORES, responses=texts(), **how))
+    changed = {"responses": texts(0, 1, 2, 3, 4, 5), "machine": wide, **how}
+    again = load(write(tmp_path / "b", "target-only", SCORES, **changed), "noise")
+    run = load(write(tmp_path / "c", "fly", SCORES, responses=texts(), **how))
+    (row,) = compare.compare(base, [run], noise=again).noise
+    assert row.scores.by_rounding == 0
+    assert row.texts is None

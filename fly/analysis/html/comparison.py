@@ -8,26 +8,33 @@ from typing import Any
 
 from fly.analysis import matrix
 from fly.analysis.compare import Against, ScoreRow, check_pairs, compare
+from fly.analysis.compare_table import in_words
 from fly.analysis.scores import Measured
+from fly.analysis.statistics import Comparison, Demand
 from fly.errors import FlyError
 
 
-def against_first(runs: Sequence[Measured]) -> list[dict[str, Any]]:
-    """One entry per other run, all judged together, as `fly compare` judges them.
+def against_first(runs: Sequence[Measured]) -> tuple[list[dict[str, Any]], list[str]]:
+    """One entry per other run, all judged together, as `fly compare` judges them; and its notes
+    that are of no one run.
 
     `refused` says why a run cannot be compared.
     """
     baseline, *others = runs
     refused = {run.name: why for run in others if (why := _why_not(baseline, run))}
     judged = [run for run in others if run.name not in refused]
+    entries, notes = dict[str, dict[str, Any]](), list[str]()
     try:
-        entries = {found.name: _entry(found) for found in compare(baseline, judged).others}
+        result = compare(baseline, judged)
+        entries = {found.name: _entry(found, result.demand) for found in result.others}
+        told = {note for found in result.others for note in found.notes}
+        notes = [note for note in result.notes if note not in told]
     except FlyError as error:  # the runs share no metric
-        entries = {}
         refused |= {run.name: str(error) for run in judged}
-    return [
+    found = [
         entries.get(run.name) or {"name": run.name, "refused": refused[run.name]} for run in others
     ]
+    return found, notes
 
 
 def of_families(runs: Sequence[matrix.Scored]) -> dict[str, Any] | None:
@@ -53,24 +60,29 @@ def _why_not(baseline: Measured, other: Measured) -> str | None:
     return None
 
 
-def _entry(against: Against) -> dict[str, Any]:
+def _entry(against: Against, demand: Demand) -> dict[str, Any]:
     main = against.overall or next(row for row in against.rows if row.primary)
-    deciding, reason = main, main.scores.reason
+    deciding = main
     if main.verdict != against.verdict:  # without any such row, nothing is judged
         deciding = next((r for r in against.all_rows if r.verdict == against.verdict), main)
+    reason = _reason(deciding.scores, demand)
     if deciding is not main:
-        reason = f"{deciding.label}: {deciding.scores.reason}"
+        reason = f"{deciding.label}: {reason}"
     return {
         "name": against.name,
         "main": _row(main),
         "verdict": against.verdict,
         "reason": reason,
-        "decides": deciding.scores.decides,
         "rows": [_row(row) for row in against.all_rows],
         # over all tasks, if there are several
         "speed": asdict(against.speeds[-1]) if against.speeds else None,
         "notes": against.notes,
     }
+
+
+def _reason(scores: Comparison, demand: Demand) -> str:
+    """Why, and what `fly compare` says below the verdict."""
+    return "; ".join(dict.fromkeys([scores.reason, *in_words(scores, demand)]))
 
 
 def _row(row: ScoreRow) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from fly.analysis.compare import primary
@@ -80,7 +81,7 @@ def _change(run: Run, task: str, base: ByFilter, own: ByFilter) -> str:
         higher = run.tasks[task, name].higher_is_better
         before, after = base[name].scores, own[name].scores
         for metric in before.keys() & after.keys():
-            if before[metric] != after[metric]:
+            if before[metric] != after[metric] and math.isfinite(before[metric] + after[metric]):
                 better = (after[metric] > before[metric]) == higher.get(metric, True)
                 changes.add("won" if better else "lost")
     return "mixed" if len(changes) > 1 else next(iter(changes), "same")

@@ -93,6 +93,10 @@ function score(value) {
   return Number.isInteger(value) ? String(value) : fixed(value, 3);
 }
 
+function pValue(value) {
+  return isNumber(value) && value < 0.001 ? "<0.001" : fixed(value, 3);
+}
+
 function plural(count, noun) {
   return `${whole(count)} ${noun}${count === 1 ? "" : "s"}`;
 }

@@ -2,7 +2,7 @@
 
 const PHASES = [["prefill", "p0"], ["draft", "p1"], ["verify", "p2"], ["other", "p3"], ["recording", "p5"], ["compile", "p4"]];
 const FATES = [["stood", "deferred, stood", "f0"], ["rolled_back", "deferred, rolled back", "f1"], ["rejected", "rejected at once", "f2"]];
-const SIGNS = { held: ["\u2713", "held"], unchanged: ["=", "held"], fell: ["\u2717", "fell"], "decides nothing": ["\u2013", ""] };
+const SIGNS = { held: ["\u2713", "held"], unchanged: ["=", "unchanged"], fell: ["\u2717", "fell"], "decides nothing": ["\u2013", ""] };
 const UNDECIDED = ["?", "undecided"];
 
 const kindOf = (run) => `s${run.number % 6}`;
@@ -25,15 +25,20 @@ function card(title, value, note, verdict = "") {
 /** One row of cards per compared run; of the only run, if there is one. */
 function headline({ runs: [base, ...others], comparisons, scores }) {
   if (!others.length) return headlineOf(base, null, ownCards(base, scores[0]));
-  return others.map((run, number) => headlineOf(run, base, comparedCards(comparisons[number])));
+  return others.map((run, number) => headlineOf(run, base, comparedCards(comparisons[number]), comparisons[number].notes));
 }
 
-function headlineOf(run, base, cards) {
+function headlineOf(run, base, cards, notes = []) {
   const { stats } = run;
   return el("div", { class: "headline" },
     el("h2", { class: "run-title" }, swatch(run), run.name, base && el("span", { class: "against" }, ` against ${base.name}`)),
     el("div", { class: "cards" }, cards, stats && card("Mean acceptance length (tau)", fixed(stats.tau),
-      `${plural(stats.emitted, "token")} in ${plural(stats.rounds, "round")} (passes of the target)${acceptanceLengths(stats)}`)));
+      `${plural(stats.emitted, "token")} in ${plural(stats.rounds, "round")} (passes of the target)${acceptanceLengths(stats)}`)),
+    notesBelow(notes));
+}
+
+function notesBelow(notes) {
+  return notes.map((note) => el("p", { class: "note" }, `Note: ${note}`));
 }
 
 /** What tau does not say: AL, and both where every document counts the same. */
@@ -48,25 +53,24 @@ function comparedCards(comparison) {
   return [recoveryCard(comparison), timeCard(comparison)];
 }
 
-function timeCard({ speed, notes }) {
+function timeCard({ speed }) {
   if (speed?.withheld) return card("Time x", NONE, `The runs differ in what times depend on: ${speed.withheld}.`);
   if (!speed?.end_to_end) return card("Time x", NONE, "Both runs need fly\u2019s records of the same documents.");
-  const parts = [intervalNote(speed.end_to_end, times), `decoding alone ${times(speed.decode?.value)}; ${times(speed.tokens?.value)} the tokens`];
-  return card("Time x, end to end", times(speed.end_to_end.value), [...parts, ...notes.map((note) => `. Note: ${note}`)].join(""));
+  return card("Time x, end to end", times(speed.end_to_end.value),
+    `${intervalNote(speed.end_to_end, times)}decoding alone ${times(speed.decode?.value)}; ${times(speed.tokens?.value)} the tokens`);
 }
 
 function intervalNote({ interval }, format) {
   return interval ? `95 % interval ${between(interval, format)}; ` : "";
 }
 
-function recoveryCard({ main, verdict, reason, decides }) {
+function recoveryCard({ main, verdict, reason }) {
   const [sign, style] = SIGNS[verdict] || UNDECIDED;
-  const more = style === "undecided" && decides ? ` About ${whole(decides)} documents would decide.` : "";
   const documents = plural(main.documents, "document");
   const result = card("Recovery of the score", percent(main.recovery),
     main.other === null ? documents : `${intervalNote(main, percent)}${documents}: ${main.lost} lost, ${main.won} won`, style);
   result.append(el("p", { class: "verdict" }, `${sign} ${verdict}`),
-    el("p", { class: "note" }, `${reason[0].toUpperCase()}${reason.slice(1)}.${more}`));
+    el("p", { class: "note" }, `${reason[0].toUpperCase()}${reason.slice(1)}.`));
   return result;
 }
 
@@ -110,18 +114,18 @@ function scoreFigures({ runs, scores }) {
 }
 
 /** Every metric of every compared run: the pairs and their verdict. Null for one run. */
-function comparisonFigure({ runs: [base], comparisons }) {
+function comparisonFigure({ runs: [base], comparisons, notes }) {
   const lines = comparisons.flatMap(({ name, rows = [] }) => rows.map((row) => {
     const isMissing = row.other === null, [sign, style] = SIGNS[row.verdict] || UNDECIDED;
     const more = style === "undecided" && row.decides ? `; ${whole(row.decides)} documents would decide` : "";
     return [`${name}: ${row.label.replace(",", ", ")}`, fixed(row.baseline, 3), fixed(row.other, 3), percent(row.recovery),
-      between(row.interval, percent), isMissing ? NONE : `${row.lost} / ${row.won}`, isMissing ? NONE : `${fixed(row.p, 3)} (${row.test})`,
+      between(row.interval, percent), isMissing ? NONE : `${row.lost} / ${row.won}`, isMissing ? NONE : `${pValue(row.p)} (${row.test})`,
       [el("b", { class: style }, `${sign} ${row.verdict}`), more]];
   }));
   if (!lines.length) return null;
   return el("figure", {}, caption("Did the scores hold?",
     `Against ${base.name}, in pairs of the same documents. Recovery is the share of its score that is kept, with a paired 95 % bootstrap interval; docs/compare.md defines the verdicts.`),
-  table(["run: task and metric", base.name, "score", "recovery", "95 % interval", "lost / won", "p", "verdict"], lines, "Recovery"));
+  table(["run: task and metric", base.name, "score", "recovery", "95 % interval", "lost / won", "p", "verdict"], lines, "Recovery"), notesBelow(notes));
 }
 
 const unique = (values) => [...new Set(values)];
@@ -134,7 +138,7 @@ function matrixSection({ matrix }) {
   return section("matrix", "Drafters and rules",
     el("p", { class: "note" }, `Every run against its target alone: recovery of the score with a paired 95 % bootstrap interval, documents lost and won, time x end to end, and tau. The darker, the more of the score was lost; darkest from 10 %. p: that both score the same, corrected by Holm for ${plural(matrix.tests, "cell")}. A large p does not say that scores held: the interval says how much may be lost, and, where no document was, the share that so few documents leave possible (95 %).`),
     unique(matrix.cells.map(titleOf)).map((title) => matrixFigure(title, matrix.cells.filter((cell) => titleOf(cell) === title))),
-    matrix.notes.map((note) => el("p", { class: "note" }, `Note: ${note}`)));
+    notesBelow(matrix.notes));
 }
 
 function matrixFigure(title, cells) {
@@ -155,7 +159,7 @@ function matrixCell(cell) {
   if (!isNumber(cell.p)) return cell.reason;
   const ratio = cell.speed?.end_to_end;
   const node = el("div", { class: "cell" }, el("b", {}, percent(cell.recovery)), isNumber(cell.bound) ? ` (loss up to ${percent(cell.bound)} possible)` : ` (${between(cell.interval, percent)})`,
-    el("p", {}, `${cell.lost} lost, ${cell.won} won; p ${fixed(cell.p, 3)}`),
+    el("p", {}, `${cell.lost} lost, ${cell.won} won; p ${pValue(cell.p)}`),
     el("p", {}, `time x ${times(ratio?.value)}${ratio?.interval ? ` (${between(ratio.interval, times)})` : ""}; tau ${fixed(cell.speed?.pace.tau)}`));
   if (isNumber(cell.recovery)) node.style.setProperty("--loss", Math.min(1, Math.max(0, 10 * (1 - cell.recovery))));
   return node;

@@ -142,7 +142,8 @@ def _score(task: TaskRun | None, metric: str) -> dict[str, Any] | None:
         return None
     value, error = task.aggregated[metric]
     values = [sample.scores[metric] for sample in task.samples.values() if metric in sample.scores]
-    found: dict[str, Any] = {"value": value, "documents": len(task.samples), "interval": None}
+    documents = len(task.documents[metric])
+    found: dict[str, Any] = {"value": value, "documents": documents, "interval": None}
     if values and set(values) <= {0.0, 1.0} and abs(np.mean(values) - value) < 1e-6:
         found["right"] = int(sum(values))
         wilson = stats.binomtest(found["right"], len(values)).proportion_ci(LEVEL, "wilson")

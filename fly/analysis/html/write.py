@@ -25,6 +25,7 @@ def page(runs: list[Run], max_traces: int = 200) -> str:
     samples = documents.collect(runs)
     numbers = [documents.row_numbers(samples, run) for run in range(len(runs))]
     per_run = [traces.replayed(run) for run in runs]
+    comparisons, notes = comparison.against_first(measured)
     traced = {
         of_run[document]
         for of_run, done in zip(numbers, per_run)
@@ -40,7 +41,8 @@ def page(runs: list[Run], max_traces: int = 200) -> str:
                 "created": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
                 "runs": [summary.of_run(*each) for each in zip(runs, measured, per_run)],
                 "scores": summary.scores(runs),
-                "comparisons": comparison.against_first(measured),
+                "comparisons": comparisons,
+                "notes": notes,
                 "matrix": comparison.of_families(found),
                 "traced": {"shown": shown, "all": len(traced)},
             },

@@ -185,7 +185,7 @@ def _scoring_metric(runs: list[Run], task: str) -> str:
     """
     for run in [run for run in runs if run.mode == TARGET_ONLY] or runs:
         for task_run, metric in _metrics(run, task):
-            if task_run.aggregated[metric][0] or not task_run.higher_is_better[metric]:
+            if task_run.aggregated[metric][0] > 0 or not task_run.higher_is_better[metric]:
                 return f"{metric},{task_run.filter}"
     return ""
 
