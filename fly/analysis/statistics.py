@@ -389,9 +389,10 @@ def _documents_that_decide(
 ) -> int | None:
     """Sample size of a one-sided z test of mean(kept - min_recovery * base) = 0, at POWER.
 
-    Over several tasks: all together, in their present proportions. Without losses: the documents
-    after which `_bound_of_no_loss` is no more than what may be lost. For a fall at least so many
-    that the exact test of the loss can be so sure.
+    Over several tasks: all together, in their present proportions. `held` has to allow for one more
+    lost document; without losses, that is how many documents it takes for `_unseen_loss` to be no
+    more than what may be lost. A fall takes at least so many that the test of the loss can be so
+    sure.
     """
     total = len(change)
     if (lost := int((change < 0).sum())) == 0:
@@ -409,5 +410,10 @@ def _documents_that_decide(
     if abs(mean) < 1e-12:
         return None
     z = stats.norm.ppf(demand.confidence if mean > 0 else 1 - doubt) + stats.norm.ppf(POWER)
-    least = 1 if mean > 0 else math.ceil(total * -math.log2(doubt) / lost)
-    return max(least, math.ceil(variance * (z / mean) ** 2))
+    if mean < 0:
+        return math.ceil(max(variance * (z / mean) ** 2, total * -math.log2(doubt) / lost))
+    # N * mean - one_lost = z * sqrt(N * variance)
+    worth = [max(task.kept.max(), task.base.max()) * total / len(task.base) for task in pairs]
+    one_lost = demand.min_recovery * max(worth) / len(pairs)
+    spread = z * math.sqrt(variance)
+    return math.ceil(((spread + math.sqrt(spread**2 + 4 * mean * one_lost)) / (2 * mean)) ** 2)
