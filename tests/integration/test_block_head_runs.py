@@ -36,6 +36,7 @@ def arguments(head, out):
     return [replaced.get(item, item.replace("pair/draft", str(head))) for item in given]
 
 
+@pytest.mark.slow  # test_eagle3_runs kills and resumes as many
 def test_eight_sequences_killed_and_resumed(place, head):
     status, output = killing.Run(arguments(head, "unbroken"), place).end()
     assert status == 0, output[-2000:]

@@ -303,7 +303,7 @@ TOP_P, PENALTY = Sampling(0.8, top_p=0.9), Sampling(1.5, top_k=6, repetition_pen
     [
         ("dflash", None, TOP_P),
         ("dspark", None, PENALTY),
-        ("dspark", [0, 2, 5, 7], TOP_P),
+        pytest.param("dspark", [0, 2, 5, 7], TOP_P, marks=pytest.mark.slow),
         ("speculators", [2, 3, 6], PENALTY),
     ],
     ids=["dflash", "dspark", "dspark-reduced", "speculators-reduced"],

@@ -367,7 +367,7 @@ def joint(sampled, name, count=1200):
     return distribution.joint(records, expected)
 
 
-@pytest.mark.parametrize("name", ["model", "cascade"])
+@pytest.mark.parametrize("name", ["model", pytest.param("cascade", marks=pytest.mark.slow)])
 def test_samples_are_the_targets(sampled, name):
     test = joint(sampled, name)
     assert test.freedom > 30

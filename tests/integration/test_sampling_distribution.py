@@ -5,7 +5,8 @@ is real. A table of logits by the last two tokens behind a real ModelRunner's bo
 enough for hundreds of thousands of tokens, whose transitions are counted; engine, drafters and
 rejection sampler are the real ones. Every claim has mutants that the same counts refute.
 
-FLY_TEST_TOKENS multiplies the number of table tokens (1 by default, 21,000 per case).
+FLY_TEST_TOKENS multiplies the number of table tokens (1 by default, 21,000 per case). Cases whose
+parts other cases test are slow ones (`-m slow`).
 """
 
 import os
@@ -31,6 +32,10 @@ PROMPT = (3, 4, 5, 6, 3, 4)  # its last tokens came before, so that n-gram draft
 HONEST, REFUTED = 1e-3, 1e-6  # p-values: above the one, below the other
 NO_EOS = frozenset()
 ACCEPT_ALL = tiny.gated_rule()
+
+
+def slow(*case, **kwargs):
+    return pytest.param(*case, marks=pytest.mark.slow, **kwargs)
 
 
 # Chi-square
@@ -181,11 +186,11 @@ def settled(records):
 EXACT_CASES = [
     ("none", None, 0),
     ("model", CLOSE, 5),
-    ("model", FAR, 2),
+    slow("model", FAR, 2),
     ("ngram", None, 3),
     ("cascade", CLOSE, 5),
-    pytest.param("siblings", None, 3, marks=pytest.mark.slow),  # texts are compared elsewhere
-    ("cascade-siblings", CLOSE, 5),
+    slow("siblings", None, 3),  # texts are compared elsewhere
+    slow("cascade-siblings", CLOSE, 5),
 ]
 
 
@@ -340,7 +345,13 @@ REAL_CASES = {
 }
 
 
-@pytest.mark.parametrize(("name", "draft", "settings"), REAL_CASES.values(), ids=REAL_CASES)
+SLOW_CASES = ("model-close-penalty", "cascade-top-p")
+
+
+@pytest.mark.parametrize(
+    ("name", "draft", "settings"),
+    [slow(*c, id=i) if i in SLOW_CASES else pytest.param(*c, id=i) for i, c in REAL_CASES.items()],
+)
 def test_whole_continuations_of_a_real_model(models, name, draft, settings):
     """Caches, positions, penalties along a draft, EOS inside one: all in one joint count."""
     target, drafts = models
@@ -367,7 +378,7 @@ def head():
     return target, heads.load(target, heads.tensors(0, DRAFTED, vocab=V), **keys)
 
 
-@pytest.mark.parametrize("settings", [TOP_P, PENALTY], ids=["top-p", "penalty"])
+@pytest.mark.parametrize("settings", [pytest.param(TOP_P, id="top-p"), slow(PENALTY, id="penalty")])
 def test_a_head_with_a_reduced_vocabulary_samples_from_the_target(head, settings):
     """q is 0 for what it cannot draft, which only the target's own draws give."""
     target, eagle3 = head
@@ -483,7 +494,8 @@ def chained(tables, settings):
 
 
 @pytest.mark.parametrize(
-    "settings", [Sampling(1.0), Sampling(0.8, top_p=0.9)], ids=["plain", "top-p"]
+    "settings",
+    [pytest.param(Sampling(1.0), id="plain"), slow(Sampling(0.8, top_p=0.9), id="top-p")],
 )
 def test_accepting_everything_samples_from_the_draft(settings):
     """Two drafted tokens follow q, the bonus after them p; by exact verification it would be p."""
@@ -561,11 +573,11 @@ def both_mismatch(settings):
     ("name", "rule", "k"),
     [
         ("model", WITHIN, 3),
-        ("model", tiny.relaxed(1, 0.0), 2),
-        ("cascade", WITHIN, 3),
+        slow("model", tiny.relaxed(1, 0.0), 2),
+        slow("cascade", WITHIN, 3),
         ("ngram", WITHIN, 3),
         ("model", ACROSS, 1),
-        ("ngram", ACROSS, 1),
+        slow("ngram", ACROSS, 1),
     ],
     ids=["model", "model-gate", "cascade", "ngram", "model-across", "ngram-across"],
 )
@@ -601,7 +613,7 @@ def test_rolled_back_to_a_draw_from_p_is_noticed(k, rule, rolled_back, monkeypat
     monkeypatch.setattr(IN_ENGINE, without_residual)
     settings = Sampling(1.1)
     engine = table_engine("model", ANOTHER, k=k, rule=rule)
-    list(engine.run(table_requests(3000, 5, (settings,), seed=6)))
+    list(engine.run(table_requests(1800, 5, (settings,), seed=6)))
     observed = Counter(rolled_back)
     test = ChiSquare()
     test.add([observed[token] for token in range(V)], residual(settings)[0])

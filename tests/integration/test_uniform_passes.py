@@ -218,7 +218,10 @@ def decode(target, name="none", k=0, slots=1, draft=None, capture=None):
 
 
 @pytest.mark.parametrize("name", ["model", "ngram", "cascade"])
-@pytest.mark.parametrize(("k", "slots", "capture"), [(4, 3, False), (8, 1, None)])
+@pytest.mark.parametrize(
+    ("k", "slots", "capture"),
+    [(4, 3, False), pytest.param(8, 1, None, marks=pytest.mark.slow)],
+)
 def test_exact_equals_target_only_in_bfloat16(name, k, slots, capture):
     target = family_model("qwen2")
     draft = tiny.noisy_copy(family_model("qwen2").float(), 0.01)
