@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,13 +12,13 @@ from torch import Tensor
 
 from fly.errors import FlyError
 from fly.execution.argmax import NotFiniteError, marked
-from fly.execution.cuda_graphs import CapturedPasses
 from fly.execution.model_runner import ModelRunner
 from fly.execution.oom import is_out_of_memory
 from fly.execution.ranks import Ranks
-from fly.runs.records import TIMED, Observer, RequestRecord
+from fly.runs.records import Observer, RequestRecord
 from fly.speculation.draft_length import DraftLength, FixedLength
 from fly.speculation.drafters.base import Draft, Drafter
+from fly.speculation.phase_timer import PhaseTimer
 from fly.speculation.rules.base import JudgedDraft, Rule, verify
 from fly.speculation.rules.gates import entropy
 from fly.speculation.sampling import draw, rejection_sample
@@ -71,9 +69,9 @@ class Engine:
         self._observer = observer
         self._reuse_prefixes = reuse_prefixes
         self._trace_entropy = trace_entropy
-        self._clock = 0.0  # seconds of all passes; recording and capturing graphs left out
         used = {*target.devices, *drafter.devices}
-        self._devices = [device for device in used if device.type == "cuda"]
+        self._timer = PhaseTimer([device for device in used if device.type == "cuda"])
+        drafter.prefilling = self._timer.prefilling
         target.hidden_layers = self._ranks.from_first("features", lambda: drafter.wants_features)
 
     def run(self, requests: Iterable[Request]) -> Iterator[RequestRecord]:
@@ -102,7 +100,7 @@ class Engine:
                 failure = error.with_traceback(None)  # it holds the tensors of the failed pass
             ended = list(scheduler.finished())
             for sequence in ended:
-                yield sequence.record(self._clock)
+                yield sequence.record(self._timer.clock)
             if failure is not None:
                 scheduler.interrupt()
                 if scheduler.has_work:  # else it ran out behind the last token of all
@@ -114,7 +112,7 @@ class Engine:
         self._drafter.reserve(longest, self._spd_k)
 
     def _admit(self, slot: int, sequence: Sequence, running: int) -> None:
-        with self._timed("prefill", [sequence]):
+        with self._timer.timed("prefill", [sequence]):
             # a drafter that reads features needs them of copied tokens, too: they are computed
             reuse = not self._target.hidden_layers
             reused = self._target.prefill(slot, sequence.tokens[:-1], reuse=reuse)
@@ -122,10 +120,10 @@ class Engine:
             self._drafter.admit(slot, sequence, self._target.take_hidden(), soon=soon)
         if not sequence.generated:
             sequence.prompt_tokens_reused = reused
-            sequence.prefilled_at = self._clock
+            sequence.prefilled_at = self._timer.clock
 
     def _move(self, source: int, destination: int, sequence: Sequence) -> None:
-        with self._timed("other", [sequence]):
+        with self._timer.timed("other", [sequence]):
             self._target.move(source, destination)
             self._drafter.move(source, destination)
 
@@ -153,20 +151,20 @@ class Engine:
         # The last token of the budget needs no draft, and no draft may reach past the budget.
         length = self._draft_length.choose(len(running))
         limits = [min(length, sequence.remaining - 1) for sequence in running]
-        with self._timed("draft", running):
+        with self._timer.timed("draft", running):
             draft = self._ranks.from_first(
                 "drafting", lambda: self._drafter.propose(running, limits)
             )
-        with self._timed("verify", running):
+        with self._timer.timed("verify", running):
             verdicts, logits_BKV = self._verify(running, draft)
         if self._trace_entropy is not None:
-            with self._timed("recording", running):
+            with self._timer.timed("recording", running):
                 verdicts = _with_entropies(verdicts, entropy(logits_BKV, self._trace_entropy))
-        with self._timed("other", running):
+        with self._timer.timed("other", running):
             starts = [len(sequence.generated) for sequence in running]
             counts = [sequence.commit(verdict) for sequence, verdict in zip(running, verdicts)]
         try:
-            with self._timed("other", running):
+            with self._timer.timed("other", running):
                 for slot, sequence in enumerate(running):
                     self._target.commit(slot, sequence.tokens, len(sequence.tokens) - 1)
                 self._drafter.commit(running, verdicts, self._target.take_hidden())
@@ -174,7 +172,7 @@ class Engine:
                 if paid:
                     self._draft_length.observe((v.earned, len(v.draft)) for v in paid)
         finally:  # a drafter that runs out of memory does not undo the round
-            with self._timed("recording", running):
+            with self._timer.timed("recording", running):
                 for slot, (sequence, verdict) in enumerate(zip(running, verdicts)):
                     self._observer(sequence.round_record(verdict, counts[slot], starts[slot]))
 
@@ -262,22 +260,6 @@ class Engine:
                 p_NV, draft.probabilities(slot), draft_BK[slot, :k], noise
             )
         return logits_BKV, matches_BK, target_BK1
-
-    @contextmanager
-    def _timed(self, phase: str, sequences: list[Sequence]) -> Iterator[None]:
-        """Share the block's wall time among sequences; capturing graphs counts as compile time."""
-        start, captured = time.perf_counter(), CapturedPasses.all_seconds
-        try:
-            yield
-            for device in self._devices:  # else the next phase waits for this one's work
-                torch.cuda.synchronize(device)
-        finally:  # a pass that fails has taken its time, too
-            captured = CapturedPasses.all_seconds - captured
-            elapsed = time.perf_counter() - start - captured
-            self._clock += elapsed if phase in TIMED else 0.0
-            for sequence in sequences:
-                sequence.seconds[phase] += elapsed / len(sequences)
-                sequence.seconds["compile"] += captured / len(sequences)
 
 
 def _with_entropies(verdicts: list[Verdict], entropies_BK1: Tensor) -> list[Verdict]:

@@ -92,7 +92,7 @@ class Sampling:
             drafted = drafted[: len(scores_NV) - 1]
             seen_NL = _histories(before, drafted, scores_NV.shape[-1]).to(scores_NV.device)
             penalty = RepetitionPenaltyLogitsProcessor(self.repetition_penalty)
-            scores_NV = penalty(seen_NL, scores_NV)
+            scores_NV = penalty(seen_NL, scores_NV) if seen_NL.numel() else scores_NV
         if self.is_greedy:
             return scores_NV
         if self.temperature != 1:
@@ -120,12 +120,16 @@ GREEDY = Sampling()
 
 def _histories(before: Sequence[int], drafted: Sequence[int], vocabulary: int) -> Tensor:
     """[N, L]: what each position follows, N = len(drafted) + 1. Gaps repeat a token, and so do ids
-    past the `vocabulary`, which a draft of fewer rows than the target's does not have."""
+    past the `vocabulary`, which a draft of fewer rows than the target's does not have. L is 0 if
+    `before` has no others."""
+    filler = next((token for token in before if token < vocabulary), None)
+    if filler is None:
+        return torch.empty(len(drafted) + 1, 0, dtype=torch.long)
     tokens_L = torch.tensor([*before, *drafted])
-    tokens_L = torch.where(tokens_L < vocabulary, tokens_L, tokens_L[0])
+    tokens_L = torch.where(tokens_L < vocabulary, tokens_L, filler)
     seen_NL = tokens_L.repeat(len(drafted) + 1, 1)
     for i in range(len(drafted) + 1):
-        seen_NL[i, len(before) + i :] = tokens_L[0]
+        seen_NL[i, len(before) + i :] = filler
     return seen_NL
 
 

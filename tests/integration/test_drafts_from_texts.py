@@ -1,6 +1,7 @@
 """Drafts from texts change no text: every source, greedy and sampled, with mutants."""
 
 import functools
+import time
 from dataclasses import replace
 
 import pytest
@@ -236,6 +237,26 @@ def test_a_draft_model_past_its_context_leaves_texts_to_be_drafted_from(target, 
     assert in_order(records) == expected
     assert 0 in limits  # past it, nothing is expected of the draft model
     assert limits[-1] < 8
+
+
+def test_a_prefill_that_was_put_off_is_prefill(target, monkeypatch):
+    """While an earlier output is followed the draft model's prompt waits; its seconds were counted
+    as drafting, so decoding seemed slower than it is."""
+    drafted = tiny.runner(tiny.noisy_copy(target, 0.02), 1)
+    honest = drafted.prefill
+
+    def slow(*args):
+        time.sleep(0.2)
+        return honest(*args)
+
+    monkeypatch.setattr(drafted, "prefill", slow)
+    lookup = tiny.lookup(1, ("runs",), has_model=True)
+    drafter = CascadeDrafter(drafted, frozenset({tiny.EOS}), (1, 4, 6), lookup)
+    request = Request(tuple(range(3, 40)), 20, earlier=((60, 61, 62),))
+    (record,) = tiny.engine(target, drafter, 4).run([request])
+    assert record.counts.drafted > 0
+    assert record.seconds["prefill"] > 0.2
+    assert record.seconds["draft"] < 0.2
 
 
 @pytest.mark.parametrize("name", ["ngram", "cascade"])

@@ -9,7 +9,15 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
-from fly.speculation.sampling import GREEDY, Noise, NoiseStream, Sampling, draw, rejection_sample
+from fly.speculation.sampling import (
+    GREEDY,
+    Noise,
+    NoiseStream,
+    Sampling,
+    _histories,
+    draw,
+    rejection_sample,
+)
 from tests import tiny
 
 ALMOST_ONE = 1 - 2**-53  # the largest number that torch.rand gives in float64
@@ -105,6 +113,17 @@ def test_a_row_of_a_chain_is_penalised_for_the_tokens_before_it_only():
     penalised = [set(torch.nonzero(row == 0.5)[:, 0].tolist()) for row in scores_NV]
     assert penalised == [{1, 2}, {1, 2, 3}, {1, 2, 3, 4}, {1, 2, 3, 4}]
     assert int((scores_NV == 1).sum()) == 40 - sum(map(len, penalised))
+
+
+def test_a_penalty_where_the_first_tokens_are_past_the_vocabulary():
+    """Of a draft with fewer rows than the target: transformers 4.57's processor cannot look an id
+    up that has no row, and the first token stood for such ids."""
+    settings = Sampling(repetition_penalty=2.0)
+    logits = torch.ones(2, 6)
+    found = settings.process(logits, [9, 3, 8], [7])
+    assert found.tolist() == [[1, 1, 1, 0.5, 1, 1]] * 2
+    assert settings.process(logits, [9, 8], [7]).tolist() == logits.tolist()
+    assert _histories([9, 3, 8], [7], 6).max() < 6
 
 
 def test_negative_logits_are_penalised_downwards_and_the_input_stays():

@@ -301,7 +301,8 @@ def test_all_gates_must_pass():
 def test_what_the_filters_exclude_passes_no_gate():
     """Every excluded token ranks right after the kept ones, and its distance is bounded."""
     logits = torch.tensor([[0.0, -0.1, -math.inf, -math.inf]])
-    for gates in ((RankGate(10),), (DistanceGate(0.9),), (EntropyGate(0.0),)):
+    no_threshold = FlyRule(FlySettings(entropy_thre=None)).gates  # it let them in
+    for gates in ((RankGate(10),), (DistanceGate(0.9),), (EntropyGate(0.0),), no_threshold):
         assert all_pass(gates, logits, torch.tensor([2])).tolist() == [False]
         assert all_pass(gates, logits, torch.tensor([1])).tolist() == [True]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,9 +120,11 @@ class Drafter:
     target's hidden states that it reads (fly.execution.model_runner); `admit` and `commit` get them
     side by side, [.., F]. Prefixes are then computed, not copied. runner: the draft's, which
     follows the slots; None without one. longest: drafts that cost no pass may have so many tokens,
-    whatever the limits.
+    whatever the limits. prefilling: what a prefill that `admit` put off has to run within, so that
+    its seconds are that sequence's prefill, not drafting.
     """
 
+    prefilling: Callable[[Sequence], AbstractContextManager[None]] = lambda sequence: nullcontext()
     devices: tuple[torch.device, ...] = ()
     wants_features: tuple[int, ...] = ()
     runner: SlotRunner | None = None

@@ -119,7 +119,8 @@ class ModelDrafter(Drafter):
             return []
         ids = self._views.ids(sequence)
         if self.runner.lengths[slot] == 0:  # admitted for later
-            self.runner.prefill(slot, ids[:-1])
+            with self.prefilling(sequence):
+                self.runner.prefill(slot, ids[:-1])
         elif len(ids) - self.runner.lengths[slot] > CATCH_UP:
             self.runner.catch_up(slot, ids[:-1])
         return (ids + self._views.speakable(chain.tokens))[self.runner.lengths[slot] :]

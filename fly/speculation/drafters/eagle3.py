@@ -11,6 +11,7 @@ target ids.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -112,7 +113,9 @@ class Eagle3Drafter(Drafter):
         for slot, (sequence, chain) in enumerate(zip(running, chains)):
             known = self._known[slot]
             if chain.is_open and known.end - known.fed > CATCH_UP:
-                self._catch_up(slot, known, sequence)
+                is_first = known.fed == 0  # admitted for later
+                with self.prefilling(sequence) if is_first else nullcontext():
+                    self._catch_up(slot, known, sequence)
             fed, states_QH = known.unfed(sequence.tokens)
             tokens.append(fed if chain.is_open else [])
             states.append(states_QH[: len(tokens[slot])])

@@ -12,7 +12,14 @@ from __future__ import annotations
 
 from fly.settings import FlySettings
 from fly.speculation.rules.base import JudgedDraft, Resolution, Rule
-from fly.speculation.rules.gates import EntropyGate, Gate, MarginGate, RankGate, RatioGate
+from fly.speculation.rules.gates import (
+    AnyGate,
+    EntropyGate,
+    Gate,
+    MarginGate,
+    RankGate,
+    RatioGate,
+)
 from fly.speculation.stop_strings import BROKEN
 
 
@@ -102,7 +109,8 @@ class FlyRule(Rule):
 
 
 def gates(settings: FlySettings) -> tuple[Gate, ...]:
-    """The gates that are switched on; a mismatch must pass all of them."""
+    """The gates that are switched on; a mismatch must pass all of them. Without any, only what
+    sampling filters exclude is kept out."""
     found: list[Gate] = []
     if settings.entropy_thre is not None:
         found.append(EntropyGate(settings.entropy_thre, settings.entropy_kind))
@@ -112,4 +120,4 @@ def gates(settings: FlySettings) -> tuple[Gate, ...]:
         found.append(RatioGate(settings.draft_ratio_thre))
     if settings.draft_rank_max is not None:
         found.append(RankGate(settings.draft_rank_max))
-    return tuple(found)
+    return tuple(found) or (AnyGate(),)

@@ -81,6 +81,14 @@ class EntropyGate:
 
 
 @dataclass(frozen=True)
+class AnyGate:
+    """Every token that the target may say at all (see `all_pass`)."""
+
+    def passes(self, logits_MV: Tensor, token_M: Tensor) -> Tensor:
+        return torch.ones_like(token_M, dtype=torch.bool)
+
+
+@dataclass(frozen=True)
 class MarginGate:
     """The target's two largest probabilities differ by at most `threshold` (0 to 1)."""
 
