@@ -77,7 +77,8 @@ def _patterns(value: Any) -> Any:
     """One name or regular expression, or a list; of a command line also `[numbers,code_fences]`."""
     if isinstance(value, str):
         names = _listed(value)
-        return names if set(names) <= {*EXACT_PATTERNS} else (value,)
+        is_empty = value in ("", "[]")
+        return names if is_empty or (names and set(names) <= {*EXACT_PATTERNS}) else (value,)
     return (_text(value),) if isinstance(value, int) else _listed(value)
 
 
@@ -85,7 +86,7 @@ def _check_pattern(pattern: str) -> str:
     why = ""
     try:
         re.compile(pattern)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         why = str(error)
     if pattern not in EXACT_PATTERNS and difflib.get_close_matches(pattern, EXACT_PATTERNS):
         why = f"write ({pattern}) if the word itself is meant"

@@ -109,6 +109,6 @@ def _show(args: argparse.Namespace) -> None:
     for item in args.overrides:
         overrides |= key_values(item, "override")
     own, unknown = config.split_model_args(overrides)
-    found = config.load(args.file, {**own, **unknown}, log=False)
+    found = config.resolve(args.file, {**own, **unknown}, log=False)
     check_names(found, args.file)
     print(json.dumps(found.model_dump(), indent=2))

@@ -112,7 +112,7 @@ class FlyCLI(HarnessCLI):
             setattr(args, name, getattr(args, name) or values.get(name))
         args.model_args = as_dict(args.model_args)
         args.include_path = _include_paths(args.include_path)
-        output_dir = _prepare(args)
+        output_dir = _prepare(args, {**values, **vars(args)})
         before = set(reader.results_in(output_dir)) if output_dir else set()
         current = context.start(output_dir)
         current.samples = args.samples
@@ -179,14 +179,15 @@ def _include_paths(given: str | list[str] | None) -> list[str]:
     return [str(data_dir("lm_eval_tasks")), *user]
 
 
-def _prepare(args: argparse.Namespace) -> Path | None:
+def _prepare(args: argparse.Namespace, given: dict[str, Any]) -> Path | None:
     """Choose the engine of fly's that is meant; check what can be checked before models load.
 
+    given: all flags, those of the file of --config among them.
     Returns the folder that lm-eval will write to, or None without --output_path.
     """
     if engine := registry.engine_of(args.model or "hf", args.model_args):
         args.model = engine
-        _check_models(args)
+        _check_models(args, given)
     if not args.output_path:
         return None
     folder = _output_folder(Path(args.output_path), args.model_args)
@@ -194,11 +195,12 @@ def _prepare(args: argparse.Namespace) -> Path | None:
     return folder
 
 
-def _check_models(args: argparse.Namespace) -> None:
+def _check_models(args: argparse.Namespace, given: dict[str, Any]) -> None:
     """Check the configuration and the models' files; name the run for lm-eval's folders.
 
     lm-eval's cache knows a request by its prompt alone, so the name of the cache gets a hash of
-    all else that decides a text: configuration, model files and versions.
+    all else that decides a text: configuration, engine, model files, versions, and the number of
+    sequences where what is drafted follows it.
     """
     settings, rest, _ = checked_pair(args.model_args, args.model)
     if "pretrained" not in args.model_args:
@@ -215,7 +217,10 @@ def _check_models(args: argparse.Namespace) -> None:
     if args.use_cache:
         # fetch: the next call must find this one's cache
         models = environment.models_of(settings, rest, fetch=True)
-        deciding = [settings.hash(), rest, models, environment.deciding_versions()]
+        deciding: list[Any] = [settings.hash(), rest, models, environment.deciding_versions()]
+        deciding += [args.model, given.get("device")]
+        if settings.rule != "exact" and settings.draft_policy == "auto":  # K may be 0 beside many
+            deciding += [given.get("batch_size"), given.get("max_batch_size")]
         if settings.earlier_runs:
             deciding.append(EarlierOutputs.read(settings.earlier_runs).digest())
         args.use_cache = f"{args.use_cache}_{of_value(deciding)[:12]}"

@@ -105,6 +105,8 @@ def _check(args: argparse.Namespace) -> None:
         raise FlyError("--model_args names no pair: add config_path=fly_config/PAIR.json")
     if args.model_args.get("batch_size", 1) != 1:
         raise FlyError("--model_args batch_size: fly trace decodes one row: leave it out")
+    if args.device is not None and "device" in args.model_args:
+        raise FlyError("--device and --model_args device: give it once")
     if args.model_args.get("trace"):
         raise FlyError("--model_args trace: fly trace writes no file: leave it out, or use fly run")
     try:

@@ -286,7 +286,8 @@ def check_task_files(tasks: Iterable[Any], folders: Sequence[str]) -> None:
     for folder in map(Path, folders):
         if not folder.expanduser().is_dir():
             raise FlyError(f"--include_path {folder}: no such folder: give one that holds tasks")
-        found += sorted(folder.expanduser().rglob("*.yaml"))
+        # what an editor leaves there may be no file: a link to nothing, for one
+        found += sorted(file for file in folder.expanduser().rglob("*.yaml") if file.is_file())
     for file in [*given, *found]:
         if file in given or any(name.encode() in file.read_bytes() for name in names):
             values = _read_yaml(file, f"task file {file}", "key")

@@ -21,7 +21,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import hash_string
 
 from fly.config import FlyConfig
-from fly.errors import FlyError
+from fly.errors import FlyError, reason_of
 from fly.execution.device import device_facts, peak_memory_bytes, timing_facts
 from fly.execution.ranks import Ranks
 from fly.harness import progress, sandbox
@@ -203,6 +203,24 @@ class Backend(TemplateLM):
             self._share()
         return [texts[index] for index in range(len(wanted))]
 
+    @property
+    def is_cached(self) -> bool:
+        """Whether lm-eval answers requests from its cache (--use_cache), and asks for the rest."""
+        return getattr(self.cache_hook, "dbdict", None) is not None
+
+    def apply_chat_template(self, *args: Any, **kwargs: Any) -> str:
+        """Raises FlyError if there is none."""
+        try:
+            text: str = super().apply_chat_template(*args, **kwargs)
+        except ValueError as error:
+            if getattr(self.tokenizer, "chat_template", None) is not None:
+                raise
+            raise FlyError(
+                f"--apply_chat_template: target_model_path={self.fly_config.target_model_path} has "
+                f"no chat template ({reason_of(error)}): leave the flag out"
+            ) from None
+        return text
+
     def build_requests(self, instances: list[Instance]) -> list[Request]:
         """All requests, checked; equal ones (repeats of a document) get seeds of their own."""
         seen: Counter[tuple[Any, ...]] = Counter()
@@ -254,7 +272,7 @@ class Backend(TemplateLM):
         if finished is None:
             return {}
         asked = [identity(request) for request in wanted]
-        if getattr(self.cache_hook, "dbdict", None) is None:  # else lm-eval asks only for the rest
+        if not self.is_cached:
             finished.note_asked([*chain(*self.processes.exchange("finished requests", asked))])
         found = {index: finished.text(item) for index, item in enumerate(asked)}
         context.current().begin_resumed()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from fly.errors import FlyError
 from fly.harness import sandbox
 from fly.runs import context
 
@@ -46,6 +47,11 @@ def estimate_pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def pass_at_k(candidates: Sequence[sandbox.Program], ks: Sequence[int]) -> dict[str, float]:
-    """{"pass@k": estimate} of one document's candidates."""
+    """{"pass@k": estimate} of one document's candidates. Raises FlyError if they are too few."""
+    if max(ks) > len(candidates):
+        raise FlyError(
+            f"pass@{max(ks)} takes {max(ks)} samples of each document, the task has repeats: "
+            f"{len(candidates)}: raise repeats, or lower k, in its file"
+        )
     correct = sum(passes(candidate) for candidate in candidates)
     return {f"pass@{k}": estimate_pass_at_k(len(candidates), correct, k) for k in ks}

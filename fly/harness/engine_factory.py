@@ -66,6 +66,8 @@ class EngineFactory:
     max_batch_size. ranks: the processes that share the target; only the first has the draft.
     intersection: what the draft shares with the target if it has another tokenizer.
     draft_length: for the results, how the draft length of the last engine was decided.
+    knows_all: whether `engine` is told of all requests of the run; not where lm-eval's cache
+    answers some of them.
     """
 
     target: PreTrainedModel
@@ -79,6 +81,7 @@ class EngineFactory:
     ranks: Ranks = field(default_factory=Ranks)
     intersection: TokenIntersection | None = None
     draft_length: dict[str, Any] | None = field(default=None, init=False)
+    knows_all: bool = True
 
     def engine(
         self,
@@ -279,9 +282,9 @@ class EngineFactory:
 
     def _planned(self, wanted: list[Request]) -> int:
         """How many sequences run at most, in the whole run. For auto not what memory has room for
-        now: that differs from start to start."""
+        now: that differs from start to start, as does how many requests a cache leaves over."""
         most = self.batch_size if isinstance(self.batch_size, int) else self.max_batch_size
-        return max(1, min(most, len(wanted)))
+        return max(1, min(most, len(wanted)) if self.knows_all else most)
 
     def _deciding_costs(self, config: FlyConfig) -> dict[str, Any]:
         """What pass costs depend on, beside the machine."""

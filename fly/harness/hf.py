@@ -264,6 +264,7 @@ class FlyLM(Backend, HFLM):
         """Raises FlyError where a model's logits are not finite."""
         config = self.fly_config
         trace_entropy = bool(config.trace or self.observers)
+        self.engines.knows_all = not self.is_cached
         engine = self.engines.engine(config, missing, wanted, observer, trace_entropy)
         try:
             yield from engine.run(missing)

@@ -131,7 +131,12 @@ def build_request(instance: Instance, lm: Asked, nth: int = 0) -> Request:
                 f"max_length={kwargs['max_length']} of gen_kwargs is more than the target's context"
                 f": outputs end at {lm.max_length} tokens"
             )
-        budget = max(1, min(kwargs["max_length"], lm.max_length) - len(prompt))
+        budget = min(kwargs["max_length"], lm.max_length) - len(prompt)
+        if budget < 1:
+            raise FlyError(
+                f"max_length={kwargs['max_length']} of gen_kwargs ({where}): it counts the prompt, "
+                f"too, which has {len(prompt)} tokens: raise it, or set max_gen_toks instead"
+            )
     if lm.fly_config.total_gen_tok is not None:
         budget = min(budget, lm.fly_config.total_gen_tok)
     stops = handle_stop_sequences(list(kwargs["until"]), eos=None)

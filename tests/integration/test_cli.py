@@ -93,6 +93,14 @@ def test_hf_without_config_path_stays_lm_evals(saved_pair, task_dir, tmp_path, c
     assert "fly" not in results["config"]
 
 
+def test_what_an_editor_leaves_beside_task_files_is_no_task(
+    saved_pair, config_file, task_dir, tmp_path
+):
+    (task_dir / ".#tiny_task.yaml").symlink_to("user@host.1:2")
+    (task_dir / "folder.yaml").mkdir()
+    assert evaluate(saved_pair, config_file, task_dir, "--limit", "1") == 0
+
+
 def test_yaml_config_and_samples(saved_pair, config_file, task_dir, tmp_path, capsys):
     path = tmp_path / "run.yaml"
     path.write_text(
@@ -113,6 +121,12 @@ def test_use_cache_does_not_mix_configurations(saved_pair, config_file, task_dir
         )
         assert code == 0
     assert len(list(tmp_path.glob("cache_*.db"))) == 2
+    # how many run together decides whether FLy drafts
+    for more in ((), ("--batch_size", "4")):
+        flags = ("--use_cache", cache, "--limit", "1", *more)
+        code = evaluate(saved_pair, config_file, task_dir, *flags, more_args=",draft_policy=auto")
+        assert code == 0
+    assert len(list(tmp_path.glob("cache_*.db"))) == 4
 
 
 def test_runs_draft_from_earlier_ones(saved_pair, config_file, task_dir, tmp_path, monkeypatch):
@@ -197,6 +211,7 @@ def test_config_commands(config_file, tmp_path, capsys):
     assert run("config", "show", config_file, "spd_k=9", "entropy_thre=None") == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["spd_k"], shown["entropy_thre"]) == (9, None)
+    assert shown["lookup_k"] == 9  # as a run with spd_k=9 has it
     assert run("config", "schema") == 0
     assert "win_len" in json.loads(capsys.readouterr().out)["properties"]
     bad = tmp_path / "bad.json"

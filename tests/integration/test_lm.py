@@ -531,6 +531,38 @@ def test_max_length_does_not_reach_past_the_context(saved_pair, caplog):
     assert len(short.prompt) + short.budget == 20
 
 
+def test_max_length_that_the_prompt_fills_is_refused(saved_pair):
+    """Such documents got an answer of one token, without a word; hf ends with an error."""
+    lm = fly_lm(saved_pair)
+    (whole,) = lm.build_requests(instances({"max_gen_toks": 8}, ["abc"]))
+    count = len(whole.prompt)
+    with pytest.raises(FlyError, match=f"max_length={count} of gen_kwargs.*{count} tokens"):
+        lm.build_requests(instances({"max_length": count}, ["abc"]))
+    (last,) = lm.build_requests(instances({"max_length": count + 1}, ["abc"]))
+    assert last.budget == 1
+
+
+def test_what_a_cache_answers_does_not_decide_what_is_drafted(saved_pair, monkeypatch):
+    """A resumed run of six with --use_cache asked for one, and drafted for it alone."""
+    lm = fly_lm(saved_pair, enable_fly=True, draft_policy="auto", batch_size=6)
+    wanted = lm.build_requests(instances({"max_gen_toks": 8}, [str(n) for n in range(6)]))
+    planned = []
+    for cache, asked in ((None, wanted), ({}, wanted[:1])):
+        monkeypatch.setattr(lm.cache_hook, "dbdict", cache)
+        list(lm.decode(asked, asked, lambda record: None))
+        planned.append(lm.engines._planned(asked))
+    assert planned == [6, 6]
+
+
+def test_a_target_without_a_chat_template_is_told_in_one_line(saved_pair, monkeypatch):
+    lm = fly_lm(saved_pair)
+    said = [{"role": "user", "content": "Why?"}]
+    assert "Why?" in lm.apply_chat_template(said)
+    monkeypatch.setattr(lm.tokenizer, "chat_template", None)
+    with pytest.raises(FlyError, match=r"--apply_chat_template: target_model_path=.*no chat templ"):
+        lm.apply_chat_template(said)
+
+
 def test_autocast_is_refused_as_fly_s_passes_have_one_dtype(saved_pair):
     """It was taken and ignored: one text of six was hf's."""
     with pytest.raises(FlyError, match=r"mixed_precision_dtype=bfloat16: .*set dtype=bfloat16"):

@@ -866,6 +866,10 @@ OTHERS = [
     (["trace", "\ud83d", "PAIR"], ["character 1", "\\ud83d"]),
     (["trace", "a", "PAIR", "--device", "banana"], "--device=banana"),
     (["trace", "a", "PAIR", "--num_fewshot", "-1"], "num_fewshot=-1"),
+    (
+        ["trace", "a", "--model_args", "target_model_path=a,device=cpu", "--device", "cpu"],
+        "--model_args device: give it once",
+    ),
     (["trace", "--task", "t", "PAIR", "--include_path", "/nowhere"], "--include_path /nowhere"),
     (["trace", "a", "--model_args", '{"config_path": 5}'], "config_path=5"),
     (["trace", "a", "--model_args", '{"spd_k": 1, "spd_k": 2}'], "'spd_k' is there twice"),

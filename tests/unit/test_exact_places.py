@@ -166,8 +166,14 @@ def test_keys_are_checked():
     assert built(exact_pattern=r"[a-z]\d{1,3}") == (r"[a-z]\d{1,3}",)
     assert built(exact_pattern=[r"\d+%", "numbers"]) == (r"\d+%", "numbers")
     assert built(exact_pattern=7) == ("7",)
+    for pattern in (",", "[,]", " ", "]"):  # were taken for empty lists
+        assert built(exact_pattern=pattern) == (pattern,)
+    assert built(exact_pattern="[]") == built(exact_pattern="") == ()
     with pytest.raises(FlyError, match=re.escape("a regular expression: missing ), unterm")):
         built(exact_pattern="(")
+    for impossible in ("a{99999999999999}", "(" * 5000):
+        with pytest.raises(FlyError, match="exact_pattern"):
+            built(exact_pattern=impossible)
     with pytest.raises(FlyError, match=r"numbers, code_fences or .* write \(number\) if the word"):
         built(exact_pattern="number")
     with pytest.raises(FlyError, match="exact_first_tokens=-1"):
