@@ -32,6 +32,8 @@ from fly.runs.vocabulary import bytes_of
 logger = logging.getLogger(__name__)
 
 _Line = TypeVar("_Line")
+# files of records, and the setting with which a run writes them
+_WRITTEN_IF = {"fly_requests": "enable_statistics", "fly_trace": "trace", "fly_vocabulary": "trace"}
 _ENGINES = {"vllm": "vLLM"}  # names for print; others go by their own
 # lm-eval puts the date behind `results`, or behind the name that --output_path NAME.json gives
 _DATE = r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(\.\d+)?"
@@ -147,8 +149,10 @@ class Run:
 
     def _records(self, kind: str, shape: type[_Line]) -> list[_Line]:
         started = self.entry.get("started") if self.entry else None
-        if started is None:
+        if self.entry is None or started is None:
             return []
+        if not self.entry["config"].get(_WRITTEN_IF[kind], True):
+            return []  # what is there is of a run that started in the same second
         paths = run_files(self.folder, kind, started).values()
         records = [record for path in paths for record in read_lines(path, shape)]
         return sorted(records, key=_place) if len(paths) > 1 else records

@@ -294,6 +294,15 @@ def test_a_metric_that_the_baseline_lacks_is_named(tmp_path):
     ]
 
 
+def test_records_of_another_run_in_the_folder_are_not_its_own(tmp_path):
+    """A run without records that started in the same second was measured by the other's."""
+    run = reader.load(write(tmp_path / "a", tasks={"t": {"acc": SOLVED[:3]}}))
+    assert len(run.requests) == 3
+    settings = {"enable_statistics": False}
+    run = reader.load(write(tmp_path / "b", tasks={"t": {"acc": SOLVED[:3]}}, settings=settings))
+    assert run.requests == []
+
+
 def test_rows_are_counted_as_they_are(tmp_path):
     """A mean over tasks of two directions does not exist, and was counted as a verdict."""
     runs = []
