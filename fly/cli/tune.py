@@ -149,6 +149,12 @@ def _checked(args: argparse.Namespace) -> dict[str, Any]:
         raise FlyError(f"--output {args.output}: give the name of a .json file")
     if args.output.exists() and not args.force:
         raise FlyError(f"--output {args.output}: is there already: choose another, or add --force")
+    for key, instead in (
+        ("batch_size", "leave it out"),
+        ("config_path", "give the file by itself"),
+    ):
+        if key in (args.model_args or {}):
+            raise FlyError(f"--model_args {key}={args.model_args[key]}: {instead}")
     model_args = {**(args.model_args or {}), "trace": False}
     if args.device:
         model_args["device"] = args.device

@@ -29,6 +29,7 @@ class SlotCache(Cache):
         super().__init__(layers=[])
         self.slots = slots
         self.capacity = 0
+        self.most: int | None = None  # tokens past which nothing is kept to spare
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._rows = slice(0, 0)
@@ -46,6 +47,8 @@ class SlotCache(Cache):
         if tokens <= self.capacity:
             return False
         grown = self.capacity + self.capacity // 2 if spare else 0
+        if self.most is not None:
+            grown = min(grown, self.most)
         self.capacity = self.rounded(max(tokens, grown))
         for stored in (self._keys, self._values):
             for layer, old in enumerate(stored):  # one at a time: the old one is freed at once

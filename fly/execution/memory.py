@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
 
 from fly import registry
 from fly.config import FlyConfig
@@ -34,7 +35,8 @@ _DRAFT_BITS = {"int4": 4, "int8": 8, "fp8": 8}  # draft_quantization
 @dataclass(frozen=True)
 class ModelShape:
     """A model without its weights. plan: how transformers shards its layers (`tp_plan=auto`).
-    kept: bytes of a token that are kept beside its K/V, by heads."""
+    kept: bytes of a token that are kept beside its K/V, by heads. cached: what a layer caches of a
+    token, (heads, numbers of each); None for what the configuration says."""
 
     name: str
     config: PretrainedConfig = field(repr=False)
@@ -43,6 +45,7 @@ class ModelShape:
     count: int
     dtype: str
     kept: int = 0
+    cached: tuple[int, int] | None = None
 
     @property
     def bytes(self) -> int:
@@ -58,12 +61,15 @@ class ModelShape:
 
     @property
     def kv_heads(self) -> int:
+        if self.cached is not None:
+            return self.cached[0]
         return int(getattr(self.config, "num_key_value_heads", None) or self.heads)
 
     def kv_bytes(self, kv_heads: int, layers: int) -> int:
         """Bytes of one token's keys and values in so many heads of so many layers."""
         size = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.heads
-        return 2 * layers * kv_heads * int(size) * stored_dtype(self.config).itemsize + self.kept
+        numbers = 2 * int(size) if self.cached is None else self.cached[1]
+        return layers * kv_heads * numbers * stored_dtype(self.config).itemsize + self.kept
 
 
 @dataclass(frozen=True)
@@ -89,12 +95,13 @@ def by_layers(model: ModelShape, gpus: int) -> Share:
 
 def by_plan(model: ModelShape, gpus: int) -> Share:
     """As transformers shards it; what its plan does not name is on every GPU."""
-    if model.kv_heads % gpus:
+    is_latent = model.kv_heads == 1 and hasattr(model.config, "kv_lora_rank")  # whole on every GPU
+    if model.kv_heads % gpus and not is_latent:
         raise FlyError(f"{model.kv_heads} key/value heads cannot be divided by {gpus}")
     weights = sum(
         -(-p.bytes // gpus) if _is_sharded(p, model.plan) else p.bytes for p in model.parameters
     )
-    return Share(weights, model.kv_bytes(model.kv_heads // gpus, model.layers))
+    return Share(weights, model.kv_bytes(max(1, model.kv_heads // gpus), model.layers))
 
 
 def _is_sharded(parameter: Parameter, plan: dict[str, str]) -> bool:
@@ -234,7 +241,36 @@ def _shape(
         plan=plan,
         count=sum(tensor.numel() for tensor in model.parameters()),
         dtype=_in_words(stored_dtype(config), bits),
+        cached=_cached(model),
     )
+
+
+class _FirstUpdateError(Exception):
+    """What a model's first layer gives its cache."""
+
+
+class _Asking(SlotCache):
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        raise _FirstUpdateError(key_states.shape, value_states.shape)
+
+
+@torch.no_grad()
+def _cached(model: PreTrainedModel) -> tuple[int, int] | None:
+    """What the first layer of a model on the meta device caches of a token: (heads, numbers of
+    each); None if it cannot be asked. Models name this by keys of their own, and those with latent
+    attention (MLA) keep something else than heads."""
+    cache = _Asking(1)
+    position_11 = torch.zeros(1, 1, dtype=torch.long)
+    cache.begin(0, position_11)
+    at, mask = position_11.to("meta"), torch.zeros(1, 1, 1, 1, device="meta", dtype=model.dtype)
+    try:
+        model(at, position_ids=at, attention_mask=mask, past_key_values=cache, use_cache=True)
+    except _FirstUpdateError as found:
+        (_, heads, _, size), (_, _, _, of_values) = found.args
+        return heads, size + of_values
+    except Exception:  # what a model does with tensors that hold nothing, nobody knows
+        return None
+    return None
 
 
 def _head(

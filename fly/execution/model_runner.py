@@ -183,6 +183,7 @@ class ModelRunner(SlotRunner):
         accelerator's memory than `--batch_size auto` counted. On a CPU caches grow with their
         sequences."""
         if self.static is None and self.device.type == "cpu":
+            self.expect(min(longest, self.max_length) + width)
             return
         past = width if self.static is None else self.static.reach(width, steps)
         self.reserve(min(longest, self.max_length) + past, spare=False)

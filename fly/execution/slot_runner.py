@@ -48,6 +48,11 @@ class SlotRunner:
         """Reserve memory for `tokens` tokens per slot (see `SlotCache`); what is stored stays."""
         self.cache.reserve(tokens, spare=spare)
 
+    def expect(self, tokens: int) -> None:
+        """No slot will hold more than `tokens` tokens: memory that grows is not spared past that,
+        which is what `--batch_size auto` counts."""
+        self.cache.most = tokens
+
     def truncate(self, slot: int, length: int) -> None:
         """Set how many of the tokens written to a slot are valid: drops the others, or takes in
         what the last pass wrote."""

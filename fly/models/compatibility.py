@@ -57,12 +57,12 @@ def _narrowest_window(config: PretrainedConfig) -> int | None:
     kinds = _layer_types(config)
     if "local" in kinds:
         return int(config.window_size)
-    if hasattr(config, "keep_window_size"):  # Doge attends to that many selected keys
-        return int(config.keep_window_size)
     window = getattr(config, "sliding_window", None)
     enabled = getattr(config, "use_sliding_window", True)
     slides = "sliding_attention" in kinds if kinds else enabled
-    return int(window) if slides and window is not None else None
+    # Doge attends to so many selected keys, and may slide as well
+    found = [getattr(config, "keep_window_size", None), window if slides else None]
+    return min((int(size) for size in found if size is not None), default=None)
 
 
 def _unsupported_layers(config: PretrainedConfig) -> str | None:

@@ -111,6 +111,8 @@ def write_config(
     values = fly_config.read_file(given_path)
     before = fly_config.build(values, given_path)
     values |= {k: v for k, v in changes(before, best.config).items() if k not in _NOT_WRITTEN}
+    if values.get("draft_runs"):  # by default its rule would be exact
+        values["verification"] = best.config.rule
     if path.resolve().parent != fly_config.find_config_file(given_path).resolve().parent:
         values.pop("$schema", None)  # a relative path that leads nowhere from here
     values.pop("$comment", None)

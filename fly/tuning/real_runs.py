@@ -140,8 +140,11 @@ class TunedLM(FlyLM):
             raise FlyError(f"config_path={config_path}: names no draft model: nothing to tune")
         self._model_args = model_args
         # every K is tried: the run's own choice would only hide what a K costs; and settings are
-        # for runs that have no earlier outputs to draft from
-        fixed = {"draft_policy": "fixed", "draft_runs": None}
+        # for runs that have no earlier outputs to draft from, by the rule that is theirs with them
+        fixed: dict[str, Any] = {"draft_policy": "fixed"}
+        if self.fly_config.draft_runs:
+            fixed |= {"draft_runs": None, "verification": self.fly_config.rule}
+            fixed["drafter"] = self.fly_config.drafter_name
         self.given = self.fly_config = self.fly_config.model_copy(update=fixed)
         self.earlier = None
         self._in_use: str = self.fly_config.draft_quantization

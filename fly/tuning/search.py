@@ -227,7 +227,7 @@ def _predict(
 
 
 def _counter_for(config: FlyConfig, pass_cost: Callable[[int], float]) -> DraftCounter:
-    if config.drafter_name == "cascade":
+    if config.drafter_name == "cascade" and "own" in config.text_sources:
         return CascadeCounter(*ngram_sizes(config.part(DrafterSettings)), pass_cost)
     return DraftCounter()
 

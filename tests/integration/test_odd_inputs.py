@@ -881,6 +881,8 @@ OTHERS = [
     (["tune", "CONFIG", "TUNE", "--min-recovery", "nan"], "--min-recovery nan"),
     (["tune", "CONFIG", "TUNE", "--max_changed", "2"], "--max_changed 2"),
     (["tune", "CONFIG", "TUNE", "--batch_size", "2"], "--batch_size 2"),
+    (["tune", "CONFIG", "TUNE", "--model_args", "batch_size=4"], "--model_args batch_size=4"),
+    (["tune", "CONFIG", "TUNE", "--model_args", "config_path=x"], "--model_args config_path=x"),
     (["tune", "CONFIG", "TUNE", "--num_fewshot", "-1"], "num_fewshot=-1"),
     (["tune", "CONFIG", "TUNE", "--device", "banana"], "--device=banana"),
     (["tune", "CONFIG", "TUNE", "--output", "x.txt"], "--output x.txt"),

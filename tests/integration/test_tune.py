@@ -230,7 +230,11 @@ def test_earlier_runs_are_left_out(saved_pair, config_file, tmp_path):  # noqa: 
     write_lines(tmp_path / "fly_requests_2026-01-01T00-00-00.jsonl", records)
     given = {"pretrained": str(saved_pair / "draft"), "dtype": "float32", "device": "cpu"}
     lm = real_runs.TunedLM(str(config_file), {**given, "draft_runs": str(tmp_path)})
-    assert (lm.given.draft_runs, lm.given.rule, lm.earlier) == (None, "fly", None)
+    # the rule and drafter in force with them: FLy has to be asked for there
+    assert (lm.given.draft_runs, lm.given.rule, lm.earlier) == (None, "exact", None)
+    assert lm.given.drafter_name == "cascade"
+    asked = {"draft_runs": str(tmp_path), "verification": "fly"}
+    assert real_runs.TunedLM(str(config_file), {**given, **asked}).given.rule == "fly"
 
 
 def test_retrained_weights_at_the_same_path_are_measured_anew(

@@ -5,6 +5,7 @@ import torch
 import transformers
 
 from fly.errors import FlyError
+from fly.execution.kv_cache import SlotCache
 from fly.execution.model_runner import ModelRunner
 from fly.execution.self_check import check_cache_agrees
 from fly.models.compatibility import refuse_unsupported
@@ -83,6 +84,28 @@ def test_windows_are_refused_not_decoded_wrongly(name, extra, message):
     model = random_model(name, **extra)
     with pytest.raises(FlyError, match=message):
         refuse_unsupported(model, "target_model_path", 512)
+
+
+def test_the_narrowest_of_two_windows_counts():
+    """Doge has two keys for it; the one that was looked at is wide by default."""
+    doge = transformers.DogeConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, sliding_window=96,
+    )  # fmt: skip
+    with pytest.raises(FlyError, match="sliding window of 96"):
+        refuse_unsupported(transformers.DogeForCausalLM(doge), "target_model_path", 512)
+
+
+def test_memory_does_not_grow_past_what_is_expected(target):
+    """Growing by half took 1.4 times the K/V that --batch_size auto counts."""
+    runner = tiny.runner(target, 1)
+    runner.max_length = 2000
+    runner.reserve_rows(1300, width=9)
+    for tokens in range(1, 1310):
+        runner.reserve(tokens)
+    assert runner.cache.capacity == SlotCache.rounded(1309) == 1536
+    runner.reserve(1600)  # what is asked for is there all the same
+    assert runner.cache.capacity == 1792
 
 
 def test_a_window_longer_than_the_context_is_accepted():

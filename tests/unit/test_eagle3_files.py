@@ -98,6 +98,23 @@ def test_every_format_is_the_same_head(producer, tmp_path):
     assert Eagle3Head.from_checkpoint(checkpoint, TARGET, (0, 3, 8)).layers_read == (0, 3, 8)
 
 
+@pytest.mark.parametrize("biased", ["qkv", "qkvo", ""])
+def test_biases_are_those_of_the_tensors(biased):
+    """Layers of Qwen2 have three of the four, and were refused for the one that they lack."""
+    added = {
+        f"midlayer.self_attn.{name}_proj.bias": torch.ones(
+            TENSORS[f"midlayer.self_attn.{name}_proj.weight"].shape[0]
+        )
+        for name in biased
+    }
+    head = Eagle3Head.from_checkpoint(Checkpoint("", FLAT, {**TENSORS, **added}), TARGET, None)
+    attention = head.layer.self_attn
+    found = [n for n in "qkvo" if getattr(attention, f"{n}_proj").bias is not None]
+    assert "".join(found) == biased
+    plain = Eagle3Head.from_checkpoint(Checkpoint("", FLAT, TENSORS), TARGET, None)
+    assert torch.equal(logits(head.eval()), logits(plain.eval())) == (not biased)
+
+
 def test_a_pickled_checkpoint_is_read(tmp_path):
     """SafeAILab's are pytorch_model.bin."""
     folder = heads.save(tmp_path, FLAT, {})

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from fly import config
 from fly.errors import FlyError
@@ -17,6 +17,7 @@ from fly.execution.heads.block import BlockHead
 from fly.execution.heads.eagle3 import Eagle3Head
 from fly.execution.kv_cache import SlotCache
 from fly.execution.memory import GIB
+from fly.execution.model_runner import ModelRunner
 from fly.models.architectures import (
     KNOWN,
     model_config,
@@ -271,3 +272,36 @@ def test_the_output_in_the_documentation_is_the_commands(command, shown, capsys)
     assert run(*command.split()) == 0
     _, printed = capsys.readouterr().out.split("\n", 1)  # without the line that says it is valid
     assert printed == textwrap.dedent(shown)
+
+
+@pytest.mark.parametrize("name", ["falcon_multi_query", "deepseek_v3", "minicpm3", "qwen2"])
+def test_kv_are_what_the_model_caches(name):
+    """By keys of other models Falcon's were counted 71 times, DeepSeek's latents 28 times."""
+    shape = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    of = {
+        "falcon_multi_query": {**shape, "multi_query": True, "alibi": False},
+        "deepseek_v3": {
+            **shape, "intermediate_size": 48, "kv_lora_rank": 12, "q_lora_rank": 12,
+            "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4,
+            "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
+            "moe_intermediate_size": 16, "num_key_value_heads": 4,
+        },
+        "minicpm3": {
+            **shape, "intermediate_size": 48, "kv_lora_rank": 12, "q_lora_rank": 12,
+            "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+        },
+        "qwen2": {**shape, "intermediate_size": 48, "num_key_value_heads": 2},
+    }[name]  # fmt: skip
+    kind = name.removesuffix("_multi_query")
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {kind}")
+    model_config_ = CONFIG_MAPPING[kind](**of)
+    model_config_.dtype = torch.float32
+    runner = ModelRunner(AutoModelForCausalLM.from_config(model_config_).eval(), 1, 64)
+    runner.prefill(0, [5, 6, 7])
+    found = memory.ModelShape(
+        "a test", model_config_, [], {}, 0, "float32",
+        cached=memory._cached(without_weights(model_config_, "a test")),
+    )  # fmt: skip
+    assert found.cached is not None
+    assert found.kv_bytes(found.kv_heads, found.layers) == runner.cache.bytes_per_token

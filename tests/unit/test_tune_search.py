@@ -7,6 +7,7 @@ from fly.errors import FlyError
 from fly.runs.records import Counts
 from fly.speculation.rules.gates import EntropyGate
 from fly.speculation.sequence import Request
+from fly.tuning import search
 from fly.tuning.pass_seconds import PassSeconds
 from fly.tuning.recorder import Recorder
 from fly.tuning.search import (
@@ -20,6 +21,7 @@ from fly.tuning.search import (
     predict,
     predict_one,
 )
+from fly.tuning.simulate import CascadeCounter, DraftCounter
 from tests.positional import Positional, ScriptedModel
 from tests.unit.test_simulate import answers_of
 
@@ -112,6 +114,15 @@ def test_n_grams_change_the_cost_of_drafting_alone(recordings):
     for one, other in pairs.values():
         assert one.counts == other.counts
         assert one.verify_seconds == other.verify_seconds
+
+
+def test_without_its_own_text_a_cascade_guesses_nothing():
+    """With draft_sources that lack `own` the engine's cascade has no n-grams to confirm; the tune
+    predicted that it had."""
+    for sources, counter in ((["others"], DraftCounter), (["own"], CascadeCounter)):
+        keys = {"use_ngram": True, "draft_sources": sources}
+        found = search._counter_for(config.build({**BASE.model_dump(), **keys}, "test"), float)
+        assert type(found) is counter
 
 
 def test_the_given_setting_is_predicted_where_recordings_tell(recordings):

@@ -10,6 +10,7 @@ the head's hidden size, D draft ids.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -35,16 +36,18 @@ from fly.models.heads.eagle3 import Eagle3Files, files_of
 class PairAttention(nn.Module):
     """Grouped-query attention whose inputs are twice as wide as its outputs."""
 
-    def __init__(self, config: Any, has_head_norms: bool) -> None:
+    def __init__(self, config: Any, tensors: Mapping[str, Any]) -> None:
+        """tensors: of the checkpoint, by name: which norms and biases there are."""
         super().__init__()
-        size, bias = config.head_dim, config.attention_bias
+        size = config.head_dim
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim, self.num_key_value_groups, self.is_causal = size, heads // kv_heads, True
-        self.q_proj = nn.Linear(2 * config.hidden_size, heads * size, bias=bias)
-        self.k_proj = nn.Linear(2 * config.hidden_size, kv_heads * size, bias=bias)
-        self.v_proj = nn.Linear(2 * config.hidden_size, kv_heads * size, bias=bias)
-        self.o_proj = nn.Linear(heads * size, config.hidden_size, bias=bias)
-        eps = config.rms_norm_eps
+        q, k, v, o = (f"layer.self_attn.{name}_proj.bias" in tensors for name in "qkvo")
+        self.q_proj = nn.Linear(2 * config.hidden_size, heads * size, bias=q)
+        self.k_proj = nn.Linear(2 * config.hidden_size, kv_heads * size, bias=k)
+        self.v_proj = nn.Linear(2 * config.hidden_size, kv_heads * size, bias=v)
+        self.o_proj = nn.Linear(heads * size, config.hidden_size, bias=o)
+        has_head_norms, eps = "layer.self_attn.q_norm.weight" in tensors, config.rms_norm_eps
         self.q_norm = LlamaRMSNorm(size, eps) if has_head_norms else nn.Identity()
         self.k_norm = LlamaRMSNorm(size, eps) if has_head_norms else nn.Identity()
 
@@ -71,8 +74,7 @@ class PairLayer(nn.Module):
         super().__init__()
         config = files.llama
         self._norm_before_residual = files.norm_before_residual
-        has_head_norms = "layer.self_attn.q_norm.weight" in files.tensors
-        self.self_attn = PairAttention(config, has_head_norms)
+        self.self_attn = PairAttention(config, files.tensors)
         self.mlp = LlamaMLP(config)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)

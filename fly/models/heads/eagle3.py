@@ -163,7 +163,6 @@ def _llama(checkpoint: Checkpoint, shape: Mapping[str, Any]) -> LlamaConfig:
             num_attention_heads=shape["num_attention_heads"],
             num_hidden_layers=1,
             max_position_embeddings=shape.get("max_position_embeddings") or 2048,
-            attention_bias="layer.self_attn.q_proj.bias" in checkpoint.tensors,
             mlp_bias="layer.mlp.gate_proj.bias" in checkpoint.tensors,
             **optional,
         )

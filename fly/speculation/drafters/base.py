@@ -136,6 +136,8 @@ class Drafter:
 
     def reserve(self, longest: int, spd_k: int) -> None:
         """Sequences will have up to `longest` tokens, and drafts up to spd_k more."""
+        if self.runner is not None:
+            self.runner.expect(longest + spd_k)
 
     def admit(
         self, slot: int, sequence: Sequence, features: Tensor | None = None, *, soon: bool = True
