@@ -5,7 +5,7 @@ import pytest
 from fly import config
 from fly.errors import FlyError
 from fly.runs.records import Counts
-from fly.speculation.rules.gates import EntropyGate
+from fly.speculation.rules.gates import AnyGate, EntropyGate
 from fly.speculation.sequence import Request
 from fly.tuning import search
 from fly.tuning.pass_seconds import PassSeconds
@@ -162,4 +162,4 @@ def test_candidates_are_the_best_of_every_kind_then_the_next():
 def test_changes_name_what_differs():
     other = config.build({**BASE.model_dump(), "spd_k": 9, "entropy_thre": None}, "test")
     assert changes(BASE, other) == {"spd_k": 9, "entropy_thre": None}
-    assert gates_of([other, BASE]) == {EntropyGate(0.3)}
+    assert gates_of([other, BASE]) == {AnyGate(), EntropyGate(0.3)}
