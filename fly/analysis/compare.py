@@ -376,8 +376,10 @@ def _in_overall(higher: list[bool]) -> list[bool]:
 
 
 def primary(metrics: list[Metric]) -> Metric | None:
-    """A task's first metric by which the baseline scores anything, else its first."""
+    """A task's first metric by which the baseline scores anything, else its first; one whose
+    scores lie below zero if there is no other."""
     known = [metric for metric in metrics if metric.has_row]
+    known.sort(key=lambda metric: min(metric.scores.values()) < 0)  # stable
     scoring = (m for m in known if not m.higher_is_better or max(m.scores.values()) > 0)
     return next(scoring, next(iter(known), None))
 

@@ -164,7 +164,9 @@ def in_words(scores: Comparison, demand: Demand) -> list[str]:
     if scores.recovery is None or scores.withheld:
         return [scores.reason]
     if scores.bound is not None and scores.verdict != "held":
-        lines = [scores.reason, f"this rules out a loss above {scores.bound:.1%} of the score"]
+        lines = [scores.reason]
+        if scores.bound < 1:
+            lines.append(f"this rules out a loss above {scores.bound:.1%} of the score")
         if scores.decides is not None and scores.decides > scores.documents:
             lines.append(f"{scores.decides:,} documents would show {demand.min_recovery:g}")
         return lines

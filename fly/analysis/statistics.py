@@ -155,7 +155,7 @@ def compare_tasks(
         found,
         recovery=float(np.mean([task.kept.mean() for task in pairs])) / base,
         interval=_recovery_interval(pairs, resamples),
-        bound=None if lost else _unseen_loss(pairs, base, -math.log(1 - demand.confidence)),
+        bound=None if lost else min(1.0, _unseen_loss(pairs, base, _surprise(demand))),
         decides=decides,
         reason=reason,
     )
@@ -306,10 +306,13 @@ def _probability(pairs: list[_Pairs], min_recovery: float) -> float:
     been lost: in the task where that counts most.
 
     Bayesian bootstrap (Rubin 1981). On right-or-wrong scores of one task without wins this is
-    Clopper and Pearson's exact bound of the share that is lost, which no number of documents makes
-    too sure. Resampling alone does not allow for losses that were not seen.
+    nearly Clopper and Pearson's exact bound of the share that is lost, which errs no more often
+    than it says, however few documents are lost. Resampling alone does not allow for losses that
+    were not seen.
     """
     rng = np.random.default_rng(0)
+    if len(pairs) == 1:
+        return float(np.mean(_margins(pairs[0], min_recovery, _ONE_LOST, rng) >= 0))
     seen = [_margins(task, min_recovery, _NONE, rng) for task in pairs]
     total = np.sum(seen, axis=0)
     return min(
@@ -363,6 +366,11 @@ def _verdict(enough: bool, fell: bool, lost: int, won: int) -> tuple[Verdict, st
     return "not enough evidence", "the documents do not tell" if lost else none_worse
 
 
+def _surprise(demand: Demand) -> float:
+    """What an event of probability 1 - confidence is, in nats."""
+    return -math.log(1 - demand.confidence)
+
+
 def _unseen_loss(pairs: list[_Pairs], base: float, surprise: float) -> float:
     """The largest loss of recovery with which no lost document among these is no more of a
     surprise than so many nats; with one task the exact rule of three.
@@ -370,16 +378,16 @@ def _unseen_loss(pairs: list[_Pairs], base: float, surprise: float) -> float:
     The maximum, over shares s of lost documents, of sum(worth * s) where sum(documents *
     -log(1 - s)) = surprise: 1 - s is proportional to documents / worth, but at most 1.
     """
-    tops = [max(task.kept.max(), task.base.max()) for task in pairs]
-    worth = np.array(tops) / (len(pairs) * base)
-    documents = np.array([len(task.base) for task in pairs])
-    order = np.argsort(documents / np.maximum(worth, np.finfo(float).tiny))
+    tops = [(max(task.kept.max(), task.base.max()), len(task.base)) for task in pairs]
+    worth, documents = np.array([each for each in tops if each[0] > 0]).T
+    worth = worth / (len(pairs) * base)
+    order = np.argsort(documents / worth)
     documents, worth = documents[order], worth[order]
-    ratio = np.log(documents) - np.log(np.maximum(worth, np.finfo(float).tiny))
-    for last in range(len(pairs)):  # the tasks that may lose: small ones, as few as it takes
+    ratio = np.log(documents / worth)
+    for last in range(len(ratio)):  # the tasks that may lose: small ones, as few as it takes
         losing = slice(last + 1)
         factor = -(surprise + documents[losing] @ ratio[losing]) / documents[losing].sum()
-        if last + 1 == len(pairs) or factor + ratio[last + 1] >= 0:
+        if last + 1 == len(ratio) or factor + ratio[last + 1] >= 0:
             break
     return float(worth @ -np.expm1(np.minimum(0, factor + ratio)))
 
@@ -396,14 +404,13 @@ def _documents_that_decide(
     """
     total = len(change)
     if (lost := int((change < 0).sum())) == 0:
-        may_be_lost = 1 - demand.min_recovery
-        if may_be_lost <= 0:
+        may_be_lost = min(1 - demand.min_recovery, 1 - 1e-9)
+        if may_be_lost < 1e-9:
             return None
-        of_all = -math.log(1 - demand.confidence)
         left = optimize.brentq(
             lambda surprise: _unseen_loss(pairs, base, surprise) - may_be_lost, 0, 1e3 * total
         )
-        return math.ceil(round(total * of_all / left, 6))
+        return math.ceil(round(total * _surprise(demand) / left, 6))
     margins = [task.kept - demand.min_recovery * task.base for task in pairs]
     mean = float(np.mean([margin.mean() for margin in margins]))
     variance = sum(total * margin.var() / len(margin) for margin in margins) / len(pairs) ** 2

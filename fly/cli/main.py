@@ -112,7 +112,8 @@ class FlyCLI(HarnessCLI):
             setattr(args, name, getattr(args, name) or values.get(name))
         args.model_args = as_dict(args.model_args)
         args.include_path = _include_paths(args.include_path)
-        output_dir = _prepare(args, {**values, **vars(args)})
+        on_line = {name: value for name, value in vars(args).items() if value is not None}
+        output_dir = _prepare(args, {**values, **on_line})
         before = set(reader.results_in(output_dir)) if output_dir else set()
         current = context.start(output_dir)
         current.samples = args.samples

@@ -68,7 +68,8 @@ def held(recoveries: Sequence[Recovery], least: float) -> bool:
 
 
 def recoveries(baseline: Measured, other: Measured, least: float) -> list[Recovery]:
-    """One for each metric of the baseline, also where the other run lacks it.
+    """One for each metric of the baseline that has all of its numbers, also where the other run
+    lacks it.
 
     Raises FlyError if the runs did not answer the same questions.
     """
@@ -77,6 +78,7 @@ def recoveries(baseline: Measured, other: Measured, least: float) -> list[Recove
     return [
         Recovery(row.task, row.metric, row.scores, itself.scores.recovery is not None)
         for itself, row in both
+        if itself.scores.other is not None
     ]
 
 

@@ -24,7 +24,7 @@ from fly.tuning.search import changes, kind
 from fly.tuning.tune import Options, RealRun, Tuning
 
 _UNSTEADY = 0.5  # of pace; the short passes that tell it differ by a third on an idle machine, too
-_NOT_WRITTEN = ("trace",)  # switched off for the time of tuning
+_NOT_WRITTEN = ("trace", "draft_runs")  # switched off for the time of tuning
 
 
 def summary(tuning: Tuning, least: float) -> list[dict[str, Any]]:

@@ -127,6 +127,16 @@ def test_use_cache_does_not_mix_configurations(saved_pair, config_file, task_dir
         code = evaluate(saved_pair, config_file, task_dir, *flags, more_args=",draft_policy=auto")
         assert code == 0
     assert len(list(tmp_path.glob("cache_*.db"))) == 4
+    file = tmp_path / "run.yaml"
+    for most in (2, 3):
+        file.write_text(
+            f"model: hf\nmodel_args:\n  pretrained: {saved_pair / 'draft'}\n"
+            f"  config_path: {config_file}\n  dtype: float32\n  draft_policy: auto\n"
+            f"tasks: [tiny_task]\ninclude_path: {task_dir}\nlimit: 1\ndevice: cpu\n"
+            f"use_cache: {cache}\nbatch_size: auto\nmax_batch_size: {most}\n"
+        )
+        assert run("run", "--config", file) == 0
+    assert len(list(tmp_path.glob("cache_*.db"))) == 6
 
 
 def test_runs_draft_from_earlier_ones(saved_pair, config_file, task_dir, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ The head is right by design (tests/heads.py) but for what it cannot know, so tha
 
 import copy
 import functools
+import time
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from fly.models.draft_vocabulary import NONE
 from fly.models.heads.checkpoint import Checkpoint, TargetShape
 from fly.settings import ExecutionSettings
 from fly.speculation.draft_length import FixedLength
+from fly.speculation.drafters.base import Drafter
 from fly.speculation.drafters.eagle3 import Eagle3Drafter
 from fly.speculation.sequence import Request
 from tests import heads, tiny
@@ -176,6 +178,35 @@ class Moody(FixedLength):
 def test_a_head_that_paused_catches_up(perfect):
     records = same_as_fresh(*perfect, 2, tiny.EXACT, Moody)
     assert tiny.total(records, "native_accepted") > 0
+
+
+class Later(Moody):
+    """Nothing is drafted at first."""
+
+    def choose(self, running):
+        self.rounds += 1
+        return FixedLength.choose(self, running) if self.rounds > 5 else 0
+
+
+@pytest.mark.parametrize("prompt", [100, 300])
+def test_a_prompt_that_was_put_off_is_prefill(perfect, monkeypatch, prompt):
+    """Short ones are fed when something is drafted, long ones before: as drafting, as the rest."""
+    target, head = perfect
+    drafter = heads.drafter(target, head)
+    honest = drafter.runner.catch_up
+
+    def slow(slot, tokens, states):
+        time.sleep(0.3 if len(tokens) > 90 else 0)
+        return honest(slot, tokens, states)
+
+    monkeypatch.setattr(drafter.runner, "catch_up", slow)
+    request = Request(tuple(3 + i % 60 for i in range(prompt)), 60)
+    engine = tiny.engine(target, drafter, 4, draft_length=Later(4))
+    (record,) = engine.run([request])
+    assert record.counts.drafted > 0
+    assert record.seconds["prefill"] > 0.3
+    with Drafter().prefilling(None):  # of one that no engine runs
+        pass
 
 
 def test_out_of_memory_goes_on_with_fewer_slots(perfect, alone):

@@ -272,6 +272,17 @@ def test_a_number_that_stands_for_none_decides_nothing(tmp_path):
     assert compare.compare(base, [same]).others[0].rows[0].verdict == "not enough evidence"
 
 
+def test_a_task_of_which_nothing_is_scored_leaves_a_mean(tmp_path):
+    """Its primary metric was the first, -1 throughout: the mean had scores below zero."""
+    tasks = {"a": {"acc": SOLVED}, "b": {"4096": [-1.0] * 300, "8192": [0.0] * 300}}
+    base, same = (load(write(tmp_path / name, tasks=tasks)) for name in "ab")
+    (found,) = compare.compare(base, [same], LENIENT).others
+    assert [(row.metric, row.primary) for row in found.rows] == [
+        ("acc", True), ("4096", False), ("8192", True)]  # fmt: skip
+    assert found.overall.scores.recovery == 1
+    assert found.verdict == "held"
+
+
 def test_a_baseline_without_some_numbers_hides_no_collapse(tmp_path):
     """One NaN of the baseline's left the metric out for every run, and the rest was held."""
     good = {"t": {"acc": [math.nan] + [1.0] * 299, "em": SOLVED}}

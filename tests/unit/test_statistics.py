@@ -56,6 +56,21 @@ def test_a_small_task_keeps_the_mean_from_being_certain():
     assert even.bound == pytest.approx(1 - 0.05 ** (1 / 300))
 
 
+@pytest.mark.filterwarnings("error")
+def test_bounds_at_their_ends():
+    """A loss above 250 % was ruled out; a task of zeros made NumPy warn."""
+    few = compare(1, 0, 0, 7)
+    assert (few.bound, few.verdict) == (1, "unchanged")
+    zeros = ([0.0] * 50,) * 2
+    found = statistics.compare_tasks([([1.0] * 100,) * 2, zeros])
+    assert found.bound == pytest.approx(1 - 0.05 ** (1 / 100))
+    for least in (1e-17, 1e-9, 0.5, 1 - 1e-12, 1):
+        for count in (1, 7):
+            tasks = [([1.0] * 20,) * 2] * count
+            decides = statistics.compare_tasks(tasks, Demand(min_recovery=least)).decides
+            assert decides is None or decides >= 1
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_the_unseen_loss_is_the_largest_there_can_be(seed):
     """Against random shares of lost documents that are as much of a surprise."""

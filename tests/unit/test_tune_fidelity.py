@@ -95,6 +95,20 @@ def test_a_metric_that_the_run_lacks_is_not_held():
     assert not verdict(before, scored(t={}))
 
 
+def test_a_metric_without_some_of_the_targets_numbers_decides_nothing():
+    """One NaN of the target's, and no configuration held: nothing could be written."""
+    metrics = {"acc": [1, 1, 1, 1], "rouge": [1, 1, 1]}
+    before = scored(t=metrics)
+    why = "1 of 4 documents have no number"
+    task = before.tasks["t"]
+    partly = task.metrics[1].model_copy(update={"left_out": why})
+    task = task.model_copy(update={"metrics": [task.metrics[0], partly]})
+    before = before.model_copy(update={"tasks": {"t": task}, "notes": [f"run: t rouge: {why}"]})
+    assert verdict(before, before)
+    assert check_judgeable(before, LEAST) == before.notes
+    assert not verdict(before, scored(t={**metrics, "acc": [1, 1, 0, 0]}))
+
+
 def test_a_metric_that_the_target_fails_by_decides_nothing_unless_it_worsens():
     """gsm8k's strict filter may find nothing at all; it must not forbid every configuration."""
     before = scored(t={"em,strict": [0, 0, 0, 0], "em,loose": [1, 1, 1, 1], "wer": [0, 0, 0, 0]})

@@ -1,9 +1,11 @@
 """The table and the summary of a tune, also of runs with odd numbers."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
+from fly import config
 from fly.analysis.statistics import Interval, Ratio
 from fly.runs.records import Counts, RunStats
 from fly.tuning import output
@@ -63,6 +65,23 @@ def test_a_run_that_is_not_judged_yet_has_not_held(capsys):
     run = RealRun(BASE, None, result(emitted=40), 1.0, True)
     output.print_table(tuning(run), 0.9)
     assert output.summary(tuning(run), 0.9)[0]["held"] is False
+
+
+def test_a_pair_that_drafts_from_runs_keeps_them_and_its_rule(tmp_path, monkeypatch):
+    """Such a pair is tuned without them; by default FLy would be exact verification again."""
+    monkeypatch.setattr(output, "_evidence", lambda *_: {})
+    given = {"target_model_path": "t", "draft_model_path": "d", "spd_k": 8, "draft_runs": ["runs"]}
+    (tmp_path / "given.json").write_text(json.dumps(given))
+    before = config.build(given, "test")
+    assert before.rule == "exact"
+    for rule in ("fly", "exact"):
+        best = before.model_copy(update={"draft_runs": None, "enable_fly": rule == "fly"})
+        assert best.rule == rule
+        run = replace(ran(), config=best)
+        path = tmp_path / f"{rule}.json"
+        output.write_config(path, str(tmp_path / "given.json"), run, None, None, None, path)
+        written = config.load(str(path), {}, log=False)
+        assert (written.draft_runs, written.rule) == (["runs"], rule)
 
 
 # What is chosen

@@ -124,7 +124,9 @@ class Drafter:
     its seconds are that sequence's prefill, not drafting.
     """
 
-    prefilling: Callable[[Sequence], AbstractContextManager[None]] = lambda sequence: nullcontext()
+    prefilling: Callable[[Sequence], AbstractContextManager[None]] = staticmethod(
+        lambda sequence: nullcontext()
+    )
     devices: tuple[torch.device, ...] = ()
     wants_features: tuple[int, ...] = ()
     runner: SlotRunner | None = None

@@ -75,7 +75,9 @@ class Eagle3Drafter(Drafter):
     def _catch_up(self, slot: int, known: TrueStates, sequence: Sequence) -> None:
         """Feed all true pairs but the last, whose pass predicts, and keep no state in vain."""
         tokens, states_QH = known.unfed(sequence.tokens)
-        self.runner.catch_up(slot, tokens[:-1], states_QH[:-1])
+        is_prompt = known.fed == 0  # at admission, or put off then
+        with self.prefilling(sequence) if is_prompt else nullcontext():
+            self.runner.catch_up(slot, tokens[:-1], states_QH[:-1])
         known.fed += max(0, len(tokens) - 1)
         self._forget(known, sequence)
 
@@ -113,9 +115,7 @@ class Eagle3Drafter(Drafter):
         for slot, (sequence, chain) in enumerate(zip(running, chains)):
             known = self._known[slot]
             if chain.is_open and known.end - known.fed > CATCH_UP:
-                is_first = known.fed == 0  # admitted for later
-                with self.prefilling(sequence) if is_first else nullcontext():
-                    self._catch_up(slot, known, sequence)
+                self._catch_up(slot, known, sequence)
             fed, states_QH = known.unfed(sequence.tokens)
             tokens.append(fed if chain.is_open else [])
             states.append(states_QH[: len(tokens[slot])])
