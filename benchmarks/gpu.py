@@ -209,7 +209,7 @@ class ReplayEngine(Engine):
         if len(self.measured) == self._rounds:
             raise EnoughRounds
 
-    def _halve(self, error: Exception) -> None:
+    def _halve(self, error: Exception, *, alone: bool) -> None:
         raise torch.OutOfMemoryError(str(error)) from None  # fewer sequences would be another batch
 
 

@@ -76,9 +76,14 @@ class Bench:
         self.fly.stats = RunStats()
         values = {**self.base.model_dump(), **MODES[mode]}
         self.fly.fly_config = fly_config.build(values, mode)
-        self.samples[mode] += evaluate(
+        samples = evaluate(
             model, self.args.tasks, indices, chat=self.args.chat, gen_kwargs=self.args.gen_kwargs
         )
+        filters = sorted({sample["filter"] for sample in samples})
+        chosen = self.args.filter or filters[0]
+        if chosen not in filters or (len(filters) > 1 and not self.args.filter):
+            sys.exit(f"--filter {self.args.filter}: choose from {', '.join(filters)}")
+        self.samples[mode] += [sample for sample in samples if sample["filter"] == chosen]
         self.stats[mode].merge(self.fly.stats)
         if mode == "hf" and self.hf is not None:
             self.hf_seconds += self.hf.seconds
@@ -160,6 +165,7 @@ def main() -> None:
     parser.add_argument("--config", default="qwen2.5-coder.json")
     parser.add_argument("--tasks", default="humaneval_instruct")
     parser.add_argument("--metric", default="pass@1")
+    parser.add_argument("--filter", default=None, help="of the task's filters, if it has several")
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
     parser.add_argument(
         "--check", action="store_true", help="fail if exact or FLy lost what target-only solves"
@@ -172,6 +178,8 @@ def main() -> None:
     parser.add_argument("--no-chat", dest="chat", action="store_false")
     parser.add_argument("--output", type=Path, default=None, help="folder for the raw records")
     args = parser.parse_args()
+    if "target_only" not in args.modes:
+        parser.error("--modes: target_only is what the others are compared with: add it")
     bench = Bench(args)
     names = args.modes
     for turn, start in enumerate(range(0, args.limit, args.chunk)):

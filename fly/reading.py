@@ -66,11 +66,13 @@ def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def text_of(path: Path, where: str) -> str:
-    """A file's text, which must be UTF-8."""
+def text_of(path: Path, where: str, *, may_be_torn: bool = False) -> str:
+    """A file's text, which must be UTF-8. may_be_torn: its last character may be incomplete."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
+        if may_be_torn and error.reason == "unexpected end of data":
+            return path.read_bytes()[: error.start].decode("utf-8")
         raise FlyError(f"{where}: cannot be read: not UTF-8 at byte {error.start}") from None
     except OSError as error:
         raise FlyError(f"{where}: cannot be read: {error.strerror}") from None

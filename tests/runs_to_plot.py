@@ -23,7 +23,7 @@ def write_run(
     metric: str = "exact_match",
     higher_is_better: bool = True,
     of_corpus: bool = False,
-    batch_size: int = 1,
+    batch_size: int | str = 1,
     prompts: str = "question",
     with_records: bool = True,
     trace: list[dict] | None = None,
@@ -67,6 +67,8 @@ def write_run(
     ]
     if drafts:
         records = [record | drafted(drafts) for record in records]
+    if trace:
+        settings["trace"] = True
     if backend in ("fly", "vllm"):
         told = {"devices": devices, "engine": backend}
         results["config"]["fly"] = _entry(date, records, settings) | told

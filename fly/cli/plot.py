@@ -36,7 +36,8 @@ def _plot(args: argparse.Namespace) -> None:
     from fly.runs import context, reader
 
     found = {run.path.resolve(): run for path in args.runs for run in reader.load_all(path)}
-    data = plot_data.collect(list(found.values()), args.metric)
+    runs = sorted(found.values(), key=lambda run: reader.date_of(run.path))
+    data = plot_data.collect(runs, args.metric)
     drawn = plotting.draw(data)
     folder = Path(args.output).expanduser()
     context.check_writable(folder, "output")

@@ -38,7 +38,14 @@ from fly import reading
 from fly.config import FlyConfig
 from fly.errors import FlyError, reason_of
 from fly.harness.backend import Backend
-from fly.harness.vllm_config import METHODS, Installed, counts, shares, speculative_config
+from fly.harness.vllm_config import (
+    METHODS,
+    Installed,
+    counts,
+    seconds_of_workers,
+    shares,
+    speculative_config,
+)
 from fly.models import sources, tokenizers
 from fly.models.heads.block import kind_of
 from fly.models.heads.checkpoint import read_config
@@ -205,10 +212,9 @@ class FlyVLLM(Backend, VLLM):
     ) -> Iterator[RequestRecord]:
         """By vLLM's engine in this process's charge, or by lm-eval's Ray workers, whose responses
         come all at once. Raises FlyError for what vLLM refuses."""
-        if self.data_parallel_size > 1:
-            yield from self._decode_by_workers(missing)
-        elif missing:
-            yield from self._decode_here(missing)
+        if missing:
+            by_workers = self.data_parallel_size > 1
+            yield from (self._decode_by_workers if by_workers else self._decode_here)(missing)
 
     def _decode_here(self, missing: list[Request]) -> Iterator[RequestRecord]:
         engine = self.model.llm_engine
@@ -257,19 +263,20 @@ class FlyVLLM(Backend, VLLM):
             state.lengths.append(len(output.outputs[0].token_ids))
 
     def _decode_by_workers(self, missing: list[Request]) -> Iterator[RequestRecord]:
-        before = time.perf_counter()
         outputs = self._model_generate(
             [list(request.prompt) for request in missing],
             generate=True,
             sampling_params=[self._sampling_params(request) for request in missing],
         )
-        elapsed = time.perf_counter() - before
-        own = [output.metrics.last_token_ts - output.metrics.scheduled_ts for output in outputs]
-        for request, output in zip(missing, outputs):
-            times, state = output.metrics, _Running(request)
-            scale = elapsed / sum(own)
-            state.seconds["prefill"] = (times.first_token_ts - times.scheduled_ts) * scale
-            state.seconds["verify"] = (times.last_token_ts - times.first_token_ts) * scale
+        all_times = [output.metrics for output in outputs]
+        spans = [(times.scheduled_ts, times.last_token_ts) for times in all_times]
+        seconds = seconds_of_workers(spans, self.data_parallel_size)
+        for request, output, times, whole in zip(missing, outputs, all_times, seconds):
+            state = _Running(request)
+            ran = times.last_token_ts - times.scheduled_ts
+            prefill = (times.first_token_ts - times.scheduled_ts) / ran if ran else 1.0
+            state.seconds["prefill"] = prefill * whole
+            state.seconds["verify"] = (1 - prefill) * whole
             widths = [accepted + 1 for _, accepted in self._drafts(state, output)]
             plain = len(output.outputs[0].token_ids) - 1 - sum(widths)
             state.lengths = [*accumulate([1, *widths, *[1] * plain])]

@@ -169,7 +169,7 @@ def read_lines(path: Path, shape: type[_Line]) -> list[_Line]:
 
     A last line that a kill left unfinished is dropped. Raises FlyError for any other.
     """
-    lines = reading.text_of(path, str(path)).split("\n")
+    lines = reading.text_of(path, str(path), may_be_torn=True).split("\n")
     with suppress(ValueError):  # what follows the last line break may still be a whole line
         json.loads(lines[-1])
         lines.append("")

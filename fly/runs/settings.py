@@ -56,8 +56,13 @@ def in_force(run: Run) -> dict[str, Any]:
         found["batch_invariant"] = (run.entry.get("preparation") or {}).get("batch_invariant")
     found |= {"dtype": run.entry["dtype"], "device": device.get("name")}
     found |= {key: device[key] for key in ("threads", "capability") if key in device}
-    found["batch_size"] = run.results["config"].get("batch_size")
+    found["batch_size"] = batch_size(run)
     return found
+
+
+def batch_size(run: Run) -> str:
+    """As text: lm-eval has it from the command line as a text, else as a number."""
+    return str(run.results["config"].get("batch_size"))
 
 
 def of_rule(run: Run) -> dict[str, Any]:
@@ -141,7 +146,7 @@ def _in_words(key: str, value: Any) -> str:
     if value is None:
         return f"{name} off"
     if isinstance(value, (list, tuple)):
-        parts = map(_last_part, value) if key == "draft_runs" else value
+        parts = map(_last_part if key == "draft_runs" else str, value)
         return f"{name} {', '.join(parts)}"
     if isinstance(value, bool):
         return name if value else f"not {name}"

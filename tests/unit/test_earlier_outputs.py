@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fly.errors import FlyError
 from fly.models.fingerprint import as_one
-from fly.runs import output_ids
+from fly.runs import output_ids, reader, shapes
 from fly.runs.earlier_outputs import Counts, EarlierOutputs, Matcher, target_of
 from tests import tiny, written_runs
 
@@ -143,6 +143,19 @@ def test_the_newest_run_of_a_folder_is_read_finished_or_not(tmp_path, tokenizer)
     assert find(tokenizer, tmp_path / "out")[0] == (tuple(tokenizer.encode("new")),)
     own = newer, "2026-01-02T00-00-00"  # a resumed run does not draft from itself
     assert find(tokenizer, tmp_path / "out", own=own)[0] == (tuple(tokenizer.encode("old")),)
+
+
+def test_a_line_that_was_torn_inside_a_character_is_dropped(tmp_path):
+    """A kill may end the file between the bytes of one: the whole file could not be read."""
+    path = tmp_path / "fly_requests_2026-01-01T00-00-00.jsonl"
+    record = {"task": "t", "doc_id": 0, "prompt_hash": "0" * 64, "text": "caf\u00e9"}
+    whole = json.dumps(record, ensure_ascii=False).encode()
+    path.write_bytes(whole + b"\n" + whole[:-3])
+    assert path.read_bytes()[-1] == 0xC3
+    assert len(reader.read_lines(path, shapes.OutputLine)) == 1
+    path.write_bytes(whole[:-3] + b"\n" + whole + b"\n")  # in the middle it is no tear
+    with pytest.raises(FlyError, match="not UTF-8"):
+        reader.read_lines(path, shapes.OutputLine)
 
 
 def test_a_finished_run_goes_before_a_newer_one_that_was_cut_short(tmp_path, tokenizer):

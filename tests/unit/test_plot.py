@@ -1,6 +1,7 @@
 """`fly plot` on written runs: the numbers, what is left out and why, and what the figures hold."""
 
 import csv
+import html
 import json
 import re
 import sys
@@ -135,6 +136,64 @@ def test_a_run_with_drafts_from_earlier_outputs_is_always_told_apart(tmp_path):
     labels = [point.label for point in collect(runs).points if not point.is_baseline]
     assert len(set(labels)) == 2
     assert any("earlier runs old" in label for label in labels)
+
+
+def test_a_setting_that_is_a_list_of_numbers(tmp_path):
+    """It ended plot, report and matrix in a TypeError."""
+    for more in ({}, {"head_layer_ids": [2, 18, 33]}):
+        write_run(tmp_path, {"a": SOLVED}, drafter="eagle3", enable_fly=False, **more)
+    labels = settings.labels(reader.load_all(tmp_path))
+    assert labels == ["head_layer_ids off", "head_layer_ids 2, 18, 33"]
+
+
+def test_one_batch_size_however_it_was_given(tmp_path):
+    """lm-eval has --batch_size 1 as a text and the default as a number: two sizes, it seemed."""
+    write_run(tmp_path, {"a": SOLVED}, use_sd=False, batch_size="1")
+    write_run(tmp_path, {"a": SOLVED}, enable_fly=False, batch_size=1)
+    data = collect(reader.load_all(tmp_path))
+    assert [point.label for point in data.points] == ["target-only", "exact"]
+    assert all(point.is_placed for point in data.points)
+
+
+def test_a_run_is_related_to_its_own_engines_target(tmp_path):
+    """vLLM's exact verification was divided by fly's target-only run, the newer one."""
+    write_run(tmp_path, {"a": SOLVED}, use_sd=False, backend="vllm", seconds=20)
+    write_run(tmp_path, {"a": SOLVED}, enable_fly=False, backend="vllm", seconds=10)
+    write_run(tmp_path, {"a": SOLVED}, use_sd=False, seconds=5)
+    (exact,) = [p for p in collect(reader.load_all(tmp_path)).points if not p.is_baseline]
+    assert exact.speedup == pytest.approx(2)
+
+
+def test_the_newest_target_only_run_counts_whatever_the_order(tmp_path, capsys):
+    old = write_run(tmp_path / "old", {"a": SOLVED}, use_sd=False, seconds=100)
+    new = write_run(tmp_path / "new", {"a": SOLVED}, use_sd=False, seconds=10)
+    exact = write_run(tmp_path / "exact", {"a": SOLVED}, enable_fly=False, seconds=5)
+    for order in ((old, new), (new, old)):
+        assert run("plot", *order, exact, "--output", tmp_path / "out") == 0
+        rows = csv.DictReader((tmp_path / "out" / "points.csv").open())
+        speedups = [row["speedup"] for row in rows if row["label"] == "exact"]
+        assert [float(x) for x in speedups] == [pytest.approx(2)]
+
+
+def test_targets_have_curves_of_their_own(tmp_path):
+    """Two targets at two batch sizes each were one zigzag line."""
+    for target in "AB":
+        for size in (1, 4):
+            write_run(tmp_path, {"a": SOLVED}, use_sd=False, target_model_path=target,
+                      batch_size=size, wall_seconds=1.0)  # fmt: skip
+    curves = {(p.curve, p.batch_size) for p in collect(reader.load_all(tmp_path)).points}
+    names = [f"target-only, target_model_path={target}" for target in "AB"]
+    assert curves == {(name, size) for name in names for size in "14"}
+
+
+def test_a_label_with_dollars_is_drawn_as_it_is(tmp_path):
+    """matplotlib read what stands between them as mathematics, and failed or garbled it."""
+    write_run(tmp_path, {"a": SOLVED}, use_sd=False)
+    for pattern in (r"^\d+$|^####.*$", "^a$"):
+        write_run(tmp_path, {"a": SOLVED}, exact_pattern=[pattern])
+    assert run("plot", tmp_path, "--output", tmp_path / "out") == 0
+    drawn = html.unescape((tmp_path / "out" / "frontier.svg").read_text(encoding="utf-8"))
+    assert r"exact in ^\d+$|^####.*$" in drawn
 
 
 @pytest.mark.parametrize(
@@ -309,10 +368,10 @@ def test_throughput_against_interactivity_at_several_batch_sizes(tmp_path, capsy
     data = collect(reader.load_all(tmp_path))
     found = {(p.curve, p.batch_size): (p.tok_s_user, p.tok_s_gpu) for p in data.points}
     assert found == {
-        ("target-only", 1): pytest.approx((100 / 9, 10)),
-        ("target-only", 4): pytest.approx((100 / 14, 25)),
-        ("exact", 1): pytest.approx((200 / 9, 10)),
-        ("exact", 4): pytest.approx((200 / 14, 25)),
+        ("target-only", "1"): pytest.approx((100 / 9, 10)),
+        ("target-only", "4"): pytest.approx((100 / 14, 25)),
+        ("exact", "1"): pytest.approx((200 / 9, 10)),
+        ("exact", "4"): pytest.approx((200 / 14, 25)),
     }
     (axes,) = plotting.draw(data)["throughput"].axes
     lines = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}

@@ -20,7 +20,7 @@ def by_k(data: PlotData) -> Figure | None:
     series = list(dict.fromkeys(p.series for p in data.points if not p.is_baseline))
     for column, task in enumerate(tasks):
         above, below = panels[column], panels[len(tasks) + column]
-        above.set_title(task)
+        above.set_title(style.text(task))
         _lines(above, below, data.of_task(task), series)
     style.legend(figure, panels)
     return figure
@@ -39,7 +39,7 @@ def _lines(above: Axes, below: Axes, points: list[Point], series: list[str]) -> 
         if not mine:
             continue
         ks = [point.k for point in mine]
-        look = {**style.series(number), "gid": f"line-{number}", "label": name}
+        look = {**style.series(number), "gid": f"line-{number}", "label": style.text(name)}
         above.plot(ks, [point.tau for point in mine], **look)
         below.plot(ks, [_height(point, related) for point in mine], **look)
     for axes in (above, below):
@@ -71,7 +71,7 @@ def throughput(data: PlotData) -> Figure | None:
     curves = list(dict.fromkeys(point.curve for point in measured))
     figure, panels = style.grid(len(tasks))
     for axes, task in zip(panels, tasks):
-        axes.set_title(task)
+        axes.set_title(style.text(task))
         for number, name in enumerate(curves):
             _throughput_curve(
                 axes, number, [p for p in measured if (p.task, p.curve) == (task, name)]
@@ -89,7 +89,7 @@ def _throughput_curve(axes: Axes, number: int, points: list[Point]) -> None:
     places = sorted((p.tok_s_user or 0.0, p.tok_s_gpu or 0.0, str(p.batch_size)) for p in points)
     if not places:
         return
-    look = {**style.series(number), "gid": f"curve-{number}", "label": points[0].curve}
+    look = {**style.series(number), "gid": f"curve-{number}", "label": style.text(points[0].curve)}
     axes.plot([x for x, _, _ in places], [y for _, y, _ in places], **look)
     for x, y, size in places:
         axes.annotate(size, (x, y), xytext=(3, 3), textcoords="offset points", fontsize=6)
@@ -104,7 +104,7 @@ def acceptance(data: PlotData) -> Figure | None:
     names = list(dict.fromkeys(positions.label for positions in data.positions))
     figure, panels = style.grid(len(tasks))
     for axes, task in zip(panels, tasks):
-        axes.set_title(task)
+        axes.set_title(style.text(task))
         for positions in data.positions:
             if positions.task == task:
                 _by_position(axes, positions, names.index(positions.label))
@@ -119,5 +119,5 @@ def acceptance(data: PlotData) -> Figure | None:
 
 def _by_position(axes: Axes, positions: Positions, index: int) -> None:
     shares = positions.counts.unconditional
-    look = {**style.series(index), "label": positions.label, "gid": f"line-{index}"}
+    look = {**style.series(index), "label": style.text(positions.label), "gid": f"line-{index}"}
     axes.plot(range(1, len(shares) + 1), shares, **look)

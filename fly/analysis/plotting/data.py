@@ -58,8 +58,8 @@ class Point:
         return self.run.mode == TARGET_ONLY
 
     @property
-    def batch_size(self) -> Any:
-        return self.run.results["config"].get("batch_size")
+    def batch_size(self) -> str:
+        return settings.batch_size(self.run)
 
     @property
     def is_placed(self) -> bool:
@@ -116,7 +116,7 @@ def collect(runs: list[Run], metric: str | None = None) -> PlotData:
         else:
             timed.append(run)
     drafted = [run for run in timed if run.mode != TARGET_ONLY]  # only these set labels apart
-    labels = {run.path: (TARGET_ONLY, TARGET_ONLY) for run in timed}
+    labels = {path: (label, TARGET_ONLY) for path, label in _of_targets(timed).items()}
     series = settings.labels(drafted, without=("spd_k",))
     labels |= {r.path: (a, b) for r, a, b in zip(drafted, settings.labels(drafted), series)}
     curves = _curves(timed, drafted)
@@ -144,10 +144,20 @@ def collect(runs: list[Run], metric: str | None = None) -> PlotData:
     return data
 
 
+def _of_targets(runs: list[Run]) -> dict[Path, str]:
+    """By path: the target-only runs' labels, with the settings that set them apart."""
+    alone = [run for run in runs if run.mode == TARGET_ONLY]
+    apart = settings.labels(alone, without=("batch_size",))
+    return {
+        run.path: TARGET_ONLY if label in ("", TARGET_ONLY) else f"{TARGET_ONLY}, {label}"
+        for run, label in zip(alone, apart)
+    }
+
+
 def _curves(runs: list[Run], drafted: list[Run]) -> dict[Path, str]:
     """By path: what sets a run apart from others at other batch sizes, with its engine if several
     are there."""
-    labels = {run.path: TARGET_ONLY for run in runs}
+    labels = _of_targets(runs)
     in_words = settings.labels(drafted, without=("batch_size",))
     labels |= {run.path: label for run, label in zip(drafted, in_words)}
     if len({run.engine for run in runs}) == 1:
@@ -246,7 +256,10 @@ def _against_baseline(point: Point, data: PlotData) -> Point:
 def _compared(point: Point, baseline: Point) -> Against:
     """As `fly compare` compares them. Raises FlyError if their scores or seconds do not compare."""
     mine, theirs = settings.in_force(point.run), settings.in_force(baseline.run)
-    for key in ("target_model_path", "dtype", "device", "capability", "threads", "batch_size"):
+    mine["engine"], theirs["engine"] = point.run.engine, baseline.run.engine
+    for key in (
+        "engine", "target_model_path", "dtype", "device", "capability", "threads", "batch_size",
+    ):  # fmt: skip
         if mine.get(key) != theirs.get(key):
             raise FlyError(f"its {key} is {mine.get(key)}, the target-only run's {theirs.get(key)}")
     check_pairs(baseline.scores, point.scores)
@@ -255,6 +268,8 @@ def _compared(point: Point, baseline: Point) -> Against:
 
 def _placed(point: Point, baseline: Point, found: Against, data: PlotData) -> Point:
     """The point where the comparison puts it, with a note where that is nowhere."""
+    told = [f"{point.task}, {point.label}: {note}" for note in found.notes]
+    data.notes += [note for note in told if note not in data.notes]
     problem = ""
     speedup = found.speeds[0].end_to_end
     if speedup is None:  # answers from lm-eval's cache were not decoded

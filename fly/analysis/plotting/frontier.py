@@ -30,7 +30,7 @@ def frontier(data: PlotData) -> Figure | None:
     numbers = {label: number for number, label in enumerate(labels, 1)}
     for axes, (task, points) in zip(panels, drawn.items()):
         _draw(axes, points, modes, numbers)
-        axes.set_title(f"{task} ({points[0].metric})")
+        axes.set_title(style.text(f"{task} ({points[0].metric})"))
     style.legend(figure, panels, inches=2.3)
     return figure
 
@@ -47,7 +47,9 @@ def _draw(axes: Axes, points: list[Point], modes: list[str], numbers: dict[str, 
             if point.label in numbers:
                 number = str(numbers[point.label])
                 look |= {"marker": f"${number}$", "markersize": 3 + 3 * len(number)}
-            axes.plot(*point.place, **look, gid=f"point-{mode}-{count}", label=point.label)
+            axes.plot(
+                *point.place, **look, gid=f"point-{mode}-{count}", label=style.text(point.label)
+            )
     axes.margins(0.18)
     axes.set_xlabel("time x over target-only, end to end")
     axes.set_ylabel("recovery (of target-only's score)")

@@ -54,6 +54,11 @@ def series(index: int) -> dict[str, Any]:
     }
 
 
+def text(label: str) -> str:
+    """A label as it is: matplotlib takes what stands between two dollars for mathematics."""
+    return label.replace("$", r"\$")
+
+
 def legend(figure: Figure, every: list[Axes], inches: float = 1.7) -> None:
     """One for all panels, below them; `inches`: the width of an entry."""
     known: dict[str, Any] = {}
