@@ -65,6 +65,25 @@ def test_drafters_by_rules_are_a_shaded_matrix(open_report, tmp_path):
     assert shades[0] != shades[1]
 
 
+def test_notes_and_reasons_are_those_of_the_comparison(open_report, tmp_path):
+    """Notes were drawn in the card of time x alone, where there is one; p was 0.000."""
+    scores = {"acc": [1.0] * 40}
+    base = written_runs.write(tmp_path / "a", "target-only", tasks={"t": scores})
+    more = {"acc": [0.0] * 40, "f": [1.0] * 40}
+    fell = written_runs.write(tmp_path / "b", "fly", tasks={"t": more}, machine={"batch_size": 2})
+    page = open_report(base, fell)
+    assert "time x of target-only and fly is not of decoding alone" in (
+        page.locator(".headline").inner_text()
+    )
+    scored = page.locator("#scores").inner_text()
+    assert "Note: fly: t f: target-only has no such metric; left out" in scored
+    assert "<0.001 (McNemar)" in scored
+    same = written_runs.write(tmp_path / "c", "exact", tasks={"t": scores})
+    cards = open_report(base, same).locator(".headline").inner_text()
+    assert "= unchanged" in cards
+    assert "this rules out a loss above 7.2% of the score" in cards
+
+
 def test_the_tokens_shown_first_are_of_a_run_that_drafted(open_report, tmp_path):
     alone = [
         {**traced_runs.ROUNDS[-1], "start": 0, "draft": [], "by": "", "native": "", "length": 1}
