@@ -12,6 +12,7 @@ from fly.execution.batch_size import SequenceWork, sequences_that_fit
 from fly.execution.model_runner import ModelRunner
 from fly.execution.pass_costs import PairCosts, PassCosts
 from fly.speculation import engine as engine_module
+from fly.speculation import phase_timer
 from fly.speculation.draft_length import AdaptiveLength
 from fly.speculation.drafters.base import NoDrafter
 from fly.speculation.drafters.cascade import CascadeDrafter
@@ -206,7 +207,7 @@ class Clock:
 def test_only_decoding_is_decode_time(pair, monkeypatch):
     """Traces were `other`, their entropies `verify`, failed passes and moved sequences nothing."""
     clock = Clock()
-    monkeypatch.setattr(engine_module, "time", clock)
+    monkeypatch.setattr(phase_timer, "time", clock)
     slow = {"entropy": 100.0, "move": 10.0, "fail": 1000.0}
     honest = engine_module.entropy
     monkeypatch.setattr(
@@ -253,7 +254,7 @@ def test_only_decoding_is_decode_time(pair, monkeypatch):
 def test_wall_seconds_hold_the_passes_of_others_since_a_requests_own_prefill(pair, monkeypatch):
     """Two slots, three requests; a prefill takes 100 s, a pass 1, an observer 1000 (left out)."""
     clock = Clock()
-    monkeypatch.setattr(engine_module, "time", clock)
+    monkeypatch.setattr(phase_timer, "time", clock)
 
     class Slow(ModelRunner):
         def prefill(self, *args, **kwargs):
