@@ -302,7 +302,7 @@ TOP_P, PENALTY = Sampling(0.8, top_p=0.9), Sampling(1.5, top_k=6, repetition_pen
     ("kind", "drafted", "settings"),
     [
         ("dflash", None, TOP_P),
-        ("dspark", None, PENALTY),
+        pytest.param("dspark", None, PENALTY, marks=pytest.mark.slow),
         pytest.param("dspark", [0, 2, 5, 7], TOP_P, marks=pytest.mark.slow),
         ("speculators", [2, 3, 6], PENALTY),
     ],

@@ -607,7 +607,9 @@ def test_a_rolled_back_deferral_becomes_a_draw_from_the_residual(name, rule, k, 
         assert often.p_value > HONEST
 
 
-@pytest.mark.parametrize(("k", "rule"), [(3, WITHIN), (1, ACROSS)], ids=["within", "across"])
+@pytest.mark.parametrize(
+    ("k", "rule"), [pytest.param(3, WITHIN, id="within"), slow(1, ACROSS, id="across")]
+)
 def test_rolled_back_to_a_draw_from_p_is_noticed(k, rule, rolled_back, monkeypatch):
     """The mutant of the test above."""
     monkeypatch.setattr(IN_ENGINE, without_residual)

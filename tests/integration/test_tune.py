@@ -119,6 +119,7 @@ def test_what_has_to_stay_exact_does_in_walks_and_runs(arguments, capsys):
     assert all(line["changed"] == 0 for line in record["predictions"])
 
 
+@pytest.mark.slow
 def test_a_restart_keeps_the_target_alone(arguments, capsys):
     """And refuses to replace what it wrote, unless told; another workload is measured anew."""
     assert tune_it(arguments, min_recovery=0.01, candidates=1) == 0
@@ -134,6 +135,7 @@ def test_a_restart_keeps_the_target_alone(arguments, capsys):
     assert "kept by an earlier run" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_other_prompts_than_the_kept_ones_are_refused(arguments, task_dir, capsys):  # noqa: F811
     """A task's file changed between two tunes: scores of other documents must not be paired."""
     assert tune_it(arguments, min_recovery=0.01, candidates=1) == 0
