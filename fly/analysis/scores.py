@@ -358,7 +358,7 @@ def _machine(run: Run) -> dict[str, Any]:
         "capability": device.get("capability"),
         "threads": device.get("threads") if device.get("type") == "cpu" else None,
         "processes": entry.get("processes", 1),
-        "batch_size": str(run.results["config"].get("batch_size")),
+        "batch_size": run.batch_size,
         "dtype": entry["dtype"] if device else None,
         "passes": (entry.get("preparation") or {}).get("target"),
         "compile": entry["config"].get("compile"),

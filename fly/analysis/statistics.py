@@ -97,6 +97,11 @@ class _Pairs:
     kept: Floats
     base: Floats
 
+    @property
+    def top(self) -> float:
+        """The largest score that either run has: what one document may lose."""
+        return float(max(self.kept.max(), self.base.max()))
+
 
 def compare_tasks(
     tasks: Sequence[tuple[ArrayLike, ArrayLike]],
@@ -337,7 +342,7 @@ def _margins(
     task: _Pairs, min_recovery: float, added_4: Floats, rng: np.random.Generator
 ) -> Floats:
     """Draws of mean(kept - min_recovery * base) under random weights of the documents, [draws]."""
-    top = max(task.kept.max(), task.base.max(), np.finfo(float).tiny)
+    top = max(task.top, np.finfo(float).tiny)
     kinds, counts = np.unique(
         np.stack([task.kept, task.base]), axis=1, return_counts=True
     )  # documents with equal scores share one gamma variable
@@ -378,9 +383,9 @@ def _unseen_loss(pairs: list[_Pairs], base: float, surprise: float) -> float:
     The maximum, over shares s of lost documents, of sum(worth * s) where sum(documents *
     -log(1 - s)) = surprise: 1 - s is proportional to documents / worth, but at most 1.
     """
-    tops = [(max(task.kept.max(), task.base.max()), len(task.base)) for task in pairs]
-    worth, documents = np.array([each for each in tops if each[0] > 0]).T
-    worth = worth / (len(pairs) * base)
+    scoring = [task for task in pairs if task.top > 0]
+    worth = np.array([task.top for task in scoring]) / (len(pairs) * base)
+    documents = np.array([len(task.base) for task in scoring])
     order = np.argsort(documents / worth)
     documents, worth = documents[order], worth[order]
     ratio = np.log(documents / worth)
@@ -420,7 +425,7 @@ def _documents_that_decide(
     if mean < 0:
         return math.ceil(max(variance * (z / mean) ** 2, total * -math.log2(doubt) / lost))
     # N * mean - one_lost = z * sqrt(N * variance)
-    worth = [max(task.kept.max(), task.base.max()) * total / len(task.base) for task in pairs]
-    one_lost = demand.min_recovery * max(worth) / len(pairs)
+    most = max(task.top * total / len(task.base) for task in pairs)
+    one_lost = demand.min_recovery * most / len(pairs)
     spread = z * math.sqrt(variance)
     return math.ceil(((spread + math.sqrt(spread**2 + 4 * mean * one_lost)) / (2 * mean)) ** 2)

@@ -111,6 +111,11 @@ class Run:
         return _ENGINES.get(engine, engine)
 
     @property
+    def batch_size(self) -> str:
+        """As text: lm-eval has it from the command line as a text, else as a number."""
+        return str(self.results["config"].get("batch_size"))
+
+    @property
     def sources(self) -> list[str]:
         """Where its drafts came from, by the keys in fly.runs.records.SOURCES."""
         stats = (self.entry or {}).get("stats") or {}

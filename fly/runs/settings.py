@@ -56,13 +56,8 @@ def in_force(run: Run) -> dict[str, Any]:
         found["batch_invariant"] = (run.entry.get("preparation") or {}).get("batch_invariant")
     found |= {"dtype": run.entry["dtype"], "device": device.get("name")}
     found |= {key: device[key] for key in ("threads", "capability") if key in device}
-    found["batch_size"] = batch_size(run)
+    found["batch_size"] = run.batch_size
     return found
-
-
-def batch_size(run: Run) -> str:
-    """As text: lm-eval has it from the command line as a text, else as a number."""
-    return str(run.results["config"].get("batch_size"))
 
 
 def of_rule(run: Run) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class Point:
 
     @property
     def batch_size(self) -> str:
-        return settings.batch_size(self.run)
+        return self.run.batch_size
 
     @property
     def is_placed(self) -> bool:
@@ -255,8 +255,9 @@ def _against_baseline(point: Point, data: PlotData) -> Point:
 
 def _compared(point: Point, baseline: Point) -> Against:
     """As `fly compare` compares them. Raises FlyError if their scores or seconds do not compare."""
-    mine, theirs = settings.in_force(point.run), settings.in_force(baseline.run)
-    mine["engine"], theirs["engine"] = point.run.engine, baseline.run.engine
+    mine, theirs = (
+        {**settings.in_force(run), "engine": run.engine} for run in (point.run, baseline.run)
+    )
     for key in (
         "engine", "target_model_path", "dtype", "device", "capability", "threads", "batch_size",
     ):  # fmt: skip
