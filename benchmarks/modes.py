@@ -23,7 +23,7 @@ from provenance import commit
 
 from fly import config as fly_config
 from fly.execution.device import device_facts
-from fly.harness.evaluate import evaluate
+from fly.harness.evaluate import evaluate, load_task
 from fly.harness.hf import FlyLM
 from fly.models import sources
 from fly.runs.environment import versions
@@ -51,9 +51,19 @@ class CountingHF(HFLM):
         return output
 
 
+def chosen_filter(args: argparse.Namespace) -> str:
+    """The task's filter whose scores count; before models load, as only the task decides."""
+    filters = [part.name for part in load_task(args.tasks)._filters]
+    chosen: str = args.filter or filters[0]
+    if chosen not in filters or (len(filters) > 1 and not args.filter):
+        sys.exit(f"--filter {args.filter}: choose from {', '.join(filters)}")
+    return chosen
+
+
 class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
+        self.filter = chosen_filter(args)
         self.base = fly_config.load(args.config)
         extra = {"dtype": args.dtype} if args.dtype else {}
         self.fly = FlyLM(config_path=args.config, device=args.device, batch_size=1, **extra)
@@ -79,11 +89,7 @@ class Bench:
         samples = evaluate(
             model, self.args.tasks, indices, chat=self.args.chat, gen_kwargs=self.args.gen_kwargs
         )
-        filters = sorted({sample["filter"] for sample in samples})
-        chosen = self.args.filter or filters[0]
-        if chosen not in filters or (len(filters) > 1 and not self.args.filter):
-            sys.exit(f"--filter {self.args.filter}: choose from {', '.join(filters)}")
-        self.samples[mode] += [sample for sample in samples if sample["filter"] == chosen]
+        self.samples[mode] += [sample for sample in samples if sample["filter"] == self.filter]
         self.stats[mode].merge(self.fly.stats)
         if mode == "hf" and self.hf is not None:
             self.hf_seconds += self.hf.seconds

@@ -134,7 +134,7 @@ def _check_task(args: argparse.Namespace) -> int:
     count = len(task.eval_docs)
     if not 0 <= (args.doc or 0) < count:
         raise FlyError(f"--doc {args.doc}: {args.task} has documents 0 to {count - 1}")
-    evaluate.check_confirmed(args.task, task, args.confirm_run_unsafe_code)
+    evaluate.check_scoring(args.task, task, args.confirm_run_unsafe_code)
     repeats: int = task.config.repeats
     return repeats
 

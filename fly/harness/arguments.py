@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from lm_eval._cli.utils import key_val_to_dict, split_top_level
@@ -68,6 +68,7 @@ def _batch_size(value: Any) -> Any:
 _Text = Annotated[str, StringConstraints(min_length=1)]
 _Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
 _Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what numpy takes
+_RequestCaching = Literal["cache_requests", "rewrite_requests_cache", "delete_requests_cache"]
 
 
 @with_config(_STRICT)
@@ -84,6 +85,7 @@ class _Flags(TypedDict, total=False):
     limit: Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_limit)]
     samples: dict[str, Annotated[list[NonNegativeInt], Field(min_length=1)]]
     use_cache: _Text
+    cache_requests: dict[_RequestCaching, bool]
     output_path: _Text
     system_instruction: str
     apply_chat_template: bool | str
@@ -118,7 +120,10 @@ class _ModelArgs(TypedDict, total=False):
     use_fast_tokenizer: bool | None
     add_bos_token: bool | None
     parallelize: bool | None
+    prefix_token_id: NonNegativeInt | None
     enable_thinking: bool | None
+    think_end_token: str | NonNegativeInt | None
+    chat_template_args: dict[str, Any] | None
 
 
 @with_config(_STRICT)
@@ -189,8 +194,9 @@ def check_model_args(config: FlyConfig, hf_args: Mapping[str, Any]) -> None:
             f"mixed_precision_dtype={autocast}: fly's passes have one dtype: set "
             f"dtype={str(autocast).removeprefix('torch.')}, or run lm-eval's hf (no config_path)"
         )
-    for field, dtype in (("dtype", hf_args.get("dtype")), ("draft_dtype", config.draft_dtype)):
-        _check_dtype(field, dtype)
+    for field in ("dtype", "softmax_dtype"):
+        _check_dtype(field, hf_args.get(field))
+    _check_dtype("draft_dtype", config.draft_dtype)
     if config.draft_device is not None:
         check_device("draft_device", config.draft_device)
     if (plan := hf_args.get("tp_plan")) is not None and launch.processes() == 1:

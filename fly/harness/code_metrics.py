@@ -48,10 +48,15 @@ def estimate_pass_at_k(samples: int, correct: int, k: int) -> float:
 
 def pass_at_k(candidates: Sequence[sandbox.Program], ks: Sequence[int]) -> dict[str, float]:
     """{"pass@k": estimate} of one document's candidates. Raises FlyError if they are too few."""
-    if max(ks) > len(candidates):
-        raise FlyError(
-            f"pass@{max(ks)} takes {max(ks)} samples of each document, the task has repeats: "
-            f"{len(candidates)}: raise repeats, or lower k, in its file"
-        )
+    check_samples("the task", len(candidates), ks)
     correct = sum(passes(candidate) for candidate in candidates)
     return {f"pass@{k}": estimate_pass_at_k(len(candidates), correct, k) for k in ks}
+
+
+def check_samples(task: str, repeats: int, ks: Sequence[int]) -> None:
+    """Raises FlyError if `repeats` samples of each document are too few for pass@k of these k."""
+    if max(ks) > repeats:
+        raise FlyError(
+            f"{task}: pass@{max(ks)} takes {max(ks)} samples of each document, repeats is "
+            f"{repeats}: raise repeats, or lower k, in its file"
+        )

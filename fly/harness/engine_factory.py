@@ -66,8 +66,6 @@ class EngineFactory:
     max_batch_size. ranks: the processes that share the target; only the first has the draft.
     intersection: what the draft shares with the target if it has another tokenizer.
     draft_length: for the results, how the draft length of the last engine was decided.
-    knows_all: whether `engine` is told of all requests of the run; not where lm-eval's cache
-    answers some of them.
     """
 
     target: PreTrainedModel
@@ -81,7 +79,6 @@ class EngineFactory:
     ranks: Ranks = field(default_factory=Ranks)
     intersection: TokenIntersection | None = None
     draft_length: dict[str, Any] | None = field(default=None, init=False)
-    knows_all: bool = True
 
     def engine(
         self,
@@ -90,14 +87,21 @@ class EngineFactory:
         wanted: list[Request],
         observer: Observer,
         trace_entropy: bool,
+        *,
+        knows_all: bool = True,
     ) -> Engine:
-        """For `missing`, which of all `wanted` requests are not there yet."""
+        """For `missing`, which of all `wanted` requests are not there yet.
+
+        knows_all: whether `wanted` are all requests of the run; not where lm-eval's cache answers
+        some of them.
+        """
         slots = max(1, min(self._running_sequences(config, missing), len(missing)))
         target = self.target_runner(config, slots)
         drafts = config.needs_draft_model and self.ranks.rank == 0
         draft = self.draft_runner(config, slots) if drafts else None
         costs = self._costs(config, wanted, target, draft)
-        drafter = self._drafter(config, slots, wanted, draft, costs)
+        planned = self._planned(wanted, knows_all)
+        drafter = self._drafter(config, slots, planned, wanted, draft, costs)
         drafts_in_graphs = getattr(draft, "static", None) is not None
         if drafts_in_graphs and not all(r.sampling.is_plain for r in missing):
             logger.info(
@@ -108,7 +112,7 @@ class EngineFactory:
             target,
             drafter,
             rule_of(config),
-            draft_length=self._draft_length(config, wanted, costs),
+            draft_length=self._draft_length(config, planned, wanted, costs),
             spd_k=config.spd_k if config.drafter_name else 0,
             eos_ids=self.eos_ids,
             decode=self.decode,
@@ -177,6 +181,7 @@ class EngineFactory:
         self,
         config: FlyConfig,
         slots: int,
+        planned: int,
         wanted: list[Request],
         draft: Any,
         costs: PairCosts,
@@ -187,7 +192,7 @@ class EngineFactory:
         drafter: Drafter = kind.create(
             DrafterContext(
                 slots,
-                self._planned(wanted),
+                planned,
                 config.part(DrafterSettings),
                 self.eos_ids,
                 draft,
@@ -243,7 +248,7 @@ class EngineFactory:
         return replace(costs, block=draft.block)
 
     def _draft_length(
-        self, config: FlyConfig, wanted: list[Request], costs: PairCosts
+        self, config: FlyConfig, planned: int, wanted: list[Request], costs: PairCosts
     ) -> DraftLength:
         """`draft_policy`: by calibrated costs and counts where texts do not depend on it; else
         spd_k or nothing for the whole run.
@@ -260,8 +265,7 @@ class EngineFactory:
             policy = "adaptive" if config.needs_draft_model else "texts"
             self.draft_length = {"policy": policy, **facts}
             return AdaptiveLength(config.spd_k, costs)
-        sequences = self._planned(wanted)
-        drafts = pays(config.spd_k, sequences, _LOSSY_ACCEPTANCE, costs)
+        drafts = pays(config.spd_k, planned, _LOSSY_ACCEPTANCE, costs)
         length = config.spd_k if drafts else 0
         self.draft_length = {"policy": "rule", **facts, "spd_k": length}
         if not drafts:
@@ -270,7 +274,7 @@ class EngineFactory:
                 "(%s passes), so nothing is drafted: lower --batch_size or spd_k, or "
                 "set draft_policy=fixed to draft all the same",
                 config.spd_k,
-                sequences,
+                planned,
                 self.packed.target,
             )
         return FixedLength(length)
@@ -280,11 +284,11 @@ class EngineFactory:
         """Whether costs of passes are known: on a CPU, unless processes share the passes."""
         return self.target.device.type == "cpu" and self.ranks.size == 1
 
-    def _planned(self, wanted: list[Request]) -> int:
+    def _planned(self, wanted: list[Request], knows_all: bool) -> int:
         """How many sequences run at most, in the whole run. For auto not what memory has room for
         now: that differs from start to start, as does how many requests a cache leaves over."""
         most = self.batch_size if isinstance(self.batch_size, int) else self.max_batch_size
-        return max(1, min(most, len(wanted)) if self.knows_all else most)
+        return max(1, min(most, len(wanted)) if knows_all else most)
 
     def _deciding_costs(self, config: FlyConfig) -> dict[str, Any]:
         """What pass costs depend on, beside the machine."""

@@ -17,6 +17,7 @@ from lm_eval.tasks import TaskManager
 
 from fly import reading
 from fly.errors import FlyError
+from fly.harness import code_metrics
 from fly.paths import data_dir
 from fly.runs import context
 
@@ -89,7 +90,7 @@ def check_generation(
             raise _no_such_task(name, manager.all_tasks)
         tasks |= _load(manager, name)
     for name, task in tasks.items():
-        check_confirmed(name, task, confirm_run_unsafe_code)
+        check_scoring(name, task, confirm_run_unsafe_code)
     if all(task.OUTPUT_TYPE != "generate_until" for task in tasks.values()):
         raise FlyError(
             f"--tasks {' '.join(names)}: no request generates text, so there is nothing to decode "
@@ -123,7 +124,7 @@ def check_before_models_load(
                 tasks |= _load(manager, name)
     all_known = len(wanted) == len(names) and all(resolved.values())
     for name, task in tasks.items():
-        check_confirmed(name, task, confirm_run_unsafe_code)
+        check_scoring(name, task, confirm_run_unsafe_code)
     for name, numbers in (samples or {}).items():
         if name not in tasks:
             if not all_known:
@@ -135,12 +136,16 @@ def check_before_models_load(
             )
 
 
-def check_confirmed(name: str, task: Task, confirm_run_unsafe_code: bool) -> None:
+def check_scoring(name: str, task: Task, confirm_run_unsafe_code: bool) -> None:
+    """Refuse a task whose answers could not be scored once they are decoded."""
     if getattr(task, "UNSAFE_CODE", False) and not confirm_run_unsafe_code:
         raise FlyError(
             f"task {name}: scoring runs the program that the model writes: "
             "add --confirm_run_unsafe_code"
         )
+    for metric in task.config.metric_list or []:
+        if getattr(metric["metric"], "__name__", "") == "pass_at_k":
+            code_metrics.check_samples(f"task {name}", task.config.repeats, metric.get("k", [1]))
 
 
 @contextmanager

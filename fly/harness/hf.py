@@ -264,8 +264,9 @@ class FlyLM(Backend, HFLM):
         """Raises FlyError where a model's logits are not finite."""
         config = self.fly_config
         trace_entropy = bool(config.trace or self.observers)
-        self.engines.knows_all = not self.is_cached
-        engine = self.engines.engine(config, missing, wanted, observer, trace_entropy)
+        engine = self.engines.engine(
+            config, missing, wanted, observer, trace_entropy, knows_all=not self.is_cached
+        )
         try:
             yield from engine.run(missing)
         except NotFiniteError as error:

@@ -546,11 +546,13 @@ def test_what_a_cache_answers_does_not_decide_what_is_drafted(saved_pair, monkey
     """A resumed run of six with --use_cache asked for one, and drafted for it alone."""
     lm = fly_lm(saved_pair, enable_fly=True, draft_policy="auto", batch_size=6)
     wanted = lm.build_requests(instances({"max_gen_toks": 8}, [str(n) for n in range(6)]))
-    planned = []
+    planned, plan = [], lm.engines._planned
+    monkeypatch.setattr(
+        lm.engines, "_planned", lambda *args: planned.append(plan(*args)) or planned[-1]
+    )
     for cache, asked in ((None, wanted), ({}, wanted[:1])):
         monkeypatch.setattr(lm.cache_hook, "dbdict", cache)
         list(lm.decode(asked, asked, lambda record: None))
-        planned.append(lm.engines._planned(asked))
     assert planned == [6, 6]
 
 

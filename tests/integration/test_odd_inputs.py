@@ -257,6 +257,9 @@ MODEL_ARGS = [
     ("max_length=abc", "max_length='abc' (model_args): input should be a valid integer"),
     ("trust_remote_code=maybe", "trust_remote_code='maybe' (model_args)"),
     ("parallelize=2", "parallelize=2 (model_args)"),
+    ("prefix_token_id=x", "prefix_token_id='x' (model_args)"),
+    ("chat_template_args=x", "chat_template_args='x' (model_args)"),
+    ("softmax_dtype=banana", "softmax_dtype=banana: no such dtype"),
     ("mixed_precision_dtype=float16", "set dtype=float16"),
     ("target_model_path=/nowhere", "target_model_path=/nowhere: no such folder"),
     ("target_model_path=nowhere.gguf", "target_model_path=nowhere.gguf: no such file"),
@@ -313,6 +316,7 @@ RUN_FILES = [
     ("samples: {tiny_task: all}", ["samples.tiny_task='all'", "valid list"]),
     ("log_samples: maybe", ["log_samples='maybe'", "valid boolean"]),
     ("device: 7", ["device=7", "valid string"]),
+    ("cache_requests: true", ["cache_requests=True", "valid dict"]),
     ("tasks: !!python/object:os.system x", "not valid YAML"),
     ("a: " + "[" * 50_000, "not valid YAML"),
     ("limit: " + DIGITS, "not valid YAML"),
@@ -338,6 +342,7 @@ TASK_FILES = [
     ("until: [x], do_sample: maybe", ["do_sample='maybe'", "odd.yaml"]),
     ("doc_to_text", ["task odd: cannot be loaded", "no_such"]),
     ("bad python", ["task odd: cannot be loaded", "SyntaxError"]),
+    ("repeats", ["task odd", "pass@8 takes 8 samples", "repeats is 4"]),
 ]
 
 
@@ -354,6 +359,11 @@ def test_files_of_a_task(place, capsys, no_model, text, words):
     elif text == "bad python":
         text = whole.replace("tiny_utils.load", "bad_utils.load")
         (place.tasks / "bad_utils.py").write_text("def load(:\n")
+    elif text == "repeats":
+        metric = "metric: !function k_utils.pass_at_k, k: [1, 8], aggregation: mean"
+        metric = f"metric_list: [{{{metric}, higher_is_better: true}}]\nrepeats: 4"
+        text = re.sub(r"metric_list: .*", metric, whole)
+        (place.tasks / "k_utils.py").write_text("def pass_at_k(references, predictions, k): ...\n")
     (place.tasks / "odd.yaml").write_text(text)
     flags = ("--tasks", "odd")
     refused(capsys, words, *arguments(place, flags))
