@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 
 from fly import reading, registry
 from fly.errors import FlyError
-from fly.paths import data_dir
+from fly.paths import data_dir, expanded
 from fly.settings import (
     RECORDING_KEYS,
     RULE_SETTINGS,
@@ -236,7 +236,7 @@ def _example(error: ValidationError) -> str:
 
 def find_config_file(path: str) -> Path:
     """`path` itself, else a shipped configuration of that name (works from a wheel too)."""
-    given = Path(str(path)).expanduser()
+    given = expanded(str(path))
     shipped = data_dir("fly_config") / given.name
     for candidate in (given, shipped, shipped.with_name(shipped.name + ".json")):
         if candidate.is_file():

@@ -25,11 +25,19 @@ def data_dir(name: str) -> Path:
     return packaged if packaged.is_dir() else _PACKAGE.parent / name
 
 
+def expanded(path: str | Path) -> Path:
+    """The path, with `~` as the user's home folder. Raises FlyError if that has none."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise FlyError(f"{path}: nobody's home folder is called so: write the path out") from None
+
+
 def fly_home() -> Path:
     """FLY_HOME, or `fly` in the user's cache folder (XDG_CACHE_HOME, else ~/.cache)."""
     if home := os.environ.get("FLY_HOME"):
-        return Path(home).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fly"
+        return expanded(home)
+    return expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "fly"
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

@@ -311,7 +311,8 @@ def _made(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
     from fly.runs import context
 
     values = yaml_values(args.config)
-    check_run(args, values)
+    samples = args.samples or values.get("samples")
+    check_run(args, values)  # reads the file that they may be in
     for name in (*_READ_HERE, "gen_kwargs"):
         setattr(args, name, getattr(args, name, None) or values.get(name))
     args.model_args, args.gen_kwargs = as_dict(args.model_args), as_dict(args.gen_kwargs)
@@ -330,6 +331,8 @@ def _made(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
     needed = 1 if stored or args.save_baseline else 2
     if len(planned) < needed:
         raise FlyError("--modes: give at least two, or --baseline FILE")
+    if len(planned) == 1 and not stored:
+        _check_nothing_else_asked(args, *planned)
     if args.baseline_run and args.baseline_run not in planned:
         raise FlyError(f"--baseline-run {args.baseline_run}: choose one of {', '.join(planned)}")
     if stored:
@@ -363,7 +366,7 @@ def _made(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
         planned["hf"] = run_modes.with_own_cache(planned["hf"], args.use_cache)
     output = Path(args.output_path)
     context.check_writable(output, "output_path")
-    folders = run_modes.run_missing(planned, _run_flags(), output, _files(args, output))
+    folders = run_modes.run_missing(planned, _run_flags(), output, _files(args, output, samples))
     return _load(list(folders.items()), [stored.name] if stored else [], args.with_outputs)
 
 
@@ -373,14 +376,15 @@ def _baseline_mode(args: argparse.Namespace, planned: dict[str, Mode]) -> Mode:
     return planned[args.baseline_run or next(iter([*alone, *planned]))]
 
 
-def _files(args: argparse.Namespace, output: Path) -> dict[str, dict[str, str]]:
-    """Fingerprints of the files that define tasks and their data, by the flag that names them.
+def _files(args: argparse.Namespace, output: Path, samples: Any) -> dict[str, dict[str, str]]:
+    """Fingerprints of the files that define tasks, their data and the chosen documents, by the flag
+    that names them. samples: of --samples, as given.
 
     What the command itself writes is left out: it would make every mode anew at the next call.
     """
     from fly.harness.task_data import DATA_DIR
     from fly.models.fingerprint import of_files
-    from fly.paths import data_dir
+    from fly.paths import data_dir, expanded
 
     tasks = args.tasks.split(",") if isinstance(args.tasks, str) else args.tasks
     files = [task for task in tasks if isinstance(task, str) and task and Path(task).is_file()]
@@ -388,6 +392,7 @@ def _files(args: argparse.Namespace, output: Path) -> dict[str, dict[str, str]]:
     named = {
         "--tasks": [Path(file).parent for file in files],  # with the functions beside them
         "--config": [args.config],
+        "--samples": [samples if isinstance(samples, str) else None],
         "--include_path": include if isinstance(include, list) else [include],
         DATA_DIR: [os.environ.get(DATA_DIR)],
         "fly's tasks": [data_dir("lm_eval_tasks")],
@@ -398,7 +403,7 @@ def _files(args: argparse.Namespace, output: Path) -> dict[str, dict[str, str]]:
         found[flag] = {}
         for path in filter(None, paths):
             try:
-                hashed = of_files(Path(path).expanduser().resolve(), without=is_own)
+                hashed = of_files(expanded(path).resolve(), without=is_own)
             except OSError as error:
                 raise FlyError(f"{flag} {path}: cannot be read: {error}") from None
             found[flag] |= {f"{path}: {name}": digest for name, digest in hashed.items()}

@@ -33,6 +33,7 @@ from fly.models.fingerprint import of_value
 from fly.paths import data_dir
 from fly.runs import context, environment, reader, resume
 from fly.runs.earlier_outputs import EarlierOutputs
+from fly.runs.manifest import Manifest
 
 _COMMANDS = (compare, config, pair, plot, report, trace, tune)
 # flags of `fly run` that fly reads or replaces before lm-eval does
@@ -113,8 +114,8 @@ class FlyCLI(HarnessCLI):
         args.model_args = as_dict(args.model_args)
         args.include_path = _include_paths(args.include_path)
         on_line = {name: value for name, value in vars(args).items() if value is not None}
-        output_dir = _prepare(args, {**values, **on_line})
-        before = set(reader.results_in(output_dir)) if output_dir else set()
+        output_dir = _prepare(args, {**values, **on_line}, reopened)
+        before = set(reader.results_at_or_below(output_dir)) if output_dir else set()
         current = context.start(output_dir)
         current.samples = args.samples
         if args.model in registry.ENGINES:
@@ -165,7 +166,8 @@ def _check_saved(folder: Path | None, before: set[Path]) -> None:
     """
     if folder is None or launch.rank() > 0:
         return
-    new = set(reader.results_in(folder)) - before
+    # below: a model without a name gets a folder with a random one
+    new = set(reader.results_at_or_below(folder)) - before
     for path in new:
         reader.started_of(path)  # refuses half a file
     if not new:
@@ -180,10 +182,12 @@ def _include_paths(given: str | list[str] | None) -> list[str]:
     return [str(data_dir("lm_eval_tasks")), *user]
 
 
-def _prepare(args: argparse.Namespace, given: dict[str, Any]) -> Path | None:
+def _prepare(
+    args: argparse.Namespace, given: dict[str, Any], reopened: Manifest | None
+) -> Path | None:
     """Choose the engine of fly's that is meant; check what can be checked before models load.
 
-    given: all flags, those of the file of --config among them.
+    given: all flags, those of the file of --config among them. reopened: of a resumed run.
     Returns the folder that lm-eval will write to, or None without --output_path.
     """
     if engine := registry.engine_of(args.model or "hf", args.model_args):
@@ -192,7 +196,7 @@ def _prepare(args: argparse.Namespace, given: dict[str, Any]) -> Path | None:
     if not args.output_path:
         return None
     folder = _output_folder(Path(args.output_path), args.model_args)
-    context.check_writable(folder, "output_path")
+    context.check_writable(reopened.folder if reopened else folder, "output_path")
     return folder
 
 
@@ -284,10 +288,13 @@ def _main() -> None:
     try:
         cli = FlyCLI()
         cli.execute(cli.parse_args())
-    except (ValueError, OSError, AssertionError) as error:
+    except Exception as error:
         message = _in_one_line(error)
         if os.environ.get("FLY_DEBUG") or message is None:
-            raise
+            if sys.argv[1:2] != ["compare"]:
+                raise
+            traceback.print_exc()
+            sys.exit(2)  # 1 would say that the scores fell
         if launch.rank() > 0 or isinstance(error, LostProcessError):
             time.sleep(_LAUNCHER_SECONDS)  # the launcher ends this process if another has said why
         print(f"fly: error: {message}", file=sys.stderr)
@@ -296,8 +303,10 @@ def _main() -> None:
         sys.exit(130)
 
 
-def _in_one_line(error: ValueError | OSError | AssertionError) -> str | None:
+def _in_one_line(error: Exception) -> str | None:
     """The message for bad input and for a full disk; None for any other error."""
+    if not isinstance(error, (ValueError, OSError, AssertionError)):
+        return None
     message = str(error)
     if _lacks_examples(error):
         return f"num_fewshot: a task has fewer few-shot documents: lower it (lm-eval: {message})"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from fly.errors import FlyError
+from fly.paths import expanded
 
 
 def add_command(subparsers: Any) -> None:
@@ -39,7 +39,7 @@ def _plot(args: argparse.Namespace) -> None:
     runs = sorted(found.values(), key=lambda run: reader.date_of(run.path))
     data = plot_data.collect(runs, args.metric)
     drawn = plotting.draw(data)
-    folder = Path(args.output).expanduser()
+    folder = expanded(args.output)
     context.check_writable(folder, "output")
     written = plotting.save(drawn, folder)
     plot_data.write_csv(data, folder / "points.csv")

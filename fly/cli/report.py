@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from fly.errors import FlyError
-from fly.paths import write_output
+from fly.paths import expanded, write_output
 
 
 def add_command(subparsers: Any) -> None:
@@ -43,7 +42,7 @@ def _report(args: argparse.Namespace) -> None:
 
     if args.traces < 0:
         raise FlyError(f"--traces {args.traces}: must be at least 0")
-    output = Path(args.output).expanduser()
+    output = expanded(args.output)
     if output.is_dir():
         raise FlyError(f"--output {output}: is a folder: name a file, such as {output}/report.html")
     paths = [reader.named(text) for text in args.runs]

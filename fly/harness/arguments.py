@@ -34,6 +34,7 @@ from fly import launch, reading, registry
 from fly.config import FlyConfig
 from fly.errors import FlyError
 from fly.models import sources
+from fly.paths import expanded
 from fly.runs.resume import parse_pairs
 
 _HF_NAMES = [name for name, engine in registry.IN_PLACE_OF.items() if engine == "fly"]
@@ -289,11 +290,11 @@ def check_task_files(tasks: Iterable[Any], folders: Sequence[str]) -> None:
     names = [task for task in tasks if isinstance(task, str)]
     given = [Path(name) for name in names if name.endswith(".yaml") and Path(name).is_file()]
     found: list[Path] = []
-    for folder in map(Path, folders):
-        if not folder.expanduser().is_dir():
+    for folder in map(expanded, folders):
+        if not folder.is_dir():
             raise FlyError(f"--include_path {folder}: no such folder: give one that holds tasks")
         # what an editor leaves there may be no file: a link to nothing, for one
-        found += sorted(file for file in folder.expanduser().rglob("*.yaml") if file.is_file())
+        found += sorted(file for file in folder.rglob("*.yaml") if file.is_file())
     for file in [*given, *found]:
         if file in given or any(name.encode() in file.read_bytes() for name in names):
             values = _read_yaml(file, f"task file {file}", "key")

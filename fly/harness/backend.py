@@ -208,6 +208,15 @@ class Backend(TemplateLM):
         """Whether lm-eval answers requests from its cache (--use_cache), and asks for the rest."""
         return getattr(self.cache_hook, "dbdict", None) is not None
 
+    def requests_of_run(self, wanted: list[Request]) -> int | None:
+        """How many all processes together are asked for; None if lm-eval's cache answers some. All
+        must call it, as all have documents of every task."""
+        if self.is_cached:
+            return None
+        if self.world_size == 1:
+            return len(wanted)
+        return sum(self.processes.exchange("the number of requests", len(wanted)))
+
     def apply_chat_template(self, *args: Any, **kwargs: Any) -> str:
         """Raises FlyError if there is none."""
         try:

@@ -88,19 +88,19 @@ class EngineFactory:
         observer: Observer,
         trace_entropy: bool,
         *,
-        knows_all: bool = True,
+        requests: int | None,
     ) -> Engine:
         """For `missing`, which of all `wanted` requests are not there yet.
 
-        knows_all: whether `wanted` are all requests of the run; not where lm-eval's cache answers
-        some of them.
+        requests: how many the run has, in all its processes; None where lm-eval's cache answers
+        some, and nobody knows.
         """
         slots = max(1, min(self._running_sequences(config, missing), len(missing)))
         target = self.target_runner(config, slots)
         drafts = config.needs_draft_model and self.ranks.rank == 0
         draft = self.draft_runner(config, slots) if drafts else None
         costs = self._costs(config, wanted, target, draft)
-        planned = self._planned(wanted, knows_all)
+        planned = self._planned(requests)
         drafter = self._drafter(config, slots, planned, wanted, draft, costs)
         drafts_in_graphs = getattr(draft, "static", None) is not None
         if drafts_in_graphs and not all(r.sampling.is_plain for r in missing):
@@ -284,11 +284,12 @@ class EngineFactory:
         """Whether costs of passes are known: on a CPU, unless processes share the passes."""
         return self.target.device.type == "cpu" and self.ranks.size == 1
 
-    def _planned(self, wanted: list[Request], knows_all: bool) -> int:
-        """How many sequences run at most, in the whole run. For auto not what memory has room for
-        now: that differs from start to start, as does how many requests a cache leaves over."""
+    def _planned(self, requests: int | None) -> int:
+        """How many sequences one process would run at most, if the run were its own. Not what
+        memory has room for now, nor this process's share, nor what a cache leaves over: a run that
+        is resumed, elsewhere or by another number of processes, must decide alike."""
         most = self.batch_size if isinstance(self.batch_size, int) else self.max_batch_size
-        return max(1, min(most, len(wanted)) if knows_all else most)
+        return max(1, most if requests is None else min(most, requests))
 
     def _deciding_costs(self, config: FlyConfig) -> dict[str, Any]:
         """What pass costs depend on, beside the machine."""

@@ -265,7 +265,7 @@ class FlyLM(Backend, HFLM):
         config = self.fly_config
         trace_entropy = bool(config.trace or self.observers)
         engine = self.engines.engine(
-            config, missing, wanted, observer, trace_entropy, knows_all=not self.is_cached
+            config, missing, wanted, observer, trace_entropy, requests=self.requests_of_run(wanted)
         )
         try:
             yield from engine.run(missing)

@@ -10,6 +10,7 @@ from pathlib import Path
 from fly.config import FlyConfig
 from fly.errors import FlyError
 from fly.models import pairs
+from fly.paths import expanded
 
 _DEQUANTISED = 3.5  # a 4-bit GGUF file's weights as bfloat16
 _POINTER = b"version https://git-lfs"
@@ -34,7 +35,7 @@ def resolve_source(text: str, field: str) -> ModelSource:
     Raises FlyError for local paths that do not exist or hold no model.
     """
     text = pairs.resolve_model_path(text)
-    path = Path(text).expanduser()
+    path = expanded(text)
     if text.endswith(".gguf"):
         if not path.is_file():
             raise FlyError(f"{field}={text}: no such file: give the path of a GGUF file")

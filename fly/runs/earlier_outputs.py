@@ -16,6 +16,7 @@ from typing import Any
 from fly import reading
 from fly.errors import FlyError
 from fly.models.fingerprint import as_one, of_value
+from fly.paths import expanded
 from fly.runs import output_ids, reader, shapes
 from fly.runs.manifest import Manifest
 from fly.runs.output_ids import Tokenizer
@@ -180,7 +181,7 @@ def target_of(models: Mapping[str, Any]) -> str | None:
 
 
 def _read(path: str, own: Own | None) -> EarlierRun:
-    given, where = Path(path).expanduser(), f"draft_runs={path}"
+    given, where = expanded(path), f"draft_runs={path}"
     if given.is_dir():
         found = _newest(given, own)
         if found is None:

@@ -88,4 +88,6 @@ class JsonLines:
                 raise
             self._folder = None  # the folder cannot be made again: use FLY_HOME
             self._put_back(text)
-            logger.warning("kept in %s", self.path)
+            logger.warning(
+                "the folder cannot be made again: kept in %s (draft_runs can use it)", self.path
+            )

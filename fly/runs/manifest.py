@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 
 from fly import reading
 from fly.errors import FlyError
-from fly.paths import timestamp, write_whole
+from fly.paths import expanded, timestamp, write_whole
 from fly.runs import shapes
 
 logger = logging.getLogger(__name__)
@@ -159,13 +159,17 @@ def find(given: str) -> Manifest:
 
     given: an --output_path, the folder below it that holds the records, or a manifest.
     """
-    path = Path(given).expanduser().absolute()
+    path = expanded(given).absolute()
     if path.is_file() and path.name.startswith("fly_run_"):
         return Manifest.read(path)
     folder = path.parent if path.suffix == ".json" else path
     if not folder.is_dir():
         raise FlyError(f"--resume {given}: no such folder: give the run's --output_path")
     found = all_in(folder)
+    if (
+        path.suffix == ".json" and not path.is_file()
+    ):  # an --output_path of that name, of runs with results files of their own names
+        found = [run for run in found if run.output_path.name == path.name]
     if not found:
         raise FlyError(
             f"--resume {given}: holds no fly_run_*.json: runs of fly's backend with "

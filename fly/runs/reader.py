@@ -25,7 +25,7 @@ from lm_eval.utils import hash_string, simple_parse_args_string
 
 from fly import reading
 from fly.errors import FlyError
-from fly.paths import run_files
+from fly.paths import expanded, run_files
 from fly.runs import manifest, shapes
 from fly.runs.vocabulary import bytes_of
 
@@ -191,6 +191,11 @@ def results_in(folder: Path) -> list[Path]:
     return _found(folder.glob("*.json"))
 
 
+def results_at_or_below(folder: Path) -> list[Path]:
+    """Those in a folder and in the folders in it, the oldest first."""
+    return _found([*folder.glob("*.json"), *folder.glob("*/*.json")])
+
+
 def _found(files: Iterable[Path]) -> list[Path]:
     return sorted((path for path in files if _RESULTS.fullmatch(path.stem)), key=date_of)
 
@@ -200,12 +205,12 @@ def find_results(path: str | Path) -> Path:
 
     Raises FlyError if a newer run in the folder has not ended: its results are yet to come.
     """
-    given = Path(path).expanduser()
+    given = expanded(path)
     if given.is_file():
         return given
     if not given.is_dir():
         raise FlyError(f"{path}: no such run: give a results_*.json or the folder that holds it")
-    found = _found([*given.glob("*.json"), *given.glob("*/*.json")])
+    found = results_at_or_below(given)
     newest = found[-1] if found else None
     started = manifest.all_in(given)
     if started and not started[-1].finished and not _is_of_another_later(newest, started[-1]):
@@ -262,7 +267,7 @@ def date_of(file: Path) -> str:
 def named(text: str) -> tuple[str | None, str]:
     """`NAME=PATH` or a path alone, as (name, path)."""
     name, equals, path = text.partition("=")
-    if not (equals and name) or Path(text).expanduser().exists():
+    if not (equals and name) or expanded(text).exists():
         return None, text
     if not name.isprintable():
         raise FlyError(f"{text!r}: its name holds control characters: give one without")
@@ -327,17 +332,18 @@ def load_all(path: str | Path) -> list[Run]:
     In a folder what cannot be read is left out with a warning: what a kill left incomplete, runs
     without samples.
     """
-    given = Path(path).expanduser()
+    given = expanded(path)
     files = _found(given.rglob("*.json")) if given.is_dir() else []
     newest = {}
     for file in files:
         try:
             started = started_of(file)
+            of_run = file.with_name(f"fly_run_{started}.json")
+            has_ended = not of_run.is_file() or manifest.Manifest.read(of_run).finished
         except FlyError as error:
             logger.warning("%s: left out", error)
             continue
-        of_run = file.with_name(f"fly_run_{started}.json")
-        if of_run.is_file() and not manifest.Manifest.read(of_run).finished:
+        if not has_ended:
             logger.warning("%s: its run has not ended: left out (`fly --resume` ends it)", file)
         else:
             newest[file.parent, started or file] = file

@@ -135,6 +135,8 @@ def keeping_manifest(
     if folder is None or launch.rank() > 0 or not (reopened or config.enable_statistics):
         yield
         return
+    if reopened and "config" in reopened.data:  # first: the folder is named after the draft
+        reopened.agree("config", config.model_dump())
     manifest = _join(folder, reopened) if reopened else Manifest.create(folder, arguments)
     try:
         manifest.agree("config", config.model_dump())
@@ -146,7 +148,8 @@ def keeping_manifest(
     except Exception:
         records = list(folder.glob(f"fly_requests_{manifest.started}*"))
         if not (reopened or records or _results(manifest)):
-            manifest.remove()
+            with suppress(OSError):  # its folder may be gone
+                manifest.remove()
         elif not manifest.path.exists():  # the folder was removed, and its records put back
             with suppress(OSError):
                 manifest.save()

@@ -93,6 +93,27 @@ def test_hf_without_config_path_stays_lm_evals(saved_pair, task_dir, tmp_path, c
     assert "fly" not in results["config"]
 
 
+def test_a_model_without_a_name_is_saved_in_a_folder_that_lm_eval_names(task_dir, tmp_path):
+    """It was said not to have been saved."""
+    code = run(
+        "--model", "dummy", "--tasks", "tiny_task", "--include_path", task_dir, "--limit", "1",
+        "--output_path", tmp_path / "out",
+    )  # fmt: skip
+    assert code == 0
+    assert len([*(tmp_path / "out").glob("*/results_*.json")]) == 1
+
+
+def test_a_comparison_that_breaks_down_does_not_say_that_scores_fell(monkeypatch, capsys):
+    """A traceback's own status is 1, which CI takes for fell."""
+
+    def broken(*args):
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(cli.compare, "_finished", broken)
+    assert run("compare", "a", "b") == 2
+    assert "RuntimeError: a defect" in capsys.readouterr().err
+
+
 def test_what_an_editor_leaves_beside_task_files_is_no_task(
     saved_pair, config_file, task_dir, tmp_path
 ):

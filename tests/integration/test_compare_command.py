@@ -2,6 +2,7 @@
 
 # ruff: noqa: F811  fixtures by their names
 
+import functools
 import json
 import os
 import shlex
@@ -242,6 +243,10 @@ def test_bad_modes_are_refused_before_anything_runs(
             "--mode noise: --noise-floor makes it",
         ),
         (("--noise-floor", "--modes", "hf", "exact"), "--noise-floor with hf as the baseline"),
+        (
+            ("--modes", "target-only", "--save-baseline", tmp_path / "b", "--min-recovery", "0.97"),
+            "--min-recovery: nothing to compare target-only with",
+        ),
     ]:
         assert run(*common, *more) == 2
         assert message in capsys.readouterr().err.splitlines()[-1]
@@ -361,12 +366,14 @@ def test_the_files_behind_a_command_are_known_by_content(tmp_path, monkeypatch):
         use_cache=str(tasks / "cache"),
         **written,
     )
-    output = tasks / "runs"
-    seen = [compare_command._files(args, output)]
-    changed = (config, tasks / "t.yaml", data / "gsm8k_test.jsonl", own / "utils.py")
+    output, samples = tasks / "runs", tmp_path / "samples.json"
+    samples.write_text('{"t": [0]}')
+    files = functools.partial(compare_command._files, args, output, str(samples))
+    seen = [files()]
+    changed = (config, tasks / "t.yaml", data / "gsm8k_test.jsonl", own / "utils.py", samples)
     for path in changed:
         path.write_text("limit: 3\n")
-        seen.append(compare_command._files(args, output))
+        seen.append(files())
         assert seen[-1] != seen[-2], path
     assert seen[0]["fly's tasks"]
     output.mkdir()
@@ -380,11 +387,11 @@ def test_the_files_behind_a_command_are_known_by_content(tmp_path, monkeypatch):
         with (tasks / "log.txt").open("w") as log:
             log.write("nor its own log")
             os.dup2(log.fileno(), 1)
-        assert compare_command._files(args, output) == seen[-1]
+        assert files() == seen[-1]
     finally:
         os.dup2(kept, 1)
         os.close(kept)
-    assert compare_command._files(args, output) != seen[-1]
+    assert files() != seen[-1]
 
 
 def test_an_exact_mode_drafts_from_a_baseline_with_outputs(

@@ -1,6 +1,7 @@
 """FlyLM against lm-eval's own hf backend on the target, and its refusals."""
 
 import json
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -262,7 +263,9 @@ def test_characters_that_a_stop_string_matched_are_not_cleaned_away(saved_pair, 
     lm = fly_lm(saved_pair)
     monkeypatch.setattr(lm.tokenizer, "clean_up_tokenization_spaces", True)
     wanted = lm.build_requests(instances({"until": ["b "]}, ["a"]))
-    engine = lm.engines.engine(lm.fly_config, wanted, wanted, lambda record: None, False)
+    engine = lm.engines.engine(
+        lm.fly_config, wanted, wanted, lambda record: None, False, requests=1
+    )
     assert engine._decode(lm.tok_encode("b .", add_special_tokens=False)) == "b ."
 
 
@@ -462,7 +465,9 @@ def test_lossy_drafts_are_all_or_none_whatever_is_left_to_decode(saved_pair, cap
     wanted = lm.build_requests(instances({"max_gen_toks": 4}))
     lengths = []
     for missing in (wanted, wanted[:1]):
-        lm.engines.engine(lm.fly_config, missing, wanted, lambda record: None, False)
+        lm.engines.engine(
+            lm.fly_config, missing, wanted, lambda record: None, False, requests=len(wanted)
+        )
         lengths.append(lm.engines.draft_length)
     assert lengths[0] == lengths[1]
     assert lengths[0]["policy"] == "rule"
@@ -546,14 +551,33 @@ def test_what_a_cache_answers_does_not_decide_what_is_drafted(saved_pair, monkey
     """A resumed run of six with --use_cache asked for one, and drafted for it alone."""
     lm = fly_lm(saved_pair, enable_fly=True, draft_policy="auto", batch_size=6)
     wanted = lm.build_requests(instances({"max_gen_toks": 8}, [str(n) for n in range(6)]))
-    planned, plan = [], lm.engines._planned
-    monkeypatch.setattr(
-        lm.engines, "_planned", lambda *args: planned.append(plan(*args)) or planned[-1]
-    )
+    planned = sequences_planned(lm, monkeypatch)
     for cache, asked in ((None, wanted), ({}, wanted[:1])):
         monkeypatch.setattr(lm.cache_hook, "dbdict", cache)
         list(lm.decode(asked, asked, lambda record: None))
     assert planned == [6, 6]
+
+
+def test_a_process_s_share_does_not_decide_what_is_drafted(saved_pair, monkeypatch):
+    """Eleven documents in one process drafted nothing, in two processes K tokens; a run of two
+    that was resumed in one had texts of both."""
+    lm = fly_lm(saved_pair, enable_fly=True, draft_policy="auto", batch_size=8)
+    wanted = lm.build_requests(instances({"max_gen_toks": 8}, [str(n) for n in range(6)]))
+    planned = sequences_planned(lm, monkeypatch)
+    list(lm.decode(wanted, wanted, lambda record: None))
+    monkeypatch.setattr(lm, "_world_size", 2)
+    monkeypatch.setattr(lm, "processes", SimpleNamespace(exchange=lambda what, own: [own, 2]))
+    list(lm.decode(wanted[:4], wanted[:4], lambda record: None))
+    assert planned == [6, 6]
+
+
+def sequences_planned(lm, monkeypatch):
+    """How many sequences each engine that is made from now on is planned for."""
+    planned, plan = [], lm.engines._planned
+    monkeypatch.setattr(
+        lm.engines, "_planned", lambda *args: planned.append(plan(*args)) or planned[-1]
+    )
+    return planned
 
 
 def test_a_target_without_a_chat_template_is_told_in_one_line(saved_pair, monkeypatch):

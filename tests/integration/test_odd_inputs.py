@@ -257,6 +257,7 @@ MODEL_ARGS = [
     ("max_length=abc", "max_length='abc' (model_args): input should be a valid integer"),
     ("trust_remote_code=maybe", "trust_remote_code='maybe' (model_args)"),
     ("parallelize=2", "parallelize=2 (model_args)"),
+    ("pretrained=~nobody-here/x", "~nobody-here/x: nobody's home folder is called so"),
     ("prefix_token_id=x", "prefix_token_id='x' (model_args)"),
     ("chat_template_args=x", "chat_template_args='x' (model_args)"),
     ("softmax_dtype=banana", "softmax_dtype=banana: no such dtype"),

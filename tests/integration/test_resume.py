@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from fly.errors import FlyError
-from fly.runs import reader, replay
+from fly.runs import context, reader, replay, resume
 from tests import killing
 from tests.killing import REQUESTS, arguments, count, records
 
@@ -219,6 +219,25 @@ def test_a_changed_configuration_is_refused(broken):
     assert "config.entropy_thre was 0.0, is now 0.5" in refusal(broken)
 
 
+def test_another_draft_in_the_pair_s_file_is_named(tmp_path, place):
+    """The folder is named after the draft: it was said to have been renamed."""
+    for name in ("pair", "tasks"):
+        shutil.copytree(place / name, tmp_path / name)
+    pair = json.loads((place / "pair.json").read_text())
+    pair["draft_model_path"] = "pair/draft"
+    (tmp_path / "pair.json").write_text(json.dumps(pair))
+    command = arguments("cut", tasks="tiny_greedy")
+    command[3] = command[3].replace("pretrained=pair/draft,", "")
+    run = killing.Run(command, tmp_path)
+    assert run.kill_when(lambda: count(tmp_path / "cut") >= 4)
+    (tmp_path / "pair/draft").rename(tmp_path / "pair/other")
+    edit(tmp_path / "pair.json", "pair/draft", "pair/other")
+    before = sorted(tmp_path.rglob("*"))
+    line = refusal(tmp_path)
+    assert 'config.draft_model_path was "pair/draft", is now "pair/other"' in line
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_a_changed_model_is_refused(broken):
     shutil.copy(broken / "pair/draft/model.safetensors", broken / "pair/target/model.safetensors")
     assert "models.target.files.model.safetensors was " in refusal(broken)
@@ -291,6 +310,22 @@ def test_with_use_cache_nothing_is_asked_or_counted_twice(place):
     counted = Counter(record["task"] for record in killing.lines(out, "fly_requests_*.jsonl"))
     assert counted == {"tiny_greedy": 12, "tiny_sampled": 24}
     assert reader.load(out).entry["stats"]["requests"] == REQUESTS
+
+
+def test_a_file_in_place_of_the_folder_hides_no_error(place, monkeypatch):
+    """Removing the manifest of a run without records failed there, with a traceback."""
+    monkeypatch.chdir(place)
+    folder = place / "replaced"
+    folder.mkdir()
+    model_args = {"pretrained": "pair/draft", "config_path": "pair.json"}
+    run = context.start(folder)
+    with (
+        pytest.raises(FlyError, match="what was wrong"),
+        resume.keeping_manifest(run, None, {"output_path": str(folder)}, model_args),
+    ):
+        shutil.rmtree(folder)
+        folder.write_text("a file")
+        raise FlyError("what was wrong")
 
 
 def test_a_run_that_is_refused_leaves_no_manifest(place):

@@ -160,6 +160,16 @@ def test_every_run_has_a_manifest_of_its_own(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [first.path.name, second.path.name]
 
 
+def test_of_runs_that_share_a_folder_the_named_one_goes_on(tmp_path):
+    """`--resume a.json` went on with b.json's run, the newer one."""
+    named = [tmp_path / "a.json", tmp_path / "b.json"]
+    runs = [Manifest.create(tmp_path, {"output_path": str(path)}) for path in named]
+    assert [manifest.find(str(path)).path for path in named] == [run.path for run in runs]
+    assert manifest.find(str(tmp_path)).path == runs[1].path
+    with pytest.raises(FlyError, match=r"c\.json: holds no fly_run"):
+        manifest.find(str(tmp_path / "c.json"))
+
+
 def test_one_process_at_a_time(tmp_path):
     first = create(tmp_path)
     other = Manifest.read(first.path)
