@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 _RANK = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 _SIZE = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -25,6 +26,20 @@ def processes_here() -> int:
 def rank() -> int:
     """The number of this process, from 0. The first one writes and shows what all share."""
     return _number(_RANK, 0) if processes() > 1 else 0
+
+
+def cores_of_this_process() -> int:
+    """Its share of the cores that the run may use here, by affinity and control-group quota; at
+    least 1."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else (os.cpu_count() or 1)
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()[:2]
+        if quota != "max":
+            cores = min(cores, round(int(quota) / int(period)))
+    except (OSError, ValueError):
+        pass
+    return max(1, cores // processes_here())
 
 
 def _number(names: tuple[str, ...], default: int) -> int:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -247,19 +246,6 @@ def set_threads(wanted: int | None) -> None:
     if wanted is not None:
         torch.set_num_threads(wanted)
         return
-    allowed = max(1, available_cores() // launch.processes_here())
+    allowed = launch.cores_of_this_process()
     if allowed < torch.get_num_threads():
         torch.set_num_threads(allowed)
-
-
-def available_cores() -> int:
-    """Cores by affinity and control-group quota, at least 1."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else (os.cpu_count() or 1)
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()[:2]
-        if quota != "max":
-            cores = min(cores, round(int(quota) / int(period)))
-    except (OSError, ValueError):
-        pass
-    return max(1, cores)

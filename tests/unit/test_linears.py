@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from fly import launch
 from fly.config import build
 from fly.errors import FlyError
 from fly.execution import packed_linear, weights
@@ -178,12 +179,12 @@ def test_torchao_s_weights_are_close_to_the_plain_ones(kind):
 
 
 def test_threads_fit_the_cores_this_process_may_use():
-    assert weights.available_cores() >= 1
+    assert launch.cores_of_this_process() >= 1
     before = torch.get_num_threads()
     try:
-        torch.set_num_threads(weights.available_cores() + 3)
+        torch.set_num_threads(launch.cores_of_this_process() + 3)
         weights.set_threads(None)
-        assert torch.get_num_threads() == weights.available_cores()
+        assert torch.get_num_threads() == launch.cores_of_this_process()
         weights.set_threads(1)
         assert torch.get_num_threads() == 1
     finally:

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from fly.errors import FlyError
 from fly.harness.sandbox import (
     Limits,
     Outcome,
     Program,
     isolation_level,
+    process,
     run_programs,
     runner,
 )
@@ -546,6 +548,43 @@ def test_starts_fast():
     assert min(run_program("pass").seconds for _ in range(5)) < 1.0
 
 
+def test_the_same_program_gets_the_same_verdict(run):
+    """Python orders sets of texts by a number that is drawn at its start."""
+    source = "raise RuntimeError(''.join({'a', 'b', 'c', 'd', 'e', 'f'}))"
+    assert len({run(source).detail for _ in range(4)}) == 1
+
+
+def test_a_program_does_not_start_without_the_isolation_of_before(tmp_path):
+    written = tmp_path / "written"
+    tmp_path.chmod(0o777)
+    launch = Launch(namespaces=False, landlock=False, filter=False)
+    program = Program(f"open({str(written)!r}, 'w')")
+    outcome = execute(program, SHORT, launch, needed=("own root",))
+    assert (outcome.passed, outcome.reason) == (False, "machine")
+    assert "isolation is lost: own root" in outcome.detail
+    assert not written.exists()
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_what_the_machine_fails_is_no_score(monkeypatch, failures):
+    """A full disk or a lack of processes was a wrong answer, and was remembered as one."""
+    isolation_level()
+    start, left = process.subprocess.Popen, [failures]
+
+    def failing(command, **kwargs):
+        if left[0] and process._BOOTSTRAP in command:
+            left[0] -= 1
+            raise BlockingIOError("no process can be started")
+        return start(command, **kwargs)
+
+    monkeypatch.setattr(process.subprocess, "Popen", failing)
+    if failures == 1:  # it is run once more
+        assert [outcome.passed for outcome in run_programs([Program(GOOD)])] == [True]
+    else:
+        with pytest.raises(FlyError, match=r"could not be run \(no process can be started\)"):
+            run_programs([Program(GOOD)])
+
+
 def test_isolation_is_told_once_and_recorded(monkeypatch, caplog):
     monkeypatch.setattr(runner, "_used", None)
     assert runner.used_isolation() is None
@@ -558,3 +597,17 @@ def test_isolation_is_told_once_and_recorded(monkeypatch, caplog):
         f"running model-written code isolated by {isolation_level()}"
     ]
     assert runner.used_isolation() == str(isolation_level())
+
+
+@pytest.mark.parametrize(
+    ("mapping", "own"),
+    [("0 0 4294967295", True), ("0 100000 65536", False), ("0 0 1\n1 100000 65536", False)],
+)
+def test_users_of_a_container(monkeypatch, mapping, own):
+    """Where few user ids are mapped all programs are nobody's, and share one limit of processes."""
+    read = Path.read_text
+    monkeypatch.setattr(
+        Path, "read_text", lambda path: mapping if path.name == "uid_map" else read(path)
+    )
+    monkeypatch.setattr(process.os, "geteuid", lambda: 0)
+    assert (process._process_limit(32) == 32) == own

@@ -1,4 +1,4 @@
-"""Runs one side of a verdict in a throw-away interpreter: `python -I bootstrap.py`.
+"""Runs one side of a verdict in a throw-away interpreter: `python -s bootstrap.py`.
 
 fly starts it twice for every program, once for the program and once for the judge that runs the
 tests (see program.py and judge.py), each with processes of its own:
@@ -8,8 +8,8 @@ tests (see program.py and judge.py), each with processes of its own:
         side     limited, isolated, then executes the program, or the tests
 
 The request (`_Request` in process.py, as JSON) is the first line of standard input, which stays
-open: its end means "stop", whether fly wants it or has died. Standard library only: in isolated
-mode fly cannot be imported.
+open: its end means "stop", whether fly wants it or has died. Standard library only: fly may not be
+importable.
 """
 
 import json
@@ -24,6 +24,8 @@ from contextlib import suppress
 from types import SimpleNamespace
 
 LINUX = sys.platform.startswith("linux")
+if not getattr(sys.flags, "safe_path", False):  # this file's folder, which no program may import
+    del sys.path[0]
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import judge  # noqa: E402
 import program  # noqa: E402
@@ -32,9 +34,10 @@ from wire import Pipes  # noqa: E402
 if LINUX:
     import linux
     import seccomp
-    from interpreter import paths_of_interpreter
+    from interpreter import folders_of_answers, paths_of_interpreter
 
     PATHS = paths_of_interpreter()
+    HIDDEN = folders_of_answers()
 del sys.path[0]
 for _name in ("judge", "program", "wire", "linux", "seccomp", "interpreter"):
     sys.modules.pop(_name, None)  # a program's import of that name is not ours
@@ -201,7 +204,7 @@ def _init(request: SimpleNamespace, features: list[str], send: int) -> None:
     """Process 1: set up the mounts, start the side, reap until it ends."""
     linux.die_with_parent()
     workdir = os.getcwd()
-    features += linux.own_root(workdir, PATHS, request.limits.disk_bytes)
+    features += linux.own_root(workdir, PATHS, HIDDEN, request.limits.disk_bytes)
     os.chdir(linux.WORKDIR if "own root" in features else workdir)
     side = os.fork()
     if side == 0:
@@ -228,6 +231,9 @@ def _side(request: SimpleNamespace, features: list[str], send: int) -> None:
         os.putenv(f"{name}_NUM_THREADS", "1")
     sys.argv[:] = ["program"]
     _report(send, features=features)
+    if missing := sorted({*request.needed} - {*features}):
+        _report(send, reason="machine", detail=f"isolation is lost: {', '.join(missing)}")
+        os._exit(0)
     pipes = Pipes(*request.pipes)
     if request.nonce:
         reason, detail = judge.run(request.source, pipes)
@@ -254,7 +260,8 @@ def _confine(request: SimpleNamespace, features: list[str]) -> list[str]:
         linux.no_new_privileges()
         if request.launch.landlock:
             own = ["/proc"] if "own /proc" in features else []
-            done += linux.landlock("/tmp" if own_root else ".", [*PATHS, *own])
+            hidden = [] if own_root else HIDDEN
+            done += linux.landlock("/tmp" if own_root else ".", [*PATHS, *own], hidden)
         if linux.drop_privileges(request.uid, may_override="Landlock writes" in done):
             done.append("powerless user")
         linux.die_with_parent()  # the change of user cleared it

