@@ -95,19 +95,25 @@ def by_layers(model: ModelShape, gpus: int) -> Share:
 
 def by_plan(model: ModelShape, gpus: int) -> Share:
     """As transformers shards it; what its plan does not name is on every GPU."""
-    is_latent = model.kv_heads == 1 and hasattr(model.config, "kv_lora_rank")  # whole on every GPU
-    if model.kv_heads % gpus and not is_latent:
+    is_latent = model.kv_heads == 1 and hasattr(model.config, "kv_lora_rank")
+    # gathered: every GPU computes its share of the keys and then holds all of them
+    gathers = any("gather" in style for name, style in model.plan.items() if "k_proj" in name)
+    is_whole = is_latent or gathers
+    if model.kv_heads % gpus and not is_whole:
         raise FlyError(f"{model.kv_heads} key/value heads cannot be divided by {gpus}")
     weights = sum(
         -(-p.bytes // gpus) if _is_sharded(p, model.plan) else p.bytes for p in model.parameters
     )
-    return Share(weights, model.kv_bytes(max(1, model.kv_heads // gpus), model.layers))
+    kv_heads = model.kv_heads if is_whole else model.kv_heads // gpus
+    return Share(weights, model.kv_bytes(kv_heads, model.layers))
 
 
 def _is_sharded(parameter: Parameter, plan: dict[str, str]) -> bool:
-    layer, _, kind = parameter.name.rpartition(".")
-    pattern = ".".join("*" if part.isdigit() else part for part in layer.split("."))
-    style = plan.get(pattern, "")
+    pattern = ".".join("*" if part.isdigit() else part for part in parameter.name.split("."))
+    layer, _, kind = pattern.rpartition(".")
+    if style := plan.get(pattern):  # fused experts are named themselves
+        return "colwise" in style or "rowwise" in style
+    style = plan.get(layer, "")
     return "colwise" in style or ("rowwise" in style and kind == "weight")
 
 

@@ -307,10 +307,10 @@ class ModelRunner(SlotRunner):
             ids_BQ = padded(tokens)
             positions_BQ = self._begin(first_slot, *ids_BQ.shape)
             self._note_written(first_slot, tokens)
+            ids_BQ, positions_BQ = ids_BQ.to(self.device), positions_BQ.to(self.device)
             mask = causal_mask(positions_BQ, self.cache.read_length, self.model.dtype)
-            on_device = (ids_BQ.to(self.device), positions_BQ.to(self.device), mask.to(self.device))
             keep = 0 if with_logits else _NO_LOGITS
-            output = self._call(*on_device, keep, grouped(self.model))
+            output = self._call(ids_BQ, positions_BQ, mask, keep, grouped(self.model))
         if output.hidden is not None:
             self._hidden.append(output.hidden)
         return output.logits
@@ -356,7 +356,9 @@ class ModelRunner(SlotRunner):
         if self.intersection is not None:
             logits = self.intersection.spread_logits(logits)
         return PassOutput(
-            logits[..., : self._vocabulary], torch.cat(hidden, dim=-1) if hidden else None
+            logits[..., : self._vocabulary],
+            # layers may lie on several devices (parallelize=True)
+            torch.cat([part.to(self.device) for part in hidden], dim=-1) if hidden else None,
         )
 
 

@@ -8,7 +8,13 @@ from pathlib import Path
 import psutil
 import torch
 
-_WORDS = ("out of memory", "can't allocate memory", "alloc_failed")
+_WORDS = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "alloc_failed",
+    "bad_alloc",
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

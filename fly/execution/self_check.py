@@ -70,6 +70,11 @@ def check_cache_agrees(model: PreTrainedModel, field: str, *, uniform: bool = Fa
     try:
         checked = _through_cache(model, tokens, uniform)
     except (ValueError, TypeError, RuntimeError, AttributeError, LookupError) as error:
+        if oom.is_out_of_memory(error):
+            raise FlyError(
+                f"{name}: memory ran out in its first passes ({reason_of(error)}): free some, or "
+                "take a smaller or quantised draft, or another device"
+            ) from error
         raise FlyError(
             f"{name}: cannot be decoded through fly's cache ({reason_of(error)}): {unsupported}"
         ) from error

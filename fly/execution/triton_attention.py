@@ -11,6 +11,7 @@ size of a value.
 # mypy: disallow-untyped-defs=False
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -83,17 +84,18 @@ def attention(
     kv_heads, value_size = key.shape[1], value.shape[-1]
     group = heads // kv_heads
     output = query.new_empty(tokens, heads, value_size)
-    attend[tokens, kv_heads](
-        query, key, value, slots_T, positions_T, output, scaling,
-        *query.stride()[:2], *key.stride()[:3], *value.stride()[:3], *output.stride()[:2],
-        GROUP=group,
-        ROWS=max(_LEAST_ROWS, triton.next_power_of_2(group)),
-        SIZE=size,
-        SIZE_2=max(_LEAST_ROWS, triton.next_power_of_2(size)),
-        VALUE=value_size,
-        VALUE_2=max(_LEAST_ROWS, triton.next_power_of_2(value_size)),
-        KEYS=_KEYS[key.element_size()],
-    )  # fmt: skip
+    with torch.cuda.device_of(query):  # Triton launches on the current device, and its stream
+        attend[tokens, kv_heads](
+            query, key, value, slots_T, positions_T, output, scaling,
+            *query.stride()[:2], *key.stride()[:3], *value.stride()[:3], *output.stride()[:2],
+            GROUP=group,
+            ROWS=max(_LEAST_ROWS, triton.next_power_of_2(group)),
+            SIZE=size,
+            SIZE_2=max(_LEAST_ROWS, triton.next_power_of_2(size)),
+            VALUE=value_size,
+            VALUE_2=max(_LEAST_ROWS, triton.next_power_of_2(value_size)),
+            KEYS=_KEYS[key.element_size()],
+        )  # fmt: skip
     return output
 
 

@@ -81,8 +81,10 @@ def speculative_config(
     _refuse(config, _OF_DRAFTS, installed)
     method = head if drafter == "block" else METHODS.get(drafter)
     if method is None and drafter != "block":
-        key = "use_ngram=True" if config.drafter is None else f"drafter={drafter}"
-        raise installed.refuse(key, "has no such drafter: set drafter to model or ngram")
+        if config.drafter is None:
+            raise installed.refuse("use_ngram=True", "has no such drafter: set use_ngram=false")
+        fix = "has no such drafter: set drafter to model or ngram"
+        raise installed.refuse(f"drafter={drafter}", fix)
     if method is not None and method not in installed.methods:
         raise installed.refuse(f"drafter={drafter}", f"has no method {method}: upgrade it")
     if config.rule not in RULES:

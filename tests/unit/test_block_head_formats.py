@@ -92,7 +92,7 @@ def test_a_head_with_ids_of_its_own_keeps_its_output_head():
         ({"mask_token_id": 64, "dflash_config": {}}, r"mask_token_id=64: the target has 64 ids"),
         ({"block_size": 1}, r"block_size=1 drafts nothing"),
         ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": [4]}}, r"\[5\].*0 to 4"),
-        ({"dflash_config": {"target_layer_ids": [1]}}, r"config.json has no mask_token_id"),
+        ({"dflash_config": {"target_layer_ids": [1]}}, r"config.json lacks 'mask_token_id'"),
     ],
 )
 def test_what_does_not_fit_is_one_line(changes, told):

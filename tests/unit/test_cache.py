@@ -5,6 +5,7 @@ import torch
 import transformers
 
 from fly.errors import FlyError
+from fly.execution import self_check
 from fly.execution.kv_cache import SlotCache
 from fly.execution.model_runner import ModelRunner
 from fly.execution.self_check import check_cache_agrees
@@ -159,3 +160,13 @@ def test_an_error_far_into_the_context_is_noticed(target, monkeypatch):
     monkeypatch.setattr(ModelRunner, "_call", stuck)
     with pytest.raises(FlyError, match=r"differs from the model's plain pass \(at token"):
         check_cache_agrees(target, "target")
+
+
+@pytest.mark.parametrize("message", ["std::bad_alloc", "DefaultCPUAllocator: not enough memory: x"])
+def test_memory_that_runs_out_in_the_check_is_no_unsupported_architecture(monkeypatch, message):
+    def full(*args):
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(self_check, "_through_cache", full)
+    with pytest.raises(FlyError, match=r"target \(\w+\): memory ran out in its first passes"):
+        self_check.check_cache_agrees(tiny.model(1), "target")

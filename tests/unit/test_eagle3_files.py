@@ -187,6 +187,11 @@ REFUSED = [
     (changed(num_hidden_layers=2), TENSORS, "one layer, this one has 2"),
     (changed(model_type="deepseek_v3"), TENSORS, "deepseek_v3 layers are not supported"),
     (changed(rope_scaling={"type": "dynamic", "factor": 2.0}), TENSORS, "dynamic RoPE"),
+    (changed(rope_parameters={"partial_rotary_factor": 0.5}), TENSORS, "partial_rotary_factor=0.5"),
+    (changed(sliding_window=16, use_sliding_window=True), TENSORS, "a sliding window"),
+    (changed(hidden_size=None), TENSORS, "its config.json makes no sense"),
+    (changed(num_attention_heads=0), TENSORS, "its config.json makes no sense"),
+    (changed(eagle_aux_hidden_state_layer_ids=["x"]), TENSORS, "its config.json makes no sense"),
     (changed(eagle_config={"use_aux_hidden_state": False}), TENSORS, "EAGLE-1's way"),
     (changed(eagle_aux_hidden_state_layer_ids=[2, 5, 9]), TENSORS, "the target has 0 to 8"),
     (changed(eagle_aux_hidden_state_layer_ids=[2, 5]), TENSORS, "is 32 x 96, not 32 x 64"),
@@ -220,4 +225,13 @@ def test_8_bit_weights_without_scales_are_refused(tmp_path):
     tensors = {name: t for name, t in quark(TENSORS).items() if not name.endswith("_scale")}
     folder = heads.save(tmp_path, FLAT, tensors)
     with pytest.raises(FlyError, match="without a scale per row"):
+        read(ModelSource(str(folder)), "a head", {})
+
+
+def test_weights_of_integers_are_refused(tmp_path):
+    """Their scales were dropped and the integers taken for weights."""
+    quantised = {**TENSORS, "fc.weight": TENSORS["fc.weight"].to(torch.int8)}
+    quantised["fc.weight_scale"] = torch.ones(len(quantised["fc.weight"]), 1)
+    folder = heads.save(tmp_path, FLAT, quantised)
+    with pytest.raises(FlyError, match=r"fc\.weight is int8: heads of 16 bits or 8-bit floats"):
         read(ModelSource(str(folder)), "a head", {})

@@ -222,6 +222,32 @@ def test_rotation_fills_the_cache_at_each_rows_own_positions(isa):
     assert keys[1, :, :4].abs().max() == 0  # no other position
 
 
+def test_attention_of_long_contexts_fits_a_threads_stack(isa, monkeypatch):
+    """Scores of four heads and 131,072 keys took the 2 MiB that a thread may have. However many
+    heads go together, a head's bits are the same."""
+    torch.manual_seed(3)
+    run, dtype = kernels.LayerKernels(), kernels.activation_dtype()
+    capacity, heads, kv_heads, width, size = 48, 8, 2, 3, 32
+    query = torch.randn(1, heads, width, size).to(dtype)
+    cached = tuple(torch.randn(1, kv_heads, capacity, size).to(dtype) for _ in range(2))
+    positions = torch.tensor([[40, 41, 42]])
+    taken, outputs = [], []
+    function = compiler.elementwise_function
+    monkeypatch.setattr(
+        kernels.build,
+        "elementwise_function",
+        lambda *args, **more: taken.append(args[3]) or function(*args, **more),
+    )
+    for scores in (1 << 17, 3 * capacity, 2 * capacity, capacity):
+        monkeypatch.setattr(kernels, "_SCORES", scores)
+        outputs.append(run.attention(query, cached, positions, 0, 0.2))
+    assert taken == [4, 3, 2, 1]
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+    monkeypatch.setattr(kernels, "_SCORES", capacity // 2 - 1)
+    with pytest.raises(FlyError, match="a context of 48 tokens is too long for fly's kernels"):
+        run.attention(query, cached, positions, 0, 0.2)
+
+
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
 
 

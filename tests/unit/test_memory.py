@@ -3,6 +3,7 @@
 import json
 import re
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,25 @@ def test_shards_are_counted_by_hand(saved):
     layers = memory.by_layers(target, 2)
     assert layers.weights == 4 * (2 * (attention + feed_forward + norms) + embedding)
     assert layers.kv == memory.whole(target).kv // 3 * 2
+
+
+def test_fused_experts_are_sharded_and_gathered_keys_are_whole(saved):
+    """MiniMax-M2.5's plan names the experts' own parameters, and gathers q, k and v."""
+    plan = {
+        "model.layers.*.self_attn.k_proj": "colwise_gather_output",
+        "model.layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+        "model.layers.*.mlp.experts.down_proj": "rowwise",
+        "model.layers.*.mlp.experts": "moe_tp_experts",
+    }
+    names = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj", "self_attn.k_proj.weight")
+    parts = [
+        memory.Parameter(f"model.layers.0.{name}", (8, 64), 1000)
+        for name in (*names, "mlp.gate.weight")
+    ]
+    target = memory.pair_of(settings(saved), "a test", 8).target
+    share = memory.by_plan(replace(target, parameters=parts, plan=plan), 4)
+    assert share.weights == 3 * 250 + 1000
+    assert share.kv == memory.whole(target).kv
 
 
 def test_what_cannot_be_sharded_is_said(saved):

@@ -71,7 +71,10 @@ def test_heads_go_by_their_own_methods():
     ("keys", "said"),
     [
         ({"drafter": "cascade"}, "drafter=cascade: vLLM 0.33.0 has no such drafter"),
-        ({"use_ngram": True}, "use_ngram=True: vLLM 0.33.0 has no such drafter"),
+        (
+            {"use_ngram": True},
+            "use_ngram=True: vLLM 0.33.0 has no such drafter: set use_ngram=false",
+        ),
         ({"verification": "typical"}, "verification=typical: .*set verification to exact or fly"),
         ({"verification": "top_k"}, "verification=top_k"),
         ({"verification": "accept_all"}, "verification=accept_all"),

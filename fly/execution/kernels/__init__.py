@@ -20,7 +20,7 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from fly.errors import reason_of
+from fly.errors import FlyError, reason_of
 from fly.execution.kernels import blocks, build, tiles
 from fly.execution.kernels.build import instructions
 from fly.execution.kernels.vector import PANEL
@@ -37,7 +37,7 @@ __all__ = [
 
 _LEVELS = 63  # int8 weights lie within -63..63: see vector._Int8
 _TINY = torch.finfo(torch.float32).tiny
-_LONG = 1 << 17  # keys whose scores for four heads take 2 MiB of a thread's stack
+_SCORES = 1 << 17  # scores on a worker thread's stack, which may have 2 MiB: these take 512 KiB
 _GRABS = 8  # how often a thread comes for more panels
 
 
@@ -289,7 +289,12 @@ class LayerKernels:
         _, kv_heads, capacity, _ = cached[0].shape
         out = torch.empty(rows, width, heads, size, dtype=query.dtype)
         isa = _isa()
-        heads_at_once = 4 if capacity <= _LONG else 1
+        if capacity > 2 * _SCORES:
+            raise FlyError(
+                f"a context of {capacity} tokens is too long for fly's kernels: set compile=off, "
+                f"or max_length to at most {2 * _SCORES}"
+            )
+        heads_at_once = max(1, min(4, _SCORES // capacity))
         parts_at_once = 1 if isa == "avx2" else 4  # of 16 and of 32 vector registers
         function = build.elementwise_function(
             "attention", size, heads // kv_heads, heads_at_once, parts_at_once, instructions=isa

@@ -104,7 +104,7 @@ def parse(
     keys = {**shape, **config, **(config.get("dflash_config") or {})}
     _refuse_unsupported(checkpoint, keys)
     d2t = checkpoint.tensors.get("d2t")
-    try:
+    with checkpoint.reading_config():
         spec = BlockSpec(
             decoder=_decoder(checkpoint, shape),
             layers=checkpoint.layers_of(_layers(keys), target, override),
@@ -116,8 +116,6 @@ def parse(
             confidence=_confidence(keys),
         )
         _check_fits(checkpoint, spec, target)
-    except KeyError as error:
-        raise checkpoint.refuse(f"config.json has no {error.args[0]}") from None
     return spec
 
 

@@ -7,7 +7,8 @@ the modules beside this one bring it into one form.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,21 @@ class Checkpoint:
 
     def refuse(self, why: str) -> FlyError:
         return FlyError(f"pretrained={self.name}: {why}")
+
+    @contextmanager
+    def reading_config(self) -> Iterator[None]:
+        """What its config.json holds goes into shapes and counts: of what makes no sense there,
+        any error may come. Raises FlyError instead."""
+        try:
+            yield
+        except FlyError:
+            raise
+        except KeyError as error:
+            raise self.refuse(f"its config.json lacks {error}") from None
+        except Exception as error:
+            raise self.refuse(
+                f"its config.json makes no sense: {type(error).__name__}: {reason_of(error)}"
+            ) from error
 
     def check_names(self, wanted: Iterable[str]) -> None:
         """Raise FlyError unless all `wanted` tensors are here, and no others: a tensor that nothing
@@ -112,6 +128,9 @@ class Checkpoint:
         parameters = shape.get("rope_parameters") or {}
         theta = shape.get("rope_theta") or parameters.get("rope_theta") or 10000.0
         scaling = dict(shape.get("rope_scaling") or parameters)
+        partial = shape.get("partial_rotary_factor") or scaling.get("partial_rotary_factor")
+        if partial not in (None, 1):
+            raise self.refuse(f"heads with partial_rotary_factor={partial} are not supported")
         kind = scaling.pop("type", None)
         kind = scaling.get("rope_type") or kind or "default"
         if kind == "default":
@@ -177,6 +196,11 @@ def _dequantised(checkpoint: Checkpoint) -> dict[str, Tensor]:
             if scale is None or scale.numel() not in (1, len(tensor)):
                 raise checkpoint.refuse(f"{name} is {tensor.dtype} without a scale per row")
             tensor = tensor.float() * scale.float().reshape(-1, 1)
+        elif not tensor.is_floating_point() and name.endswith(".weight"):
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise checkpoint.refuse(
+                f"{name} is {kind}: heads of 16 bits or 8-bit floats can be read"
+            )
         found[name] = tensor
     return found
 

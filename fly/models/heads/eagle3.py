@@ -96,10 +96,11 @@ def parse_config(
     config = checkpoint.config
     eagle = config.get("eagle_config") or {}
     shape = config.get("transformer_layer_config") or config
-    _check_kind(checkpoint, shape, eagle)
-    llama = _llama(checkpoint, shape)
-    _check_fits(checkpoint, llama, config.get("target_hidden_size"), target)
-    return llama, checkpoint.layers_of(_layers(config, eagle, target), target, override)
+    with checkpoint.reading_config():
+        _check_kind(checkpoint, shape, eagle)
+        llama = _llama(checkpoint, shape)
+        _check_fits(checkpoint, llama, config.get("target_hidden_size"), target)
+        return llama, checkpoint.layers_of(_layers(config, eagle, target), target, override)
 
 
 def _name(name: str) -> str:
@@ -120,7 +121,8 @@ def _check_kind(checkpoint: Checkpoint, shape: Mapping[str, Any], eagle: Mapping
         )
     if (layers := shape.get("num_hidden_layers", 1)) != 1:
         raise checkpoint.refuse(f"EAGLE-3 heads have one layer, this one has {layers}")
-    if "sliding_attention" in (shape.get("layer_types") or ()):
+    by_flag = shape.get("use_sliding_window") and shape.get("sliding_window")
+    if "sliding_attention" in (shape.get("layer_types") or ()) or by_flag:
         raise checkpoint.refuse("heads with a sliding window are not supported")
     if eagle.get("use_aux_hidden_state") is False:
         raise checkpoint.refuse(
@@ -155,19 +157,16 @@ def _llama(checkpoint: Checkpoint, shape: Mapping[str, Any]) -> LlamaConfig:
         if shape.get(key) is not None
     }
     optional |= {"rope_theta": theta, "rope_scaling": scaling}
-    try:
-        return LlamaConfig(
-            vocab_size=shape["vocab_size"],
-            hidden_size=shape["hidden_size"],
-            intermediate_size=shape["intermediate_size"],
-            num_attention_heads=shape["num_attention_heads"],
-            num_hidden_layers=1,
-            max_position_embeddings=shape.get("max_position_embeddings") or 2048,
-            mlp_bias="layer.mlp.gate_proj.bias" in checkpoint.tensors,
-            **optional,
-        )
-    except KeyError as error:
-        raise checkpoint.refuse(f"its config.json lacks {error}") from None
+    return LlamaConfig(
+        vocab_size=shape["vocab_size"],
+        hidden_size=shape["hidden_size"],
+        intermediate_size=shape["intermediate_size"],
+        num_attention_heads=shape["num_attention_heads"],
+        num_hidden_layers=1,
+        max_position_embeddings=shape.get("max_position_embeddings") or 2048,
+        mlp_bias="layer.mlp.gate_proj.bias" in checkpoint.tensors,
+        **optional,
+    )
 
 
 def _check_fits(
