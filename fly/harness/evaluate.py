@@ -145,7 +145,9 @@ def check_scoring(name: str, task: Task, confirm_run_unsafe_code: bool) -> None:
         )
     for metric in task.config.metric_list or []:
         if getattr(metric["metric"], "__name__", "") == "pass_at_k":
-            code_metrics.check_samples(f"task {name}", task.config.repeats, metric.get("k", [1]))
+            ks = metric.get("k", [1])
+            ks = ks if isinstance(ks, list) else [ks]
+            code_metrics.check_samples(f"task {name}", task.config.repeats, ks)
 
 
 @contextmanager
