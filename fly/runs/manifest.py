@@ -169,7 +169,8 @@ def find(given: str) -> Manifest:
     if (
         path.suffix == ".json" and not path.is_file()
     ):  # an --output_path of that name, of runs with results files of their own names
-        found = [run for run in found if run.output_path.name == path.name]
+        named = [run for run in found if run.output_path.name == path.name]
+        found = named or [run for run in found if run.output_path.suffix != ".json"]
     if not found:
         raise FlyError(
             f"--resume {given}: holds no fly_run_*.json: runs of fly's backend with "
