@@ -1,4 +1,5 @@
-"""Which of a run's processes this is, as their launcher says: torchrun, accelerate or mpirun."""
+"""Which of a run's processes this is, as their launcher says (torchrun, accelerate or mpirun), and
+its share of the cores."""
 
 from __future__ import annotations
 

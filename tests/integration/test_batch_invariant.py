@@ -43,7 +43,7 @@ def test_a_head_has_the_same_bits_beside_those_that_share_its_keys(group, monkey
         own = tuple(part[:, head // group, None].contiguous() for part in cached)
         alone = run.attention(query[:, head, None].contiguous(), own, positions, 0, 0.2)
         assert torch.equal(together[:, :, head], alone[:, :, 0])
-    monkeypatch.setattr(kernels, "_SCORES", 40)  # of one head of the cache at a time
+    monkeypatch.setattr(kernels, "_SCORES", 40)  # room for one head's at a time
     assert torch.equal(together, run.attention(query, cached, positions, 0, 0.2))
     keys, values = (part.float().repeat_interleave(group, 1) for part in cached)
     unseen = torch.arange(40) > positions[:, None, :, None]
