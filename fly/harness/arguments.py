@@ -370,8 +370,11 @@ def check_run(args: Any, given: Mapping[str, Any]) -> None:
         tasks += part.split(",") if isinstance(part, str) else [part]
     folders = _listed(flags.get("include_path") or [])
     check_task_files(tasks, folders)
-    confirmed = bool(flags.get("confirm_run_unsafe_code"))
-    evaluate.check_before_models_load(tasks, folders, flags.get("samples"), confirmed)
+    evaluate.check_before_models_load(
+        tasks, folders, flags.get("samples"),
+        confirm_run_unsafe_code=bool(flags.get("confirm_run_unsafe_code")),
+        is_scored=not flags.get("predict_only"),
+    )  # fmt: skip
 
 
 def as_dict(value: Any) -> dict[str, Any]:

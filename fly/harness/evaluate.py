@@ -17,7 +17,7 @@ from lm_eval.tasks import TaskManager
 
 from fly import reading
 from fly.errors import FlyError
-from fly.harness import code_metrics
+from fly.harness import code_metrics, sandbox
 from fly.paths import data_dir
 from fly.runs import context
 
@@ -103,6 +103,7 @@ def check_before_models_load(
     folders: Sequence[str],
     samples: dict[str, list[int]] | None,
     confirm_run_unsafe_code: bool,
+    is_scored: bool = True,
 ) -> None:
     """Load fly's and the user's own tasks among these, and all of them where samples are chosen.
 
@@ -124,7 +125,7 @@ def check_before_models_load(
                 tasks |= _load(manager, name)
     all_known = len(wanted) == len(names) and all(resolved.values())
     for name, task in tasks.items():
-        check_scoring(name, task, confirm_run_unsafe_code)
+        check_scoring(name, task, confirm_run_unsafe_code, is_scored)
     for name, numbers in (samples or {}).items():
         if name not in tasks:
             if not all_known:
@@ -136,8 +137,13 @@ def check_before_models_load(
             )
 
 
-def check_scoring(name: str, task: Task, confirm_run_unsafe_code: bool) -> None:
-    """Refuse a task whose answers could not be scored once they are decoded."""
+def check_scoring(
+    name: str, task: Task, confirm_run_unsafe_code: bool, is_scored: bool = True
+) -> None:
+    """Refuse a task whose answers could not be scored once they are decoded.
+
+    is_scored: whether they are to be, which takes a machine that can run programs.
+    """
     if getattr(task, "UNSAFE_CODE", False) and not confirm_run_unsafe_code:
         raise FlyError(
             f"task {name}: scoring runs the program that the model writes: "
@@ -148,6 +154,8 @@ def check_scoring(name: str, task: Task, confirm_run_unsafe_code: bool) -> None:
             ks = metric.get("k", [1])
             ks = ks if isinstance(ks, list) else [ks]
             code_metrics.check_samples(f"task {name}", task.config.repeats, ks)
+            if is_scored:
+                sandbox.isolation_level()
 
 
 @contextmanager

@@ -23,7 +23,7 @@ def reader(tokenizer: Any) -> Callable[[int], bytes]:
         piece: str | None = tokenizer.convert_ids_to_tokens(token)
         if piece is None:  # the model's vocabulary may be padded past the tokenizer's
             return f"<{token}>".encode()
-        if token in added:
+        if token in added and (added[token].special or alphabet is not None):
             return piece.encode()
         if alphabet is not None and all(character in alphabet for character in piece):
             return bytes(alphabet[character] for character in piece)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fly.harness import evaluate, sandbox
 from fly.runs.jsonl import JsonLines
 from tests import tiny, traced_runs, written_runs
 from tests.integration import test_cli
@@ -293,6 +294,18 @@ def test_flags_of_a_run(place, capsys, no_model, flags, words):
 @pytest.mark.parametrize(("model_args", "words"), MODEL_ARGS)
 def test_model_args(place, capsys, no_model, model_args, words):
     refused(capsys, words, *arguments(place, model_args=model_args))
+
+
+def test_programs_that_this_machine_cannot_run(place, capsys, monkeypatch, no_model):
+    """It was found out after decoding. Answers that are not scored need no sandbox."""
+    sandbox.isolation_level.cache_clear()
+    monkeypatch.setattr("fly.harness.sandbox.process._BOOTSTRAP", "/nowhere/bootstrap.py")
+    code = ["--tasks", "humaneval", "--confirm_run_unsafe_code"]
+    words = ["sandbox: no program can be run here", "/nowhere/bootstrap.py"]
+    refused(capsys, words, *arguments(place, code))
+    evaluate.check_before_models_load(
+        ["humaneval"], [], None, confirm_run_unsafe_code=True, is_scored=False
+    )
 
 
 RUN_FILES = [

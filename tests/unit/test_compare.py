@@ -525,6 +525,12 @@ def test_a_speed_with_earlier_outputs_is_never_the_mode_s_own(tmp_path, capsys):
     assert names == ["target-only", "exact", "exact + earlier runs"]
 
 
+def test_no_two_runs_of_a_report_share_a_name(monkeypatch):
+    monkeypatch.setattr(summary.settings, "name_with_drafts", lambda run: run)
+    monkeypatch.setattr(summary.settings, "labels", lambda runs: [""] * len(runs))
+    assert summary.distinct_names(["fly", "fly", "fly #2"]) == ["fly", "fly #3", "fly #2"]
+
+
 def outputs_in(folder, ids):
     """Writes records with these ids; by document, one per repeat."""
     lines = [

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from fly.errors import FlyError
 from fly.models import token_bytes
@@ -155,3 +157,19 @@ def test_logits_go_to_the_targets_ids():
 def test_tokenizers_without_a_common_token_are_refused(prose):
     with pytest.raises(FlyError, match=r"dual_tok=true: .* none in common: choose another draft"):
         intersection(words("\u4e2d"), prose)
+
+
+def test_added_tokens_of_spaces():
+    """Gemma's runs of spaces are added tokens; its decoder replaces U+2581 in them, too."""
+    vocabulary = {"<unk>": 0, "</s>": 1, "\u2581": 2, "a": 3}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    core.normalizer = normalizers.Replace(" ", "\u2581")
+    core.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse()])
+    core.add_tokens([AddedToken("\u2581" * 4, normalized=True)])
+    core.add_special_tokens([AddedToken("</s>", special=True)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
+    ids = tokenizer.encode("a    a")
+    assert ids == [3, 4, 3]
+    read = token_bytes.reader(tokenizer)
+    assert b"".join(map(read, ids)).decode() == tokenizer.decode(ids) == "a    a"
+    assert read(1) == b"</s>"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+import itertools
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,10 +31,13 @@ def distinct_names(runs: Sequence[Run]) -> list[str]:
         labels = settings.labels([runs[number] for number in numbers])
         for number, label in zip(numbers, labels):
             names[number] += f" ({label})" if len(set(labels)) > 1 else ""
-    seen: Counter[str] = Counter()
+    given = set(names)
+    used: set[str] = set()
     for number, name in enumerate(names):
-        seen[name] += 1
-        names[number] += f" #{seen[name]}" if seen[name] > 1 else ""
+        if name in used:
+            numbered = (f"{name} #{count}" for count in itertools.count(2))
+            names[number] = next(label for label in numbered if label not in used | given)
+        used.add(names[number])
     return names
 
 
