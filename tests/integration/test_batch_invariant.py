@@ -52,6 +52,32 @@ def test_a_head_has_the_same_bits_beside_those_that_share_its_keys(group, monkey
     torch.testing.assert_close(together.float(), expected, rtol=0.01, atol=0.01)
 
 
+def over_real_chunks(monkeypatch, model):
+    """What differs for a prompt of several chunks, in other chunks and copied across a border."""
+    tokens = torch.randint(3, 96, (330,), generator=torch.Generator().manual_seed(4)).tolist()
+    copied = [{"slots": 2, "slot": 1, "copied": count} for count in (25, 270)]
+    monkeypatch.setattr(invariance, "TOKENS", tokens)
+    monkeypatch.setattr(invariance, "PROMPT", 300)
+    monkeypatch.setattr(invariance, "WAYS", [{"chunk": 13}, {"chunk": 100}, *copied])
+    return invariance.differing(partial(tiny.runner, model, max_length=512))
+
+
+def test_bits_do_not_depend_on_chunks_of_real_size(monkeypatch):
+    assert not over_real_chunks(monkeypatch, packed("qwen2"))
+
+
+def test_an_attention_chosen_by_a_wide_pass_is_caught(monkeypatch):
+    real = LayerKernels.attention
+
+    def one_key_less(self, query, cached, positions, slot, scaling):
+        shift = int(query.shape[2] > 128)
+        return real(self, query, cached, (positions - shift).clamp_min(0), slot, scaling)
+
+    model = packed("qwen2")
+    monkeypatch.setattr(LayerKernels, "attention", one_key_less)
+    assert over_real_chunks(monkeypatch, model)
+
+
 def test_torchs_attention_is_caught(monkeypatch):
     """With inputs in float32: rounding them hides most of its differences in so small a model."""
     monkeypatch.setattr(kernels, "instructions", lambda: "avx2")

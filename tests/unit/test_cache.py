@@ -170,3 +170,39 @@ def test_memory_that_runs_out_in_the_check_is_no_unsupported_architecture(monkey
     monkeypatch.setattr(self_check, "_through_cache", full)
     with pytest.raises(FlyError, match=r"target \(\w+\): memory ran out in its first passes"):
         self_check.check_cache_agrees(tiny.model(1), "target")
+
+
+def test_a_prefix_copied_over_a_slot_is_what_it_holds():
+    model = tiny.model(1)
+    runner = ModelRunner(model, 2, 512)
+    runner.prefill(0, [5, 6, 7])
+    runner.prefill(1, [9, 10, 11, 12, 13])
+    assert runner.prefill(1, [5, 6, 7]) == 3
+    assert runner.prefill(0, [9, 10, 11, 12]) == 0  # nothing holds these any more
+    expected = model(torch.tensor([[9, 10, 11, 12, 14]])).logits[0, -1]
+    got = runner.extend([[14], [3]])[0, 0]
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_moved_slot_brings_no_rejected_tokens():
+    runner = ModelRunner(tiny.model(1), 3, 512)
+    runner.prefill(2, [5, 6, 7])
+    runner.prefill(0, [40, 41, 42, 43, 44])
+    runner.prefill(1, [30])
+    runner.extend([[1], [1], [8, 9, 10]])
+    for slot, length in ((2, 4), (0, 5), (1, 1)):
+        runner.truncate(slot, length)
+    runner.move(2, 0)
+    runner.move(1, 2)
+    assert runner.prefill(1, [5, 6, 7, 8, 9, 10]) == 4
+
+
+def test_padding_of_a_static_pass_is_not_reused():
+    runner = tiny.runner(tiny.model(1), 2, capture=False)
+    runner.prefill(0, [20, 21])
+    runner.prefill(1, [5, 6, 7])
+    runner.extend([[22], [8, 9, 10]])
+    runner.truncate(0, 3)
+    runner.truncate(1, 4)
+    runner.extend([[23, 24, 25]])  # pads slot 1 behind its length
+    assert runner.prefill(0, [5, 6, 7, 8, 9, 10]) == 4

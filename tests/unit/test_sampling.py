@@ -429,3 +429,9 @@ def test_whole_numbers_are_good_settings(settings):
 def test_settings_that_would_fail_in_mid_run_are_refused(name, value):
     with pytest.raises(ValueError, match=f"{name}="):
         Sampling(**{name: value})
+
+
+def test_all_that_tie_with_the_last_of_top_k_stay():
+    logits = torch.zeros(1, 300)
+    logits[0, 0] = 1.0
+    assert Sampling(1.0, top_k=2).process(logits, (0,), ()).isfinite().all()

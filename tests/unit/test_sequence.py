@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fly.speculation.rules.base import Resolution
+from fly.speculation.sampling import Sampling
 from fly.speculation.sequence import Request, Sequence, Verdict
 from fly.speculation.stop_strings import StopMatcher
 
@@ -136,3 +137,22 @@ def test_bad_requests_are_refused():
         Request((), 5)
     with pytest.raises(ValueError, match="budget=0"):
         Request((1,), 0)
+
+
+def test_a_roll_back_leaves_no_number_to_be_drawn_again():
+    request = Request((5,), 20, sampling=Sampling(1.0), seed=1)
+    sequence = Sequence(request, frozenset(), StopMatcher((), str))
+    first = sequence.noise(3)
+    rolled_back = Resolution(0, rolled_back=True)
+    matches, target = [False, False, True], [1, 2, 3, 4]
+    sequence.commit(Verdict([9, 8, 7], matches, target, rolled_back, "ddd"))
+    again = sequence.noise(3)
+    assert sequence.generated == [1]
+    for name in ("draft", "accept", "target"):
+        assert not {*getattr(first, name).tolist()} & {*getattr(again, name).tolist()}
+
+
+def test_a_draft_that_fails_an_earlier_window_earned_its_matches():
+    resolution = Resolution(0, rolls_back_earlier=True)
+    verdict = Verdict([1, 2, 3], [True, True, False], [1, 2, 9, 9], resolution, "ddd")
+    assert verdict.earned == 2

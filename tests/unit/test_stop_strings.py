@@ -117,3 +117,10 @@ def test_the_cost_does_not_grow_with_the_text(within):
     assert matcher.tokens_until_match(tokens, as_bytes("ก")[within : within + 1]) is None
     assert max(seen) < 30
     assert len(seen) < 20
+
+
+def test_a_long_stop_string_of_long_characters():
+    """One token a byte: as many tokens are looked at as the stop string may have bytes."""
+    ids = list(("\u4e2d" * 8).encode())
+    matcher = StopMatcher(["\u4e2d" * 8], lambda tokens: bytes(tokens).decode(errors="replace"))
+    assert matcher.tokens_until_match(ids[:-1], ids[-1:]) == 1

@@ -330,3 +330,12 @@ def test_entropies_against_the_definition():
     )
     with pytest.raises(ValueError, match="exceeds the vocabulary"):
         top_k_entropy(torch.zeros(2), 3)
+
+
+@pytest.mark.parametrize("gate", [MarginGate(0.0), RatioGate(1.0), DistanceGate(0.0)], ids=repr)
+def test_a_gate_passes_at_equality(gate):
+    assert gate.passes(torch.tensor([[1.0, 1.0, 0.0]]), torch.tensor([1])).item()
+
+
+def test_typical_asks_for_more_than_its_threshold():
+    assert not TypicalGate(0.5, 9.0).passes(torch.tensor([[0.0, 0.0]]), torch.tensor([1])).item()
