@@ -1,6 +1,7 @@
 """Token bytes without a tokenizer at hand: byte-level, sentencepiece, special and unknown ids."""
 
 import pytest
+from tokenizers import AddedToken
 
 from fly.models import token_bytes
 from fly.runs import context, trace_writer, vocabulary
@@ -10,7 +11,7 @@ from tests import tiny
 class Pieces:
     """A sentencepiece-like tokenizer."""
 
-    added_tokens_decoder = {3: "</s>"}  # noqa: RUF012
+    added_tokens_decoder = {3: AddedToken("</s>", special=True)}  # noqa: RUF012
     pieces = {0: "\u2581def", 1: "<0xE2>", 2: "a\u2581b", 3: "</s>"}  # noqa: RUF012
 
     def convert_ids_to_tokens(self, token):
