@@ -290,14 +290,12 @@ def _load(
 
 def _read(paths: Sequence[tuple[str | None, str | Path]], taken: list[str]) -> Iterator[Run]:
     """The runs under unique names: a second `fly` becomes `fly-2`."""
-    from fly.runs import reader
+    from fly.runs import reader, settings
 
     names = list(taken)
     for name, path in paths:
         run = reader.load(path, name)
-        unique, number = run.name, 2
-        while unique in names:
-            unique, number = f"{run.name}-{number}", number + 1
+        unique = settings.unused_name(run.name, names, "-")
         names.append(unique)
         yield replace(run, name=unique)
 

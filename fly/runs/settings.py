@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Container
 from typing import Any
 
 from fly.config import FlyConfig
@@ -126,6 +128,14 @@ def name_with_drafts(run: Run) -> str:
 def with_drafts(name: str, from_earlier_runs: bool) -> str:
     """A run's name where speeds are shown."""
     return f"{name} + earlier runs" if from_earlier_runs else name
+
+
+def unused_name(name: str, taken: Container[str], mark: str) -> str:
+    """The name if it is not taken, else the first free one of name + mark + 2, 3, ..."""
+    if name not in taken:
+        return name
+    numbered = (f"{name}{mark}{number}" for number in itertools.count(2))
+    return next(other for other in numbered if other not in taken)
 
 
 def _differs(key: str, all_settings: list[dict[str, Any]]) -> bool:

@@ -66,18 +66,6 @@ def test_bits_do_not_depend_on_chunks_of_real_size(monkeypatch):
     assert not over_real_chunks(monkeypatch, packed("qwen2"))
 
 
-def test_an_attention_chosen_by_a_wide_pass_is_caught(monkeypatch):
-    real = LayerKernels.attention
-
-    def one_key_less(self, query, cached, positions, slot, scaling):
-        shift = int(query.shape[2] > 128)
-        return real(self, query, cached, (positions - shift).clamp_min(0), slot, scaling)
-
-    model = packed("qwen2")
-    monkeypatch.setattr(LayerKernels, "attention", one_key_less)
-    assert over_real_chunks(monkeypatch, model)
-
-
 def test_torchs_attention_is_caught(monkeypatch):
     """With inputs in float32: rounding them hides most of its differences in so small a model."""
     monkeypatch.setattr(kernels, "instructions", lambda: "avx2")
@@ -99,16 +87,27 @@ def test_a_product_chosen_by_width_is_caught(monkeypatch):
     assert differing(model)
 
 
-def test_an_attention_that_sees_the_pass_is_caught(monkeypatch):
+def attention_of_a_key_less(beyond):
+    """Wider passes than `beyond` do not see the last key."""
     real = LayerKernels.attention
 
-    def one_key_less(self, query, cached, positions, slot, scaling):
-        shift = int(query.shape[2] > 5)
+    def attention(self, query, cached, positions, slot, scaling):
+        shift = int(query.shape[2] > beyond)
         return real(self, query, cached, (positions - shift).clamp_min(0), slot, scaling)
 
+    return attention
+
+
+def test_an_attention_that_sees_the_pass_is_caught(monkeypatch):
     model = packed("qwen2")
-    monkeypatch.setattr(LayerKernels, "attention", one_key_less)
+    monkeypatch.setattr(LayerKernels, "attention", attention_of_a_key_less(beyond=5))
     assert differing(model)
+
+
+def test_an_attention_chosen_by_a_wide_pass_is_caught(monkeypatch):
+    model = packed("qwen2")
+    monkeypatch.setattr(LayerKernels, "attention", attention_of_a_key_less(beyond=128))
+    assert over_real_chunks(monkeypatch, model)
 
 
 def attention_in_two_parts(border):

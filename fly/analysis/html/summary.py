@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -31,13 +30,11 @@ def distinct_names(runs: Sequence[Run]) -> list[str]:
         labels = settings.labels([runs[number] for number in numbers])
         for number, label in zip(numbers, labels):
             names[number] += f" ({label})" if len(set(labels)) > 1 else ""
-    given = set(names)
-    used: set[str] = set()
+    taken = set(names)
     for number, name in enumerate(names):
-        if name in used:
-            numbered = (f"{name} #{count}" for count in itertools.count(2))
-            names[number] = next(label for label in numbered if label not in used | given)
-        used.add(names[number])
+        if name in names[:number]:
+            names[number] = settings.unused_name(name, taken, " #")
+            taken.add(names[number])
     return names
 
 
