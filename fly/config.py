@@ -21,6 +21,7 @@ from fly import reading, registry
 from fly.errors import FlyError
 from fly.paths import data_dir, expanded
 from fly.settings import (
+    GONE,
     RECORDING_KEYS,
     RULE_SETTINGS,
     DrafterSettings,
@@ -184,6 +185,7 @@ def _wants_room(config: FlyConfig) -> bool:
 def build(values: Mapping[str, Any], where: str) -> FlyConfig:
     """Validate `values`; `where` names the file or source in error messages."""
     values = {key: value for key, value in values.items() if key not in _NOT_SETTINGS}
+    refuse_gone(values, where)
     keys = _known_keys()
     if unknown := [key for key in values if key not in keys]:
         raise FlyError(_unknown_key(unknown[0], where))
@@ -193,6 +195,16 @@ def build(values: Mapping[str, Any], where: str) -> FlyConfig:
         raise FlyError(f"{reading.problem(error, where)}{_example(error)}") from None
     check_consistency(config, where)
     return config
+
+
+def refuse_gone(values: Mapping[str, Any], where: str) -> None:
+    """Raise FlyError for a key or value that fly had once, naming its successor."""
+    for key, value in values.items():
+        items = value.strip("[]").split(",") if isinstance(value, str) else value
+        items = items if isinstance(items, (list, tuple)) else [items]
+        for name in (key, *(f"{key}={str(item).strip()}" for item in items)):
+            if name in GONE:
+                raise FlyError(f"{name} ({where}) is no longer supported: {GONE[name]}")
 
 
 def _known_keys() -> dict[str, FieldInfo]:
@@ -351,6 +363,7 @@ def bracket_lists(text: str) -> str:
 
 def split_model_args(model_args: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(fly's own keys, what goes to lm-eval's HFLM). `pretrained` names the draft model."""
+    refuse_gone(model_args, "model_args")
     keys = _known_keys()
     own = {key: value for key, value in model_args.items() if key in keys}
     rest = {key: value for key, value in model_args.items() if key not in keys}

@@ -20,6 +20,11 @@ EntropyKind = Literal["top3", "full", "normalized"]
 Quantization = Literal["auto", "none", "int4", "int8", "fp8"]
 Execution = Literal["auto", "kernels", "onednn", "eager"]
 TextSourceName = Literal["runs", "siblings", "own", "others"]
+# Keys, and values as `key=value` (of a list: one item), that fly had once, and what to do instead.
+# New runs are refused them; finished runs that have them are read as ever.
+GONE = {
+    "tp_plan": "start one process per GPU, each with the whole pair, or shard it with --model vllm",
+}
 _LONGEST_LOOKUP = 128  # draft tokens of a round from texts, where nobody set another number
 # A backtick, at most three spaces into its line.
 _FENCE = "`(?:(?<=^`)|(?<=^ `)|(?<=^  `)|(?<=^   `))"

@@ -1,6 +1,7 @@
 """Every refusal is one line that names the field, the value and the fix."""
 
 import json
+import re
 
 import pytest
 
@@ -8,6 +9,7 @@ from fly import config
 from fly.errors import FlyError
 from fly.paths import data_dir
 from fly.runs import resume
+from fly.settings import GONE
 
 
 def write(tmp_path, text):
@@ -63,6 +65,19 @@ def test_bad_files_get_one_clear_line(tmp_path, values, message):
 def test_rules_that_contradict_are_refused(tmp_path, values, message):
     with pytest.raises(FlyError, match=message):
         config.build({**GOOD, **values}, "x.json")
+
+
+@pytest.mark.parametrize("name", GONE)
+@pytest.mark.parametrize("shown", ["{}", "own,{}", "[{}, own]"])
+def test_what_is_gone_names_its_successor(name, shown):
+    key, _, value = name.partition("=")
+    given = {key: shown.format(value)}
+    with pytest.raises(FlyError, match=re.escape(GONE[name])) as caught:
+        config.build({**GOOD, **given}, "here")
+    assert str(caught.value).startswith(f"{name} (here)")
+    assert "\n" not in str(caught.value)
+    with pytest.raises(FlyError, match=re.escape(GONE[name])):
+        config.split_model_args(given)
 
 
 def test_windows_across_rounds_need_no_room():
