@@ -214,11 +214,6 @@ def _check_models(args: argparse.Namespace, given: dict[str, Any]) -> None:
         else:
             named = {"model": settings.target_model_path}
         args.model_args = {**named, **args.model_args}
-    if args.use_cache and rest.get("tp_plan") is not None:
-        raise FlyError(
-            "--use_cache with tp_plan: every process would have a cache of its own, and ask for "
-            "other requests: leave it out (--resume goes on with a run that was cut short)"
-        )
     if args.use_cache:
         # fetch: the next call must find this one's cache
         models = environment.models_of(settings, rest, fetch=True)

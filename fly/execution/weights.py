@@ -97,12 +97,6 @@ def passes_for(model: PreTrainedModel, settings: ExecutionSettings) -> tuple[Pas
     """
     wanted = "eager" if settings.compile == "off" else settings.execution
     device = model.device.type
-    if is_sharded(model):
-        if wanted not in ("auto", "eager"):
-            raise FlyError(
-                f"execution={wanted}: tp_plan leaves the model's own passes: set it to auto"
-            )
-        return "eager", "its weights are sharded over processes"
     if device != "cpu":
         if wanted not in ("auto", "eager"):
             raise FlyError(
@@ -125,11 +119,6 @@ def passes_for(model: PreTrainedModel, settings: ExecutionSettings) -> tuple[Pas
             raise FlyError(f"execution={way}: {reason}: set it to auto")
         first_reason = first_reason or reason
     return "eager", first_reason
-
-
-def is_sharded(model: PreTrainedModel) -> bool:
-    """Whether several processes hold a part of its weights each (tensor parallel)."""
-    return (getattr(model, "tp_size", None) or 1) > 1
 
 
 def _pack(
@@ -172,8 +161,6 @@ def _why_not_uniform(model: PreTrainedModel) -> str | None:
     nothing but its device, a CPU, is in the way."""
     if model.device.type == "cpu":
         return ""
-    if is_sharded(model):
-        return "its weights are sharded over processes, whose sums have no fixed order"
     if os.environ.get("PYTORCH_TUNABLEOP_ENABLED") == "1":
         return "PYTORCH_TUNABLEOP_ENABLED=1 chooses products by their time"
     return uniform_passes.why_not(model)

@@ -30,7 +30,7 @@ from pydantic import (
 from typing_extensions import TypedDict
 
 from fly import config as fly_config
-from fly import launch, reading, registry
+from fly import reading, registry
 from fly.config import FlyConfig
 from fly.errors import FlyError
 from fly.models import sources
@@ -200,11 +200,6 @@ def check_model_args(config: FlyConfig, hf_args: Mapping[str, Any]) -> None:
     _check_dtype("draft_dtype", config.draft_dtype)
     if config.draft_device is not None:
         check_device("draft_device", config.draft_device)
-    if (plan := hf_args.get("tp_plan")) is not None and launch.processes() == 1:
-        raise FlyError(
-            f"tp_plan={plan}: needs several processes: start with `torchrun --nproc-per-node N "
-            "-m fly ...`, or leave it out"
-        )
 
 
 def _check_dtype(field: str, dtype: object) -> None:

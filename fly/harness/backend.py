@@ -23,9 +23,9 @@ from lm_eval.utils import hash_string
 from fly.config import FlyConfig
 from fly.errors import FlyError, reason_of
 from fly.execution.device import device_facts, peak_memory_bytes, timing_facts
-from fly.execution.ranks import Ranks
 from fly.harness import progress, sandbox
 from fly.harness.arguments import check_model_args
+from fly.harness.ranks import Ranks
 from fly.harness.requests import (
     build_request,
     check_decoding,
@@ -52,8 +52,7 @@ class Backend(TemplateLM):
     """Mix it in before one of lm-eval's model classes that has a tokenizer, as HFLM.
 
     An engine calls `use_config` before it loads models and `join_run` after that. processes: all of
-    the run. lm-eval's rank and world_size count those that have requests of their own; where it
-    knows of one only, all decode the same requests.
+    the run.
     observers: they see every round, with the target's entropies; whoever adds one shows the
     progress.
     """
@@ -97,7 +96,6 @@ class Backend(TemplateLM):
     def _meet(self, run: context.RunContext) -> None:
         """All processes go on with the run as the first one began or resumed it. Raises FlyError
         if they do not see one folder."""
-        run.is_copy = self.processes.rank > 0 and self.world_size == 1
         of_run = (run.started, run.is_resumable, run.finished_requests)
         run.join_first(*self.processes.broadcast(of_run))
         folder = run.output_dir
@@ -139,8 +137,6 @@ class Backend(TemplateLM):
             "device": timing_facts(self.device),
             "dtype": self.target_dtype,
         }
-        if self.processes.size > self.world_size:  # sums over shards are rounded by their number
-            facts["tensor_parallel"] = self.processes.size
         if self.earlier is not None:  # their outputs may decide texts, as drafts of lossy rules do
             facts["earlier_outputs"] = self.earlier.digest()
         return facts
@@ -213,9 +209,7 @@ class Backend(TemplateLM):
         must call it, as all have documents of every task."""
         if self.is_cached:
             return None
-        if self.world_size == 1:
-            return len(wanted)
-        return sum(self.processes.exchange("the number of requests", len(wanted)))
+        return sum(self.processes.exchange(len(wanted)))
 
     def apply_chat_template(self, *args: Any, **kwargs: Any) -> str:
         """Raises FlyError if there is none."""
@@ -282,7 +276,7 @@ class Backend(TemplateLM):
             return {}
         asked = [identity(request) for request in wanted]
         if not self.is_cached:
-            finished.note_asked([*chain(*self.processes.exchange("finished requests", asked))])
+            finished.note_asked([*chain(*self.processes.exchange(asked))])
         found = {index: finished.text(item) for index, item in enumerate(asked)}
         context.current().begin_resumed()
         texts = {index: text for index, text in found.items() if text is not None}
@@ -331,8 +325,7 @@ class Backend(TemplateLM):
         own, self._unshared = self._unshared, RunStats()
         matched, self._unshared_matched = self._unshared_matched, earlier_outputs.Counts()
         share = (own, self.samplings, matched)
-        together = [share] if self.world_size == 1 else self.processes.gather(share)
-        for stats, samplings, counts in together or [share]:
+        for stats, samplings, counts in self.processes.gather(share) or [share]:
             self.stats.merge(stats)
             self.samplings |= samplings
             self._matched.add(counts)
@@ -387,7 +380,7 @@ def _earlier_outputs(config: FlyConfig, run: context.RunContext) -> EarlierOutpu
 
 
 def _report_interruption(log: JsonLines, total: int, finished: int) -> None:
-    if (log.count or finished) and not context.current().is_copy:
+    if log.count or finished:
         log.flush()
         logger.warning(
             "interrupted: %d of %d responses are kept in %s; %s",

@@ -19,8 +19,7 @@ from fly.execution.calibration import calibrate
 from fly.execution.heads.base import Head
 from fly.execution.model_runner import ModelRunner, context_of, input_device
 from fly.execution.pass_costs import PairCosts
-from fly.execution.ranks import Ranks
-from fly.execution.weights import PackedWeights, is_sharded
+from fly.execution.weights import PackedWeights
 from fly.models.token_intersection import TokenIntersection
 from fly.runs.records import Observer
 from fly.settings import DrafterSettings, TextSourceName
@@ -49,9 +48,6 @@ def captures_graphs(config: FlyConfig, model: PreTrainedModel) -> bool:
     """Whether a model's passes are captured as CUDA graphs; says why not where they could be."""
     if config.compile != "auto" or input_device(model).type != "cuda":
         return False
-    if is_sharded(model):
-        logger.info("compile=auto: eager passes: the model is sharded over processes")
-        return False
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         logger.warning("compile=auto: eager passes: the model is spread over devices")
         return False
@@ -63,8 +59,7 @@ class EngineFactory:
     """Makes engines of one pair.
 
     batch_size: sequences that run together; `auto` for as many as memory holds, at most
-    max_batch_size. ranks: the processes that share the target; only the first has the draft.
-    intersection: what the draft shares with the target if it has another tokenizer.
+    max_batch_size. intersection: what the draft shares with the target if it has another tokenizer.
     draft_length: for the results, how the draft length of the last engine was decided.
     """
 
@@ -76,7 +71,6 @@ class EngineFactory:
     max_length: int
     batch_size: int | str
     max_batch_size: int
-    ranks: Ranks = field(default_factory=Ranks)
     intersection: TokenIntersection | None = None
     draft_length: dict[str, Any] | None = field(default=None, init=False)
 
@@ -97,8 +91,7 @@ class EngineFactory:
         """
         slots = max(1, min(self._running_sequences(config, missing), len(missing)))
         target = self.target_runner(config, slots)
-        drafts = config.needs_draft_model and self.ranks.rank == 0
-        draft = self.draft_runner(config, slots) if drafts else None
+        draft = self.draft_runner(config, slots) if config.needs_draft_model else None
         costs = self._costs(config, wanted, target, draft)
         planned = self._planned(requests)
         drafter = self._drafter(config, slots, planned, wanted, draft, costs)
@@ -119,7 +112,6 @@ class EngineFactory:
             observer=observer,
             reuse_prefixes=config.prefix_reuse,
             trace_entropy=config.entropy_kind if trace_entropy else None,
-            ranks=self.ranks,
             decode_lines=self.decode_lines,
         )
 
@@ -186,7 +178,7 @@ class EngineFactory:
         draft: Any,
         costs: PairCosts,
     ) -> Drafter:
-        if config.drafter_name is None or self.ranks.rank > 0:
+        if config.drafter_name is None:
             return NoDrafter()
         kind = registry.load(registry.DRAFTERS[config.drafter_name].where)
         drafter: Drafter = kind.create(
@@ -225,7 +217,6 @@ class EngineFactory:
             max(len(request.prompt) + request.budget for request in requests),
             at_most=min(len(requests), self.max_batch_size),
         )
-        count = min(self.ranks.exchange("batch_size=auto", count))
         logger.info("batch_size=auto: %d running sequences", count)
         return count
 
@@ -281,8 +272,8 @@ class EngineFactory:
 
     @property
     def _may_adapt(self) -> bool:
-        """Whether costs of passes are known: on a CPU, unless processes share the passes."""
-        return self.target.device.type == "cpu" and self.ranks.size == 1
+        """Whether costs of passes are known: on a CPU."""
+        return self.target.device.type == "cpu"
 
     def _planned(self, requests: int | None) -> int:
         """How many sequences one process would run at most, if the run were its own. Not what

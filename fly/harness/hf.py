@@ -11,7 +11,6 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,9 +26,9 @@ from fly.execution.argmax import NotFiniteError
 from fly.execution.heads import layer_check
 from fly.execution.heads.base import Head
 from fly.execution.model_runner import context_of, input_device
-from fly.execution.ranks import Ranks
 from fly.harness.backend import Backend
 from fly.harness.engine_factory import EngineFactory, captures_graphs
+from fly.harness.ranks import Ranks
 from fly.models import compatibility, loading, sources, tokenizers
 from fly.models.heads.checkpoint import TargetShape, read
 from fly.models.token_intersection import TokenIntersection
@@ -83,14 +82,13 @@ class FlyLM(Backend, HFLM):
             hf_args["gguf_file"] = target.gguf_file
         self_check.warn_if_memory_is_short(target, draft, str(hf_args.get("device") or ""))
         self._load("target_model_path", config.target_model_path, pretrained=target.path, **hf_args)
-        self.processes = self._processes(hf_args.get("tp_plan") is not None)
+        self.processes = self._processes()
         compatibility.refuse_unsupported(self.model, "target_model_path", self.max_length)
         self._num_parameters = self.model.num_parameters()
         self._loaded_dtype = str(self.model.dtype).split(".")[-1]  # packing may change what is seen
-        shared = Ranks() if self.world_size > 1 else self.processes  # who shares the target
         draft_model: transformers.PreTrainedModel | None = None
         intersection = None
-        if draft is not None and shared.rank == 0:
+        if draft is not None:
             if config.head_class is not None:
                 draft_model = self.load_head(registry.load(config.head_class), draft, hf_args)
             else:
@@ -104,11 +102,9 @@ class FlyLM(Backend, HFLM):
         if uniform:
             capture = captures_graphs(config, self.model) or None
             self_check.check_places(self.model, "target_model_path", capture=capture)
-        if isinstance(draft_model, Head) and shared.size == 1:
+        if isinstance(draft_model, Head):
             tokens = self.tokenizer.encode(layer_check.TEXT)
             layer_check.warn_if_layers_are_shifted(draft_model, self.model, tokens)
-        if shared.size > 1:
-            shared.watch(self.model)
         self.eos_ids = tokenizers.eos_token_ids(self.model, self.tokenizer)
         self.stats.seconds["compile"] = self.packed.seconds
         self.engines = EngineFactory(
@@ -120,7 +116,6 @@ class FlyLM(Backend, HFLM):
             self.max_length,
             self.batch_size,
             self.max_batch_size,
-            shared,
             intersection,
         )
         self.join_run(hf_args)
@@ -129,7 +124,7 @@ class FlyLM(Backend, HFLM):
     def draft_model(self) -> transformers.PreTrainedModel | None:
         return self.engines.draft
 
-    def _processes(self, shares_target: bool) -> Ranks:
+    def _processes(self) -> Ranks:
         """The processes of the run, once torch has them connected; corrects what HFLM takes for
         this one's rank (on a CPU none, else the local one) and device (CPUs get a number)."""
         if hasattr(self, "accelerator"):
@@ -138,10 +133,7 @@ class FlyLM(Backend, HFLM):
             self._rank = self.accelerator.process_index
             self._world_size = self.accelerator.num_processes
             self._device = input_device(self.model)
-            return Ranks(self._rank, self._world_size, patience=timedelta(weeks=52))
-        if shares_target:
-            self._device = input_device(self.model)
-            return Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size())
+            return Ranks(self._rank, self._world_size)
         if (count := launch.processes()) > 1:
             raise FlyError(
                 f"{count} processes were launched, and accelerate connects none: use torchrun or "
@@ -287,7 +279,7 @@ class FlyLM(Backend, HFLM):
         used = {tensor.device for model in models for tensor in model.parameters()}
         gpus = sum(device.type != "cpu" for device in used)
         return {
-            "devices": max(1, gpus) * (getattr(self.model, "tp_size", None) or 1),
+            "devices": max(1, gpus),
             "draft_dtype": None if draft is None else str(draft.dtype),
             "draft_num_parameters": None if draft is None else self.packed.draft_parameters,
             "preparation": self.packed.as_dict(),

@@ -31,8 +31,7 @@ class RunContext:
     file, and which token ids in its vocabulary; all calls of a run share these files. manifest: of
     a run that can be resumed, in its first process. finished_requests: of a resumed run; else None.
     is_resumable: whether there is a manifest. samples: the documents that were chosen, by task;
-    None for all. is_copy: another process decodes the same requests, and writes, shows and scores
-    for this one.
+    None for all.
     """
 
     output_dir: Path | None = None
@@ -44,7 +43,6 @@ class RunContext:
     finished_requests: FinishedRequests | None = None
     is_resumable: bool = False
     samples: dict[str, list[int]] | None = None
-    is_copy: bool = False
 
     def join(self, manifest: Manifest, finished: FinishedRequests | None) -> None:
         """Become the run of this manifest; finished: of a resumed run, whose files go on."""
@@ -62,9 +60,10 @@ class RunContext:
 
     def begin_resumed(self) -> None:
         """All checks of a resumed run have passed: its files may change from here on."""
-        if self.finished_requests is not None and not self.is_copy:
-            self.finished_requests.drop_unfinished_rounds()
-        if self.finished_requests is not None and self.manifest is not None:
+        if self.finished_requests is None:
+            return
+        self.finished_requests.drop_unfinished_rounds()
+        if self.manifest is not None:
             self.manifest.save()
 
     @property

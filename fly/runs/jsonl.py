@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 class JsonLines:
     """One file, `<name>_<started>.jsonl`, in the run's output folder; `_rank<N>` is added to the
-    names of further processes' files. A process that is another's copy writes none.
+    names of further processes' files.
 
     Every line is flushed, so that it survives the death of the process, SIGKILL included (it is not
     synced to disk: a power cut may take it). Without an output folder, lines are kept in memory;
@@ -41,8 +41,6 @@ class JsonLines:
         return (self._folder or fly_home() / "interrupted") / self._name
 
     def write(self, record: Mapping[str, Any]) -> None:
-        if self._run.is_copy:
-            return
         self.count += 1
         self._unsaved.append(json.dumps(record, ensure_ascii=False) + "\n")
         if self._folder is not None:

@@ -14,7 +14,6 @@ from fly.errors import FlyError
 from fly.execution.argmax import NotFiniteError, marked
 from fly.execution.model_runner import ModelRunner
 from fly.execution.oom import is_out_of_memory
-from fly.execution.ranks import Ranks
 from fly.runs.records import Observer, RequestRecord
 from fly.speculation.draft_length import DraftLength, FixedLength
 from fly.speculation.drafters.base import Draft, Drafter
@@ -39,7 +38,6 @@ class Engine:
     decode: token ids to text with special tokens kept, for stop strings. decode_lines: with line
     breaks in their place, for rules that look at texts; `decode` by default.
     trace_entropy: also take the target's entropy before every draft token, for the observer.
-    ranks: the processes that share the target and decode the same; the first one drafts and judges.
     """
 
     def __init__(
@@ -55,10 +53,8 @@ class Engine:
         reuse_prefixes: bool = True,
         trace_entropy: EntropyKind | None = None,
         draft_length: DraftLength | None = None,
-        ranks: Ranks | None = None,
         decode_lines: Decode | None = None,
     ) -> None:
-        self._ranks = ranks or Ranks()
         self._target = target
         self._drafter = drafter
         self._rule = rule
@@ -72,7 +68,7 @@ class Engine:
         used = {*target.devices, *drafter.devices}
         self._timer = PhaseTimer([device for device in used if device.type == "cuda"])
         drafter.prefilling = self._timer.prefilling
-        target.hidden_layers = self._ranks.from_first("features", lambda: drafter.wants_features)
+        target.hidden_layers = drafter.wants_features
 
     def run(self, requests: Iterable[Request]) -> Iterator[RequestRecord]:
         """Decode all requests; each record is yielded as soon as its sequence ends.
@@ -133,7 +129,6 @@ class Engine:
         alone: no sequence ended before memory ran out, so that the same would happen again with the
         one slot that is left.
         """
-        self._ranks.exchange("out of memory")
         slots = self._target.slots // 2
         if slots < 1 and alone:
             raise FlyError(
@@ -152,9 +147,7 @@ class Engine:
         length = self._draft_length.choose(len(running))
         limits = [min(length, sequence.remaining - 1) for sequence in running]
         with self._timer.timed("draft", running):
-            draft = self._ranks.from_first(
-                "drafting", lambda: self._drafter.propose(running, limits)
-            )
+            draft = self._drafter.propose(running, limits)
         with self._timer.timed("verify", running):
             verdicts, logits_BKV = self._verify(running, draft)
         if self._trace_entropy is not None:
@@ -181,25 +174,20 @@ class Engine:
 
         Also the logits that were judged, [B, K + 1, V].
         """
-        logits_BKV = raw_BKV = self._score(running, draft)
-
-        def judge() -> list[list[list[int]]]:
-            nonlocal logits_BKV
-            draft_BK, length_B = draft.padded(raw_BKV.device)
-            logits_BKV, matches_BK, target_BK1 = self._sample(running, draft, draft_BK, raw_BKV)
-            found = verify(draft_BK, length_B, logits_BKV, self._rule.gates, matches_BK, target_BK1)
-            parts = (
-                length_B[:, None],
-                draft_BK,
-                found.matches_BK,
-                found.deferrable_BK,
-                marked(found.target_BK1, raw_BKV),
-            )
-            on_host = torch.cat([part.long() for part in parts], dim=1).cpu()
-            widths = [part.shape[1] for part in parts]
-            return [part.tolist() for part in on_host.split(widths, dim=1)]
-
-        lists = self._ranks.from_first("judging", judge)
+        raw_BKV = self._score(running, draft)
+        draft_BK, length_B = draft.padded(raw_BKV.device)
+        logits_BKV, matches_BK, target_BK1 = self._sample(running, draft, draft_BK, raw_BKV)
+        found = verify(draft_BK, length_B, logits_BKV, self._rule.gates, matches_BK, target_BK1)
+        parts = (
+            length_B[:, None],
+            draft_BK,
+            found.matches_BK,
+            found.deferrable_BK,
+            marked(found.target_BK1, raw_BKV),
+        )
+        on_host = torch.cat([part.long() for part in parts], dim=1).cpu()
+        widths = [part.shape[1] for part in parts]
+        lists = [part.tolist() for part in on_host.split(widths, dim=1)]
         verdicts = []
         for slot, ((k,), tokens, matches, deferrable, targets) in enumerate(zip(*lists)):
             judged = JudgedDraft(

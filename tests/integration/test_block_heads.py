@@ -4,7 +4,6 @@ Heads that learned a tiny target's texts by heart draft well, so that feeding th
 acceptance, while exact texts stay the target's own.
 """
 
-import copy
 import functools
 import random
 
@@ -259,7 +258,7 @@ def test_layers_that_are_one_off_are_noticed_at_load(heads, kind, caplog):
 def test_what_a_head_cannot_do_is_refused_at_once(target, heads):
     head = block_heads.runner(heads["dflash"], target, 1).head
 
-    def create(target=target, **keys):
+    def create(**keys):
         settings = DrafterSettings(**{"spd_k": 5, **keys})
         ends = frozenset({tiny.EOS})
         runner = head.runner(target, 1, 512)
@@ -271,10 +270,6 @@ def test_what_a_head_cannot_do_is_refused_at_once(target, heads):
         create(spd_k=6)
     with pytest.raises(FlyError, match=r"confidence_thre=0.5: this head has no confidence head"):
         create(confidence_thre=0.5)
-    sharded = copy.copy(target)
-    sharded._tp_size = 2
-    with pytest.raises(FlyError, match=r"drafter=block: tp_plan shards"):
-        create(sharded)
 
 
 # Sampling

@@ -17,9 +17,9 @@ from fly.execution.heads.eagle3 import Eagle3Head, Eagle3Runner
 from fly.execution.oom import is_out_of_memory
 from fly.models.draft_vocabulary import NONE
 from fly.models.heads.checkpoint import Checkpoint, TargetShape
-from fly.settings import DrafterSettings, ExecutionSettings
+from fly.settings import ExecutionSettings
 from fly.speculation.draft_length import FixedLength
-from fly.speculation.drafters.base import Drafter, DrafterContext
+from fly.speculation.drafters.base import Drafter
 from fly.speculation.drafters.eagle3 import Eagle3Drafter
 from fly.speculation.sequence import Request
 from tests import heads, tiny
@@ -235,25 +235,6 @@ def test_nothing_is_drafted_past_the_context(perfect):
     engine = tiny.engine(tiny.runner(target, 1, max_length=24), drafter, 4)
     (record,) = engine.run([Request(tuple(PROMPTS[3]), 4)])
     assert record.tokens == tiny.generate(target, PROMPTS[3], 4)
-
-
-def test_sharded_embeddings_are_refused_where_the_head_takes_them(perfect):
-    """Only the first process drafts: it waited for the others in the embedding's exchange."""
-    target, head = perfect
-    sharded = copy.copy(target)
-    sharded._tp_size = 2
-    assert head.embed_tokens is None
-
-    def create(model):
-        ends, runner = frozenset({tiny.EOS}), head.runner(model, 1, 512)
-        settings = DrafterSettings(spd_k=4)
-        return Eagle3Drafter.create(
-            DrafterContext(1, 1, settings, ends, runner, tiny.COSTS, False, ())
-        )
-
-    assert create(target).runner.head is head
-    with pytest.raises(FlyError, match=r"drafter=eagle3: tp_plan shards the embeddings"):
-        create(sharded)
 
 
 def test_a_head_with_its_own_embeddings_uses_them(perfect, honest):

@@ -566,7 +566,7 @@ def test_a_process_s_share_does_not_decide_what_is_drafted(saved_pair, monkeypat
     planned = sequences_planned(lm, monkeypatch)
     list(lm.decode(wanted, wanted, lambda record: None))
     monkeypatch.setattr(lm, "_world_size", 2)
-    monkeypatch.setattr(lm, "processes", SimpleNamespace(exchange=lambda what, own: [own, 2]))
+    monkeypatch.setattr(lm, "processes", SimpleNamespace(exchange=lambda own: [own, 2]))
     list(lm.decode(wanted[:4], wanted[:4], lambda record: None))
     assert planned == [6, 6]
 

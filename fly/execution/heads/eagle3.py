@@ -189,7 +189,7 @@ class Eagle3Runner(SlotRunner):
         self, head: Eagle3Head, target: PreTrainedModel, slots: int, max_length: int
     ) -> None:
         super().__init__(head, slots, head.device)
-        self.head, self.target = head, target
+        self.head = head
         self.max_length = max_length
         self._embed: Any = head.embed_tokens or target.get_input_embeddings()
 

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from fly.errors import FlyError
 from fly.execution.heads.block import BlockRunner
-from fly.execution.weights import is_sharded
 from fly.speculation.drafters.base import Draft, Drafter, DrafterContext
 from fly.speculation.drafters.draft_model import Chain, draft_of, lengthen
 from fly.speculation.sequence import Sequence, Verdict
@@ -28,11 +27,6 @@ class BlockDrafter(Drafter):
     def create(cls, context: DrafterContext) -> Drafter:
         runner: BlockRunner = context.draft_runner
         runner.spec.check_drafts(context.settings.spd_k)
-        if is_sharded(runner.target):
-            raise FlyError(
-                "drafter=block: tp_plan shards the embedding and output head that it shares with "
-                "the target: leave tp_plan out, or choose another drafter"
-            )
         confidence = context.settings.confidence_thre
         if confidence is not None and runner.spec.confidence is None:
             raise FlyError(

@@ -17,9 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fly.errors import FlyError
 from fly.execution.heads.eagle3 import Eagle3Runner
-from fly.execution.weights import is_sharded
 from fly.models.draft_vocabulary import DraftVocabulary
 from fly.speculation.drafters.base import Draft, Drafter, DrafterContext
 from fly.speculation.drafters.draft_model import CATCH_UP, Chain, draft_of, lengthen
@@ -56,11 +54,6 @@ class Eagle3Drafter(Drafter):
     @classmethod
     def create(cls, context: DrafterContext) -> Drafter:
         runner: Eagle3Runner = context.draft_runner
-        if runner.head.embed_tokens is None and is_sharded(runner.target):
-            raise FlyError(
-                "drafter=eagle3: tp_plan shards the embeddings that this head takes from the "
-                "target: leave tp_plan out, or choose a head with embeddings of its own"
-            )
         return cls(runner, context.eos_ids)
 
     def __init__(self, runner: Eagle3Runner, eos_ids: frozenset[int]) -> None:
