@@ -8,10 +8,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from fly import config
+from fly import config, registry
 from fly.errors import FlyError
 from fly.harness.arguments import key_values
-from fly.models.sources import check_names
+from fly.models.sources import check_names, is_local, sources
 
 
 def add_command(subparsers: Any) -> None:
@@ -49,13 +49,34 @@ def _check(args: argparse.Namespace) -> None:
     found = config.load(args.file)
     check_names(found, args.file)
     print(f"{args.file}: valid ({found.mode}, drafter {found.drafter_name}, {found.hash()})")
-    if found.head_class is not None and found.draft_model_path is not None:
-        from fly.cli import head_pair  # torch and transformers
-
-        for line in head_pair.explain(found, args.file):
-            print(line)
+    if found.head_class is not None:
+        _load_head(found, args.file)
     if args.memory:
         _print_memory(args, found)
+
+
+def _load_head(found: config.FlyConfig, where: str) -> None:
+    """Load a head whose files are here, and its target's, as a run would: without the target.
+
+    Raises FlyError if the head does not fit it.
+    """
+    target, draft = sources(found, where)
+    if draft is None or not (is_local(target) and is_local(draft)):
+        return
+    from transformers import AutoConfig
+
+    from fly.models.heads.checkpoint import TargetShape, read
+    from fly.models.loading import naming_model
+
+    files = {"gguf_file": target.gguf_file} if target.gguf_file else {}
+    with naming_model("target_model_path", str(found.target_model_path)):
+        shape = TargetShape.of(AutoConfig.from_pretrained(target.path, **files))
+    with naming_model("pretrained", str(found.draft_model_path)):
+        checkpoint = read(draft, str(found.draft_model_path), {})
+        head = registry.load(str(found.head_class)).from_checkpoint(
+            checkpoint, shape, found.head_layer_ids
+        )
+    print(f"head {found.draft_model_path}: reads hidden states {[*head.layers_read]}")
 
 
 def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:

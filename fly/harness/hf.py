@@ -20,7 +20,7 @@ from lm_eval.models.huggingface import HFLM
 
 from fly import config as fly_config
 from fly import launch, registry
-from fly.errors import FlyError, reason_of
+from fly.errors import FlyError
 from fly.execution import self_check, weights
 from fly.execution.argmax import NotFiniteError
 from fly.execution.heads import layer_check
@@ -147,17 +147,9 @@ class FlyLM(Backend, HFLM):
 
     @contextmanager
     def _loading(self, field: str, name: str) -> Iterator[None]:
-        """What fails meanwhile is a model's: its files, its code, or memory."""
         self._field = field
-        try:
+        with loading.naming_model(field, name):
             yield
-        except FlyError:
-            raise
-        except Exception as error:  # tokenizers has no other, and a model's code may raise any
-            reason = reason_of(error)
-            if name.endswith(".gguf"):
-                reason += ": it may be cut short: fetch it again"
-            raise FlyError(f"{field}={name}: cannot be loaded: {reason}") from error
 
     def load_draft(
         self, source: sources.ModelSource, hf_args: dict[str, Any]

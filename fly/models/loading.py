@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from fly.errors import FlyError, some
+from fly.errors import FlyError, reason_of, some
+
+
+@contextmanager
+def naming_model(field: str, name: str) -> Iterator[None]:
+    """What fails meanwhile is a model's: its files, its code, or memory. Raises FlyError."""
+    try:
+        yield
+    except FlyError:
+        raise
+    except Exception as error:  # tokenizers has no other, and a model's code may raise any
+        reason = reason_of(error)
+        if name.endswith(".gguf"):
+            reason += ": it may be cut short: fetch it again"
+        raise FlyError(f"{field}={name}: cannot be loaded: {reason}") from error
 
 
 class WithAllTensors:

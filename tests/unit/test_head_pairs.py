@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 from fly import config
+from fly.harness.vllm_config import FIRST_WITH_ALL, speculative_config
 from fly.paths import data_dir
 from tests import block_heads, heads, tiny
 from tests.integration.test_cli import run
@@ -38,28 +38,24 @@ def test_the_documentation_lists_every_shipped_pair_with_a_head():
     assert len(ROWS) == 9
 
 
-@pytest.mark.skipif(transformers.__version__ < "5", reason="minimax_m2 and kimi_k25 are newer")
 @pytest.mark.parametrize(("name", "target", "head", "kind", "k", "w", "engines"), ROWS)
 def test_a_shipped_pair_is_what_the_documentation_says(
-    name, target, head, kind, k, w, engines, capsys, monkeypatch
+    name, target, head, kind, k, w, engines, capsys
 ):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     path = data_dir("fly_config") / f"{name}.json"
     found = config.load(str(path))
     assert (found.target_model_path, found.draft_model_path) == (target, head)
     assert (found.spd_k, found.win_len, found.mode) == (int(k), int(w), "fly")
     assert found.win_len == min(6, (found.spd_k - 1) // 2)
     assert found.drafter == ("eagle3" if kind == "EAGLE-3" else "block")
-    status, lines = said(capsys, path)
+    method = None if kind == "EAGLE-3" else kind.lower()
+    of_vllm = speculative_config(found, head, FIRST_WITH_ALL, method)
+    assert "vllm" in engines
+    assert of_vllm["method"] == (method or "eagle3")
+    assert of_vllm["fly_window_size"] == int(w)
+    status, (valid,) = said(capsys, path)  # nothing is downloaded
     assert status == 0
-    valid, of_target, of_head, drafts, hf, vllm = lines
     assert valid.startswith(f"{path}: valid (fly, drafter {found.drafter}, ")
-    assert of_target.startswith(f"target {target}: ")
-    assert of_head.startswith(f"head {head}: ")
-    assert f"with win_len={w} the first {int(k) - int(w)} may be deferred" in drafts
-    assert hf.startswith("--model hf: runs it" if "hf" in engines else "--model hf: refuses it: ")
-    assert vllm.startswith("--model vllm: method=")
-    assert f"fly_window_size={w}" in vllm
 
 
 def pair(tmp_path, head, **keys):
@@ -71,40 +67,37 @@ def pair(tmp_path, head, **keys):
     return file
 
 
-def test_a_head_that_is_here_is_read(tmp_path, capsys):
+def test_a_head_that_is_here_is_loaded(tmp_path, capsys):
     shape = {**heads.SHAPE, "eagle_aux_hidden_state_layer_ids": [1, 3, 4]}
     head = heads.save(tmp_path / "head", shape, heads.tensors(0, torch.arange(0, 64, 2)))
-    status, lines = said(capsys, pair(tmp_path, head, drafter="eagle3"))
+    status, (_, read) = said(capsys, pair(tmp_path, head, drafter="eagle3"))
     assert status == 0
-    assert lines[1].endswith("target: 8 layers of hidden size 32; here")
-    assert lines[2].endswith("head: EAGLE-3, reads hidden states 2, 4, 5; here")
-    assert lines[4] == "--model hf: runs it"
-    _, lines = said(capsys, pair(tmp_path, head, drafter="eagle3", head_layer_ids=[1, 2, 3]))
-    assert "reads hidden states 1, 2, 3;" in lines[2]
-    assert "head_layer_ids=(1, 2, 3): vLLM 0.33 cannot do that" in lines[5]
+    assert read.endswith("head: reads hidden states [2, 4, 5]")
+    _, (_, read) = said(capsys, pair(tmp_path, head, drafter="eagle3", head_layer_ids=[1, 2, 3]))
+    assert read.endswith("reads hidden states [1, 2, 3]")
 
 
-def test_a_block_head_says_how_much_it_drafts(tmp_path, capsys):
+def test_a_block_head_is_loaded(tmp_path, capsys):
     checkpoint = block_heads.published("dflash", tiny.model(1, layers=8))
     head = block_heads.save(checkpoint, tmp_path / "head")
-    _, lines = said(capsys, pair(tmp_path, head, drafter="block"))
-    assert "dflash of at most 5 tokens, reads hidden states 1, 2, 3, 4, 5, 6, 7, 8" in lines[2]
-    assert lines[3] == (
-        "drafts: spd_k=5 tokens a round, in one pass; with win_len=2 the first 3 may be deferred"
-    )
-    assert "--model vllm: method=dflash, " in lines[5]
-    _, lines = said(capsys, pair(tmp_path, head, drafter="block", spd_k=6))
-    assert lines[4].startswith("--model hf: refuses it: spd_k=6: this head drafts at most 5 tokens")
+    status, (_, read) = said(capsys, pair(tmp_path, head, drafter="block"))
+    assert status == 0
+    assert read.endswith("head: reads hidden states [1, 2, 3, 4, 5, 6, 7, 8]")
 
 
-def test_what_a_run_would_refuse_is_said(tmp_path, capsys):
-    shape = {**heads.SHAPE, "hidden_size": 64}
-    head = heads.save(tmp_path / "head", shape, {"norm.weight": torch.ones(64)})
-    status, lines = said(
-        capsys, pair(tmp_path, head, drafter="eagle3", win_len=9, defer_across_rounds=True)
-    )
-    assert status == 0  # the file is valid
-    assert "head: does not fit; here" in lines[2]
-    assert lines[3].endswith("win_len=9 may be filled by later rounds: each may be deferred")
-    assert "is made for a target of hidden size 64, and the target's is 32" in lines[4]
-    assert lines[5].startswith("--model vllm: refuses it: defer_across_rounds=True: vLLM 0.33")
+@pytest.mark.parametrize(
+    ("hidden_size", "line"),
+    [
+        (64, "is made for a target of hidden size 64, and the target's is 32"),
+        (32, "the checkpoint lacks "),  # tensors are looked at, too
+    ],
+)
+def test_a_head_that_does_not_fit_is_refused_as_by_a_run(tmp_path, capsys, hidden_size, line):
+    shape = {**heads.SHAPE, "hidden_size": hidden_size}
+    head = heads.save(tmp_path / "head", shape, {"norm.weight": torch.ones(hidden_size)})
+    file = pair(tmp_path, head, drafter="eagle3")
+    capsys.readouterr()
+    assert run("config", "check", file) == 2
+    (refused,) = capsys.readouterr().err.splitlines()
+    assert refused.startswith(f"fly: error: pretrained={head}: ")
+    assert line in refused
