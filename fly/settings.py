@@ -20,9 +20,10 @@ EntropyKind = Literal["top3", "full", "normalized"]
 Quantization = Literal["auto", "none", "int4", "int8", "fp8"]
 Execution = Literal["auto", "kernels", "onednn", "eager"]
 TextSourceName = Literal["runs", "siblings", "own", "others"]
-# Keys, and values as `key=value` (of a list: one item), that fly had once, and what to do instead.
-# New runs are refused them; finished runs that have them are read as ever.
+# Keys, values as `key=value` (of a list: one item), flags as `--flag` and commands as `fly command`
+# that fly had once, and what to do instead. Finished runs that have them are read as ever.
 GONE = {
+    "--memory": "docs/scale.md has the memory of the shipped pairs, and how to count any other's",
     "tp_plan": "start one process per GPU, each with the whole pair, or shard it with --model vllm",
 }
 _LONGEST_LOOKUP = 128  # draft tokens of a round from texts, where nobody set another number

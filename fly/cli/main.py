@@ -20,6 +20,7 @@ from lm_eval.utils import sanitize_model_name, setup_logging
 import fly
 from fly import launch, reading, registry
 from fly.cli import compare, config, pair, plot, processes, report, trace, tune
+from fly.config import refuse_gone
 from fly.errors import FlyError, LostProcessError
 from fly.harness.arguments import (
     as_dict,
@@ -71,6 +72,8 @@ class FlyCLI(HarnessCLI):
         """As lm-eval's, but a single argument may also be --resume=DIR, not only a subcommand."""
         if len(sys.argv) == 2 and sys.argv[1].startswith("--resume="):
             sys.argv.insert(1, "run")
+        flags = [word.partition("=")[0] for word in sys.argv if word.startswith("--")]
+        refuse_gone(dict.fromkeys([" ".join(["fly", *sys.argv[1:2]]), *flags]), "command line")
         check_json(sys.argv)
         sys.argv[:] = bracket_lists(sys.argv)
         try:

@@ -10,6 +10,7 @@ from fly.errors import FlyError
 from fly.paths import data_dir
 from fly.runs import resume
 from fly.settings import GONE
+from tests.integration.test_cli import run
 
 
 def write(tmp_path, text):
@@ -78,6 +79,14 @@ def test_what_is_gone_names_its_successor(name, shown):
     assert "\n" not in str(caught.value)
     with pytest.raises(FlyError, match=re.escape(GONE[name])):
         config.split_model_args(given)
+
+
+@pytest.mark.parametrize("name", [name for name in GONE if name.startswith(("--", "fly "))])
+def test_a_flag_or_command_that_is_gone_names_its_successor(name, capsys):
+    flag = ["config", "check", "x.json", f"{name}=1"]
+    assert run(*(flag if name.startswith("--") else name.split()[1:])) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"fly: error: {name} (command line) is no longer supported: {GONE[name]}"
 
 
 def test_windows_across_rounds_need_no_room():
