@@ -52,7 +52,8 @@ from fly.execution.model_runner import ModelRunner
 from fly.execution.oom import free_bytes
 from fly.runs.environment import versions
 from fly.settings import FlySettings, Settings
-from fly.speculation.drafters.base import Draft, Drafter, NoDrafter
+from fly.speculation.drafters.base import Drafter, NoDrafter
+from fly.speculation.drafters.draft import Draft
 from fly.speculation.drafters.draft_model import ModelDrafter
 from fly.speculation.engine import Engine
 from fly.speculation.rules.base import Resolution

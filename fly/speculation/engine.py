@@ -16,7 +16,8 @@ from fly.execution.model_runner import ModelRunner
 from fly.execution.oom import is_out_of_memory
 from fly.runs.records import Observer, RequestRecord
 from fly.speculation.draft_length import DraftLength, FixedLength
-from fly.speculation.drafters.base import Draft, Drafter
+from fly.speculation.drafters.base import Drafter
+from fly.speculation.drafters.draft import Draft
 from fly.speculation.phase_timer import PhaseTimer
 from fly.speculation.rules.base import JudgedDraft, Rule, verify
 from fly.speculation.rules.gates import entropy
@@ -174,29 +175,15 @@ class Engine:
 
         Also the logits that were judged, [B, K + 1, V].
         """
-        raw_BKV = self._score(running, draft)
+        raw_BKV = draft.score(self._target, [sequence.tokens[-1] for sequence in running])
         draft_BK, length_B = draft.padded(raw_BKV.device)
         logits_BKV, matches_BK, target_BK1 = self._sample(running, draft, draft_BK, raw_BKV)
-        found = verify(draft_BK, length_B, logits_BKV, self._rule.gates, matches_BK, target_BK1)
-        parts = (
-            length_B[:, None],
-            draft_BK,
-            found.matches_BK,
-            found.deferrable_BK,
-            marked(found.target_BK1, raw_BKV),
-        )
-        on_host = torch.cat([part.long() for part in parts], dim=1).cpu()
-        widths = [part.shape[1] for part in parts]
-        lists = [part.tolist() for part in on_host.split(widths, dim=1)]
-        verdicts = []
-        for slot, ((k,), tokens, matches, deferrable, targets) in enumerate(zip(*lists)):
-            judged = JudgedDraft(
-                tokens[:k],
-                [bool(match) for match in matches[:k]],
-                [bool(passes) for passes in deferrable[:k]],
-                targets[: k + 1],
-            )
-            verdicts.append(self._resolve(running[slot], judged, draft.drafted_by(slot, k)))
+        judged = verify(draft_BK, length_B, logits_BKV, self._rule.gates, matches_BK, target_BK1)
+        judged = replace(judged, target_BK1=marked(judged.target_BK1, raw_BKV))
+        verdicts = [
+            self._resolve(sequence, of_sequence, draft.drafted_by(slot, len(of_sequence.draft)))
+            for slot, (sequence, of_sequence) in enumerate(zip(running, judged.split()))
+        ]
         return verdicts, logits_BKV
 
     def _resolve(self, sequence: Sequence, judged: JudgedDraft, by: str) -> Verdict:
@@ -204,14 +191,6 @@ class Engine:
             at = len(sequence.generated) + judged.target_tokens.index(-1)
             raise NotFiniteError("target", sequence.request, at)
         return sequence.judge(self._rule, judged, by)
-
-    def _score(self, running: list[Sequence], draft: Draft) -> Tensor:
-        """Logits [B, K + 1, V] after the last committed token and after each drafted one."""
-        if draft.tokens is not None:
-            return self._target.extend([[s.tokens[-1], *c] for s, c in zip(running, draft.tokens)])
-        draft_BK, _ = draft.padded(self._target.device)
-        last_B = torch.tensor([sequence.tokens[-1] for sequence in running]).to(draft_BK.device)
-        return self._target.extend_ids(torch.cat([last_B[:, None], draft_BK.clamp(min=0)], dim=1))
 
     def _sample(
         self, running: list[Sequence], draft: Draft, draft_BK: Tensor, logits_BKV: Tensor

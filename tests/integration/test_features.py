@@ -6,7 +6,7 @@ Each is held against a fresh pass over the whole text.
 import pytest
 import torch
 
-from fly.speculation.drafters.base import Draft
+from fly.speculation.drafters.draft import Draft
 from fly.speculation.drafters.draft_model import ModelDrafter
 from fly.speculation.sequence import Request
 from tests import tiny

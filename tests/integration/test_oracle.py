@@ -15,7 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fly.speculation.drafters.base import Draft, Drafter
+from fly.speculation.drafters.base import Drafter
+from fly.speculation.drafters.draft import DeviceDraft, HostDraft
 from fly.speculation.engine import Engine
 from fly.speculation.rules.fly import FlyRule
 from fly.speculation.rules.gates import EntropyGate
@@ -117,8 +118,8 @@ class ScriptedDrafter(Drafter):
     def propose(self, running, limits):
         assert running == self.admitted[: len(running)], "sequences changed slots unannounced"
         chains = [self._chain(s.tokens, limit) for s, limit in zip(running, limits)]
-        draft = Draft(chains)
-        return Draft.on_device(*draft.padded(torch.device("cpu"))) if self.on_device else draft
+        draft = HostDraft(chains)
+        return DeviceDraft(*draft.padded(torch.device("cpu"))) if self.on_device else draft
 
     def _chain(self, tokens, limit):
         chain = []

@@ -13,79 +13,8 @@ from torch import Tensor
 from fly.execution.pass_costs import PairCosts
 from fly.execution.slot_runner import SlotRunner
 from fly.settings import DrafterSettings, TextSourceName
+from fly.speculation.drafters.draft import Draft, HostDraft
 from fly.speculation.sequence import Sequence, Verdict
-
-
-class Draft:
-    """Proposed continuations, one chain per sequence, which may be empty.
-
-    Chains follow the committed tokens of their sequences. They are given as lists or, where they
-    were drafted on an accelerator, as tensors that the host need not wait for. q: per sequence,
-    what its tokens were drawn from, [K, V]; None where they were not drawn. by: per sequence, who
-    proposed each token, a letter of fly.runs.records.SOURCES each (in a cascade, n-grams that the
-    draft model confirmed are the n-gram's). free: per sequence, whether its chain was taken from a
-    text, at no cost, so that it says nothing of what drafting earns.
-    """
-
-    def __init__(
-        self,
-        tokens: list[list[int]],
-        by: list[str] | None = None,
-        q: list[Tensor | None] | None = None,
-        free: list[bool] | None = None,
-    ) -> None:
-        self.tokens: list[list[int]] | None = tokens
-        self._padded: tuple[Tensor, Tensor] | None = None
-        self._by = by
-        self._q = q
-        self._free = free
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Other processes are told what was drafted, not what it was drawn from."""
-        count = len(self._padded[1]) if self._padded is not None else len(self.tokens or [])
-        return Draft, ([self.chain(slot) for slot in range(count)], self._by, None, self._free)
-
-    def is_free(self, slot: int) -> bool:
-        return self._free is not None and self._free[slot]
-
-    def drafted_by(self, slot: int, length: int) -> str:
-        """`length` letters; a draft that was left on its device is the draft model's own."""
-        return "d" * length if self._by is None else self._by[slot]
-
-    def probabilities(self, slot: int) -> Tensor | None:
-        return None if self._q is None else self._q[slot]
-
-    def chain(self, slot: int) -> list[int]:
-        """One chain on the host; waits for it if it is on a device."""
-        if self.tokens is not None:
-            return self.tokens[slot]
-        assert self._padded is not None
-        draft_BK, length_B = self._padded
-        result: list[int] = draft_BK[slot, : int(length_B[slot])].tolist()
-        return result
-
-    @classmethod
-    def on_device(cls, draft_BK: Tensor, length_B: Tensor) -> Draft:
-        """draft_BK: ids, whose first length_B[b] are sequence b's chain."""
-        draft = cls([])
-        draft.tokens = None
-        draft._padded = (draft_BK, length_B)
-        return draft
-
-    def padded(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(draft_BK, padded with -1, and length_B) on `device`; K is the longest chain or more."""
-        if self.tokens is None:
-            assert self._padded is not None
-            draft_BK, length_B = (part.to(device) for part in self._padded)
-            past_BK = torch.arange(draft_BK.shape[1], device=device) >= length_B[:, None]
-            return draft_BK.masked_fill(past_BK, -1), length_B
-        width = max(len(chain) for chain in self.tokens)
-        padded = [chain + [-1] * (width - len(chain)) for chain in self.tokens]
-        lengths = [len(chain) for chain in self.tokens]
-        return (
-            torch.tensor(padded, dtype=torch.long, device=device).reshape(len(padded), width),
-            torch.tensor(lengths, device=device),
-        )
 
 
 @dataclass(frozen=True)
@@ -178,4 +107,4 @@ class NoDrafter(Drafter):
     """Target only: every round is one plain decoding step."""
 
     def propose(self, running: list[Sequence], limits: list[int]) -> Draft:
-        return Draft([[] for _ in running])
+        return HostDraft([[] for _ in running])

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from fly.errors import FlyError
 from fly.execution.heads.block import BlockRunner
-from fly.speculation.drafters.base import Draft, Drafter, DrafterContext
+from fly.speculation.drafters.base import Drafter, DrafterContext
+from fly.speculation.drafters.draft import Draft
 from fly.speculation.drafters.draft_model import Chain, draft_of, lengthen
 from fly.speculation.sequence import Sequence, Verdict
 

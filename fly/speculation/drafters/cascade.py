@@ -9,7 +9,8 @@ from collections.abc import Sequence as Seq
 from torch import Tensor
 
 from fly.execution.model_runner import ModelRunner
-from fly.speculation.drafters.base import Draft, Drafter, DrafterContext
+from fly.speculation.drafters.base import Drafter, DrafterContext
+from fly.speculation.drafters.draft import Draft, HostDraft
 from fly.speculation.drafters.draft_model import CATCH_UP, ModelDrafter
 from fly.speculation.drafters.lookup import Lookup
 from fly.speculation.drafters.ngram import NgramIndex, ngram_sizes
@@ -118,7 +119,7 @@ class CascadeDrafter(ModelDrafter):
             if proposal:
                 texts[slot], by[slot] = proposal.tokens, proposal.by
         q = [draft.probabilities(slot) for slot in slots]
-        return Draft(texts, by, q, free=[proposal is not None for proposal in found])
+        return HostDraft(texts, by, q, free=[proposal is not None for proposal in found])
 
     def _guess(self, running: list[Sequence], unseen: list[list[int]]) -> list[list[int]]:
         guesses: list[list[int]] = []

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from fly.execution.argmax import NotFiniteError, greedy, marked
 from fly.execution.model_runner import ModelRunner, common_prefix
-from fly.speculation.drafters.base import Draft, Drafter, DrafterContext
+from fly.speculation.drafters.base import Drafter, DrafterContext
+from fly.speculation.drafters.draft import DeviceDraft, Draft, HostDraft
 from fly.speculation.drafters.draft_view import DraftViews
 from fly.speculation.drafters.ngram import until_eos
 from fly.speculation.sampling import draw
@@ -110,7 +111,7 @@ class ModelDrafter(Drafter):
             return None
         ends_BK = torch.isin(drafted_BK, self._eos)
         ended_before_BK = ends_BK.cumsum(dim=1) - ends_BK.long() > 0
-        return Draft.on_device(drafted_BK, (~ended_before_BK).sum(dim=1).minimum(limit_B))
+        return DeviceDraft(drafted_BK, (~ended_before_BK).sum(dim=1).minimum(limit_B))
 
     def _unseen(self, slot: int, sequence: Sequence) -> list[int]:
         """What the draft model has not been fed yet of the sequence, drafted tokens too."""
@@ -191,7 +192,7 @@ def lengthen(
 
 def draft_of(chains: list[Chain]) -> Draft:
     """What was drafted; the chains give up what they were drawn from."""
-    return Draft(
+    return HostDraft(
         [list(chain.tokens) for chain in chains],
         by=[chain.by for chain in chains],
         q=[_stacked(chain.q) for chain in chains],

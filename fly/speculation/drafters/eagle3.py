@@ -19,7 +19,8 @@ from torch import Tensor
 
 from fly.execution.heads.eagle3 import Eagle3Runner
 from fly.models.draft_vocabulary import DraftVocabulary
-from fly.speculation.drafters.base import Draft, Drafter, DrafterContext
+from fly.speculation.drafters.base import Drafter, DrafterContext
+from fly.speculation.drafters.draft import Draft
 from fly.speculation.drafters.draft_model import CATCH_UP, Chain, draft_of, lengthen
 from fly.speculation.sequence import Sequence, Verdict
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fly.speculation.drafters.base import Draft, Drafter, DrafterContext
+from fly.speculation.drafters.base import Drafter, DrafterContext
+from fly.speculation.drafters.draft import Draft, HostDraft
 from fly.speculation.drafters.lookup import Lookup
 from fly.speculation.sequence import Sequence, Verdict
 
@@ -29,7 +30,7 @@ class TextDrafter(Drafter):
 
     def propose(self, running: list[Sequence], limits: list[int]) -> Draft:
         found = self._lookup.propose(running, limits)
-        return Draft(
+        return HostDraft(
             [proposal.tokens if proposal else [] for proposal in found],
             by=[proposal.by if proposal else "" for proposal in found],
             free=[True] * len(found),

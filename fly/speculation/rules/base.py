@@ -91,15 +91,35 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Verdicts:
-    """Every position of a batch judged by itself; `JudgedDraft` has the meanings.
+class JudgedBatch:
+    """Every position of a batch judged by itself, on the device; `JudgedDraft` has the meanings.
 
-    matches_BK, deferrable_BK: bool. target_BK1: the target's own tokens.
+    draft_BK: padded past length_B. matches_BK, deferrable_BK: bool. target_BK1: K + 1 tokens.
     """
 
+    draft_BK: Tensor
+    length_B: Tensor
     matches_BK: Tensor
     deferrable_BK: Tensor
     target_BK1: Tensor
+
+    def split(self) -> list[JudgedDraft]:
+        """One judged draft per sequence, on the host, in one copy from the device."""
+        parts = (
+            self.length_B[:, None], self.draft_BK, self.matches_BK, self.deferrable_BK,
+            self.target_BK1,
+        )  # fmt: skip
+        on_host = torch.cat([part.long() for part in parts], dim=1).cpu()
+        columns = on_host.split([part.shape[1] for part in parts], dim=1)
+        return [
+            JudgedDraft(
+                draft[:k],
+                [bool(match) for match in matches[:k]],
+                [bool(passes) for passes in deferrable[:k]],
+                targets[: k + 1],
+            )
+            for (k,), draft, matches, deferrable, targets in zip(*(c.tolist() for c in columns))
+        ]
 
 
 def verify(
@@ -109,7 +129,7 @@ def verify(
     gates: tuple[Gate, ...] | None,
     matches_BK: Tensor | None = None,
     target_BK1: Tensor | None = None,
-) -> Verdicts:
+) -> JudgedBatch:
     """Judge every position by itself.
 
     draft_BK: padded past `length_B`. logits_BKV: K + 1 positions. gates: None lets nothing be
@@ -126,7 +146,7 @@ def verify(
     deferrable_BK = torch.zeros_like(matches_BK)
     if gates is not None and k > 0:
         deferrable_BK = _gate(logits_BKV[:, :k], draft_BK, valid_BK & ~matches_BK, gates)
-    return Verdicts(matches_BK, deferrable_BK, target_BK1)
+    return JudgedBatch(draft_BK, length_B, matches_BK, deferrable_BK, target_BK1)
 
 
 def _gate(
