@@ -96,7 +96,7 @@ def main() -> None:
             "commit": commit(),
             "arguments": {k: v for k, v in vars(args).items() if k != "output"},
             "device": device_facts(torch.device("cpu")),
-            "preparation": lm.packed.as_dict(),
+            "preparation": lm.pair.packed.as_dict(),
             "versions": versions(),
             "ratios": ratios,
             "records": records,

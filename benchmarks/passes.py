@@ -79,7 +79,7 @@ def worker(args: argparse.Namespace) -> None:
         "passes": passes,
         "prefill_256": prefill,
         "prefill_256_flops": 2 * 256 * weights / prefill,
-        "preparation": lm.packed.as_dict(),
+        "preparation": lm.pair.packed.as_dict(),
     }
     print("RESULT " + json.dumps(result))
 

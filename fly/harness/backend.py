@@ -66,7 +66,8 @@ class Backend(TemplateLM):
         """Start with this configuration. Raises FlyError if a trace has no folder, and for earlier
         runs that cannot be read."""
         self.fly_config = config
-        self.earlier = _earlier_outputs(config, context.current())
+        self.run_context = context.current()  # lm-eval makes the model: it cannot be handed over
+        self.earlier = _earlier_outputs(config, self.run_context)
         self._same_target: bool | None = None
         self._matched = earlier_outputs.Counts()
         self._unshared_matched = earlier_outputs.Counts()
@@ -75,11 +76,11 @@ class Backend(TemplateLM):
         self.stats = RunStats()
         self._unshared = RunStats()  # counts that the other processes do not know of yet
         if config.trace:
-            check_has_folder(context.current())
+            check_has_folder(self.run_context)
 
     def join_run(self, model_args: dict[str, Any]) -> None:
         """Take part in the run: what decides its texts is noted, or is as it was."""
-        run = context.current()
+        run = self.run_context
         self._meet(run)
         if self.processes.rank == 0:
             run.results_entry = self.results_entry
@@ -161,10 +162,10 @@ class Backend(TemplateLM):
         texts = self._finished_texts(wanted)
         missing = [request for index, request in enumerate(wanted) if index not in texts]
         finished = len(texts)
-        log = JsonLines(context.current(), "fly_requests", self.rank)
+        log = JsonLines(self.run_context, "fly_requests", self.rank)
         traces = None
         if self.fly_config.trace:
-            traces = Trace(context.current(), self.tokenizer, self.rank, self.world_size)
+            traces = Trace(self.run_context, self.tokenizer, self.rank, self.world_size)
         bar = progress.Progress(
             len(wanted),
             enabled=not disable_tqdm and not self.observers and self.processes.rank == 0,
@@ -186,7 +187,7 @@ class Backend(TemplateLM):
                 local.add_request(record)
                 bar.on_request(record)
         except BaseException:
-            _report_interruption(log, len(wanted), finished)
+            _report_interruption(log, len(wanted), finished, self.run_context.resume_hint)
             raise
         finally:
             bar.close()
@@ -228,13 +229,23 @@ class Backend(TemplateLM):
         """All requests, checked; equal ones (repeats of a document) get seeds of their own."""
         seen: Counter[tuple[Any, ...]] = Counter()
         wanted = []
-        for instance in map(_with_own_number, instances):
+        for instance in self._number_by_document(instances):
             key = (instance.task_name, instance.doc_id, instance.idx, instance.args[0])
             wanted.append(build_request(instance, self, seen[key]))
             seen[key] += 1
         self.samplings.update(request.sampling for request in wanted)
         check_decoding(wanted, self)
         return wanted if self.earlier is None else self._with_earlier(wanted, self.earlier)
+
+    def _number_by_document(self, instances: list[Instance]) -> Iterator[Instance]:
+        """Requests under their documents' own numbers, as in lm-eval's samples: where documents are
+        chosen (--samples), lm-eval counts its requests anew."""
+        for instance in instances:
+            chosen = (self.run_context.samples or {}).get(str(instance.task_name))
+            if chosen and instance.doc_id is not None:
+                instance = copy.copy(instance)
+                instance.doc_id = chosen[instance.doc_id]
+            yield instance
 
     def _with_earlier(self, wanted: list[Request], earlier: EarlierOutputs) -> list[Request]:
         """The requests with what earlier runs wrote for the same documents and prompts."""
@@ -271,14 +282,14 @@ class Backend(TemplateLM):
 
     def _finished_texts(self, wanted: list[Request]) -> dict[int, str]:
         """By index: the texts that the run's records hold already; lm-eval's cache gets them."""
-        finished = context.current().finished_requests
+        finished = self.run_context.finished_requests
         if finished is None:
             return {}
         asked = [identity(request) for request in wanted]
         if not self.is_cached:
             finished.note_asked([*chain(*self.processes.exchange(asked))])
         found = {index: finished.text(item) for index, item in enumerate(asked)}
-        context.current().begin_resumed()
+        self.run_context.begin_resumed()
         texts = {index: text for index, text in found.items() if text is not None}
         for index, text in texts.items():
             self.cache_hook.add_partial("generate_until", wanted[index].tag.args, text)
@@ -334,7 +345,7 @@ class Backend(TemplateLM):
 
     def results_entry(self) -> dict[str, Any]:
         """`config.fly` of the results file. Plain Python values: lm-eval drops what json cannot."""
-        run = context.current()
+        run = self.run_context
         return {
             "started": run.started,
             "resumed": run.resumed,
@@ -379,7 +390,7 @@ def _earlier_outputs(config: FlyConfig, run: context.RunContext) -> EarlierOutpu
     return EarlierOutputs.read(config.earlier_runs, own)
 
 
-def _report_interruption(log: JsonLines, total: int, finished: int) -> None:
+def _report_interruption(log: JsonLines, total: int, finished: int, resume_hint: str) -> None:
     if log.count or finished:
         log.flush()
         logger.warning(
@@ -387,19 +398,8 @@ def _report_interruption(log: JsonLines, total: int, finished: int) -> None:
             log.count + finished,
             total,
             log.path,
-            context.current().resume_hint,
+            resume_hint,
         )
-
-
-def _with_own_number(instance: Instance) -> Instance:
-    """The request under its document's own number, as in lm-eval's samples: where documents are
-    chosen (--samples), lm-eval counts its requests anew."""
-    chosen = (context.current().samples or {}).get(str(instance.task_name))
-    if not chosen or instance.doc_id is None:
-        return instance
-    own = copy.copy(instance)
-    own.doc_id = chosen[instance.doc_id]
-    return own
 
 
 def _in_order(shares: list[Any]) -> Any:

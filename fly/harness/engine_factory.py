@@ -54,24 +54,35 @@ def captures_graphs(config: FlyConfig, model: PreTrainedModel) -> bool:
     return True
 
 
-@dataclass
-class EngineFactory:
-    """Makes engines of one pair.
+@dataclass(frozen=True)
+class LoadedPair:
+    """Both models as they decode: checked, packed, and the draft quantised.
 
-    batch_size: sequences that run together; `auto` for as many as memory holds, at most
-    max_batch_size. intersection: what the draft shares with the target if it has another tokenizer.
-    draft_length: for the results, how the draft length of the last engine was decided.
+    max_length: of the target's context, in tokens. intersection: what the draft shares with the
+    target if it has another tokenizer.
     """
 
     target: PreTrainedModel
     draft: PreTrainedModel | None
     tokenizer: Any
-    packed: PackedWeights
     eos_ids: frozenset[int]
     max_length: int
+    packed: PackedWeights
+    intersection: TokenIntersection | None = None
+
+
+@dataclass
+class EngineFactory:
+    """Makes engines of one pair.
+
+    batch_size: sequences that run together; `auto` for as many as memory holds, at most
+    max_batch_size. draft_length: for the results, how the draft length of the last engine was
+    decided.
+    """
+
+    pair: LoadedPair
     batch_size: int | str
     max_batch_size: int
-    intersection: TokenIntersection | None = None
     draft_length: dict[str, Any] | None = field(default=None, init=False)
 
     def engine(
@@ -107,7 +118,7 @@ class EngineFactory:
             rule_of(config),
             draft_length=self._draft_length(config, planned, wanted, costs),
             spd_k=config.spd_k if config.drafter_name else 0,
-            eos_ids=self.eos_ids,
+            eos_ids=self.pair.eos_ids,
             decode=self.decode,
             observer=observer,
             reuse_prefixes=config.prefix_reuse,
@@ -118,7 +129,7 @@ class EngineFactory:
     def decode(self, ids: Sequence[int]) -> str:
         """Text, special tokens kept."""
         # cleaning up would take back characters that a stop string has matched
-        text: str = self.tokenizer.decode(
+        text: str = self.pair.tokenizer.decode(
             ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
@@ -131,20 +142,20 @@ class EngineFactory:
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:
-        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        added = getattr(self.pair.tokenizer, "added_tokens_decoder", {})
         own = {index for index, token in added.items() if token.special}
-        return frozenset(own.union(self.tokenizer.all_special_ids))
+        return frozenset(own.union(self.pair.tokenizer.all_special_ids))
 
     def target_runner(self, config: FlyConfig, slots: int) -> ModelRunner:
-        return self._runner(config, self.target, slots, self.max_length)
+        return self._runner(config, self.pair.target, slots, self.pair.max_length)
 
     def draft_runner(self, config: FlyConfig, slots: int) -> Any:
         """A ModelRunner, or a head's own."""
-        assert self.draft is not None
-        if isinstance(self.draft, Head):
-            return self.draft.runner(self.target, slots, self.max_length)
-        context = context_of(self.draft, self.max_length)
-        return self._runner(config, self.draft, slots, context, self.intersection)
+        assert self.pair.draft is not None
+        if isinstance(self.pair.draft, Head):
+            return self.pair.draft.runner(self.pair.target, slots, self.pair.max_length)
+        context = context_of(self.pair.draft, self.pair.max_length)
+        return self._runner(config, self.pair.draft, slots, context, self.pair.intersection)
 
     def _runner(
         self,
@@ -159,11 +170,11 @@ class EngineFactory:
             slots,
             max_length,
             reuse_prefixes=config.prefix_reuse,
-            vocabulary=self.target.config.get_text_config().vocab_size,
+            vocabulary=self.pair.target.config.get_text_config().vocab_size,
             intersection=intersection,
         )
         captures = captures_graphs(config, model)
-        if self.packed.uniform and model is self.target:
+        if self.pair.packed.uniform and model is self.pair.target:
             runner.use_uniform_passes(capture=captures or None)
         elif captures:
             runner.use_static_passes(capture=True)
@@ -186,7 +197,7 @@ class EngineFactory:
                 slots,
                 planned,
                 config.part(DrafterSettings),
-                self.eos_ids,
+                self.pair.eos_ids,
                 draft,
                 costs,
                 _drafts_change_texts(config, wanted),
@@ -204,11 +215,15 @@ class EngineFactory:
         width = 1
         if config.drafter_name is not None:
             width += max(config.spd_k, _widest_from_texts(config, requests))
-        works: list[Work] = [SequenceWork(ModelRunner(self.target, 1, self.max_length), width)]
-        if isinstance(self.draft, Head):
-            works.append(self.draft)
-        elif self.draft is not None:
-            runner = ModelRunner(self.draft, 1, self.max_length, intersection=self.intersection)
+        works: list[Work] = [
+            SequenceWork(ModelRunner(self.pair.target, 1, self.pair.max_length), width)
+        ]
+        if isinstance(self.pair.draft, Head):
+            works.append(self.pair.draft)
+        elif self.pair.draft is not None:
+            runner = ModelRunner(
+                self.pair.draft, 1, self.pair.max_length, intersection=self.pair.intersection
+            )
             sampled = any(not request.sampling.is_greedy for request in requests)
             kept = config.spd_k if sampled else 0
             works.append(SequenceWork(runner, config.num_ngram_pred_tokens + 2, kept))
@@ -230,12 +245,14 @@ class EngineFactory:
         """Of both models' passes. Calibrated where texts do not depend on what they decide; else by
         a rule that is the same on every machine of a kind."""
         adapts = config.drafter_name is not None and config.draft_policy == "auto"
-        timed = self._may_adapt and not isinstance(self.draft, Head)  # it reads what no timing has
+        timed = self._may_adapt and not isinstance(
+            self.pair.draft, Head
+        )  # it reads what no timing has
         if timed and adapts and not _drafts_change_texts(config, wanted):
             return calibrate(target, draft, self._deciding_costs(config))
         if draft is None:
             return pass_costs.by_rule(target.way, None, 0.0)
-        costs = pass_costs.by_rule(target.way, draft.way, self.packed.draft_weight)
+        costs = pass_costs.by_rule(target.way, draft.way, self.pair.packed.draft_weight)
         return replace(costs, block=draft.block)
 
     def _draft_length(
@@ -266,14 +283,14 @@ class EngineFactory:
                 "set draft_policy=fixed to draft all the same",
                 config.spd_k,
                 planned,
-                self.packed.target,
+                self.pair.packed.target,
             )
         return FixedLength(length)
 
     @property
     def _may_adapt(self) -> bool:
         """Whether costs of passes are known: on a CPU."""
-        return self.target.device.type == "cpu"
+        return self.pair.target.device.type == "cpu"
 
     def _planned(self, requests: int | None) -> int:
         """How many sequences one process would run at most, if the run were its own. Not what
@@ -284,10 +301,10 @@ class EngineFactory:
 
     def _deciding_costs(self, config: FlyConfig) -> dict[str, Any]:
         """What pass costs depend on, beside the machine."""
-        models = [model for model in (self.target, self.draft) if model is not None]
+        models = [model for model in (self.pair.target, self.pair.draft) if model is not None]
         return {
             "models": [model.config.get_text_config().to_diff_dict() for model in models],
-            "passes": (self.packed.target, self.packed.draft),
+            "passes": (self.pair.packed.target, self.pair.packed.draft),
             "drafter": config.drafter_name,
         }
 

@@ -27,7 +27,7 @@ from fly.execution.heads import layer_check
 from fly.execution.heads.base import Head
 from fly.execution.model_runner import context_of, input_device
 from fly.harness.backend import Backend
-from fly.harness.engine_factory import EngineFactory, captures_graphs
+from fly.harness.engine_factory import EngineFactory, LoadedPair, captures_graphs
 from fly.harness.ranks import Ranks
 from fly.models import compatibility, loading, sources, tokenizers
 from fly.models.heads.checkpoint import TargetShape, read
@@ -77,6 +77,15 @@ class FlyLM(Backend, HFLM):
             and not torch.cuda.is_available()
         ):
             hf_args["device"] = "cpu"  # lm-eval's default is a CUDA device, present or not
+        self.pair = self._load_pair(config_path, hf_args)
+        self.eos_ids = self.pair.eos_ids
+        self.stats.seconds["compile"] = self.pair.packed.seconds
+        self.engines = EngineFactory(self.pair, self.batch_size, self.max_batch_size)
+        self.join_run(hf_args)
+
+    def _load_pair(self, config_path: str | None, hf_args: dict[str, Any]) -> LoadedPair:
+        """Load both models, check them, and make them fast to decode with."""
+        config = self.fly_config
         target, draft = sources.sources(config, config_path)
         if target.gguf_file is not None:
             hf_args["gguf_file"] = target.gguf_file
@@ -96,33 +105,22 @@ class FlyLM(Backend, HFLM):
                 intersection = self._intersection(draft_model, tokenizer)
                 # before quantisation, whose errors only cost speed
                 self_check.check_cache_agrees(draft_model, "pretrained")
-        self.packed = weights.pack(self.model, draft_model, config.part(ExecutionSettings))
-        uniform = self.packed.uniform
-        self_check.check_cache_agrees(self.model, "target_model_path", uniform=uniform)
-        if uniform:
+        packed = weights.pack(self.model, draft_model, config.part(ExecutionSettings))
+        self_check.check_cache_agrees(self.model, "target_model_path", uniform=packed.uniform)
+        if packed.uniform:
             capture = captures_graphs(config, self.model) or None
             self_check.check_places(self.model, "target_model_path", capture=capture)
         if isinstance(draft_model, Head):
             tokens = self.tokenizer.encode(layer_check.TEXT)
             layer_check.warn_if_layers_are_shifted(draft_model, self.model, tokens)
-        self.eos_ids = tokenizers.eos_token_ids(self.model, self.tokenizer)
-        self.stats.seconds["compile"] = self.packed.seconds
-        self.engines = EngineFactory(
-            self.model,
-            draft_model,
-            self.tokenizer,
-            self.packed,
-            self.eos_ids,
-            self.max_length,
-            self.batch_size,
-            self.max_batch_size,
-            intersection,
+        eos_ids = tokenizers.eos_token_ids(self.model, self.tokenizer)
+        return LoadedPair(
+            self.model, draft_model, self.tokenizer, eos_ids, self.max_length, packed, intersection
         )
-        self.join_run(hf_args)
 
     @property
     def draft_model(self) -> transformers.PreTrainedModel | None:
-        return self.engines.draft
+        return self.pair.draft
 
     def _processes(self) -> Ranks:
         """The processes of the run, once torch has them connected; corrects what HFLM takes for
@@ -266,15 +264,15 @@ class FlyLM(Backend, HFLM):
             ) from error
 
     def engine_facts(self) -> dict[str, Any]:
-        draft, shared = self.draft_model, self.engines.intersection
+        draft, shared = self.draft_model, self.pair.intersection
         models = [self.model, *([draft] if draft is not None else [])]
         used = {tensor.device for model in models for tensor in model.parameters()}
         gpus = sum(device.type != "cpu" for device in used)
         return {
             "devices": max(1, gpus),
             "draft_dtype": None if draft is None else str(draft.dtype),
-            "draft_num_parameters": None if draft is None else self.packed.draft_parameters,
-            "preparation": self.packed.as_dict(),
+            "draft_num_parameters": None if draft is None else self.pair.packed.draft_parameters,
+            "preparation": self.pair.packed.as_dict(),
             "draft_vocabulary_share": None if shared is None else round(shared.share, 4),
             "draft_length": self.engines.draft_length,
         }

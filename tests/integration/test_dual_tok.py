@@ -434,7 +434,7 @@ def test_texts_equal_hf_and_the_share_is_said_and_recorded(saved, caplog, drafti
     assert lm.generate_until(asked) == hf.generate_until(asked)
     assert 0 < lm.stats.counts.native_accepted < lm.stats.counts.drafted
     share = json.loads(json.dumps(lm.get_model_info()["fly"]))["draft_vocabulary_share"]
-    assert share == round(lm.engines.intersection.share, 4)
+    assert share == round(lm.pair.intersection.share, 4)
     total = len(lm.tokenizer)
     assert f"the draft can draft {100 * share:.1f} % of the target's {total} tokens" in caplog.text
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
@@ -467,14 +467,14 @@ def test_a_run_that_was_cut_short_is_gone_on_with(saved, tmp_path, monkeypatch):
 
 def test_one_vocabulary_needs_no_map(saved_pair):
     lm = fly_lm(saved_pair)
-    assert lm.engines.intersection is None
+    assert lm.pair.intersection is None
     assert lm.get_model_info()["fly"]["draft_vocabulary_share"] is None
 
 
 def test_little_in_common_is_warned_of(tokenizers, tmp_path, caplog):
     few = words("<unk>", *"aeiou", eos_token="</s>")
     lm = fly_lm(save_pair(tmp_path, tokenizers["prose"], few))
-    assert 0 < lm.engines.intersection.share < 1 / 3
+    assert 0 < lm.pair.intersection.share < 1 / 3
     (warning,) = [record for record in caplog.records if "dual_tok" in record.message]
     assert warning.levelname == "WARNING"
     assert "few of its drafts" in warning.message

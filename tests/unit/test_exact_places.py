@@ -1,6 +1,7 @@
 """Where FLy defers nothing: the first places of an output, and what a pattern matches."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -105,7 +106,7 @@ def test_special_tokens_are_line_breaks(end):
     tokenizer.add_tokens([AddedToken("<|im_start|>", special=True), AddedToken("<think>")])
     tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
     factory = EngineFactory.__new__(EngineFactory)
-    factory.tokenizer = tokenizer
+    factory.pair = SimpleNamespace(tokenizer=tokenizer)
     ids = tokenizer.encode(f"a{end}b<think>c\u00e9", add_special_tokens=False)
     assert factory.decode_lines(ids) == "a\nb<think>c\u00e9"
     assert factory.decode(ids) == f"a{end}b<think>c\u00e9"
