@@ -1,4 +1,4 @@
-"""How much drafts from texts gain: earlier runs, sibling samples, own text, other documents.
+"""How much drafts from texts gain: earlier runs and own text.
 
     FLY_DATA_DIR=<folder> python benchmarks/drafts_from_texts.py --experiments unchanged changed \\
         --task humaneval_instruct --limit 32 --output <folder>
@@ -15,7 +15,7 @@ Experiments (verification is exact in all of them):
              fallback, and the draft model without the earlier run
   other      the target, drafting from a run of the draft model
   samples    --samples answers per problem at temperature 0.8, --batch_size sequences
-  documents  other documents' outputs alone, against the sequence's own text alone
+  own        the sequence's own text alone
 """
 
 from __future__ import annotations
@@ -66,37 +66,17 @@ EXPERIMENTS: dict[str, list[tuple[str, str | None, dict[str, Any]]]] = {
     "samples": [
         ("samples: target-only", None, {"use_sd": False}),
         (
-            "samples: siblings",
-            "samples: target-only",
-            {"drafter": "ngram", "verification": "exact", "draft_sources": ["siblings"]},
-        ),
-        (
             "samples: draft model",
             "samples: target-only",
             {"drafter": "cascade", "verification": "exact", "draft_sources": ["own"]},
         ),
-        (
-            "samples: both",
-            "samples: target-only",
-            {"drafter": "cascade", "verification": "exact", "draft_sources": ["siblings", "own"]},
-        ),
     ],
-    "documents": [
+    "own": [
         ("target-only", None, {"use_sd": False}),
         (
             "own text",
             "target-only",
             {"drafter": "ngram", "verification": "exact", "draft_sources": ["own"]},
-        ),
-        (
-            "other documents",
-            "target-only",
-            {"drafter": "ngram", "verification": "exact", "draft_sources": ["others"]},
-        ),
-        (
-            "all texts",
-            "target-only",
-            {"drafter": "ngram", "verification": "exact"},
         ),
     ],
 }

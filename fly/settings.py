@@ -19,13 +19,14 @@ from fly import registry
 EntropyKind = Literal["top3", "full", "normalized"]
 Quantization = Literal["auto", "none", "int4", "int8", "fp8"]
 Execution = Literal["auto", "kernels", "onednn", "eager"]
-TextSourceName = Literal["runs", "siblings", "own", "others"]
+TextSourceName = Literal["runs", "own"]
 # Keys, values as `key=value` (of a list: one item), flags as `--flag` and commands as `fly command`
 # that fly had once, and what to do instead. Finished runs that have them are read as ever.
 GONE = {
     "--memory": "docs/scale.md has the memory of the shipped pairs, and how to count any other's",
     "tp_plan": "start one process per GPU, each with the whole pair, or shard it with --model vllm",
 }
+_GONE_SOURCES = dict.fromkeys(("siblings", "others"), "use runs or own, or leave it out")
 _LONGEST_LOOKUP = 128  # draft tokens of a round from texts, where nobody set another number
 # A backtick, at most three spaces into its line.
 _FENCE = "`(?:(?<=^`)|(?<=^ `)|(?<=^  `)|(?<=^   `))"
@@ -61,6 +62,19 @@ def _check_known(names: Mapping[str, Any]) -> Callable[[str], str]:
                 "literal_error", "Input should be {wanted}", {"wanted": wanted}
             )
         return name
+
+    return check
+
+
+def _refuse_gone(values: Mapping[str, str]) -> Callable[[Any], Any]:
+    """values: what a key took in earlier versions of fly, and what to write instead."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, str) and value in values:
+            raise PydanticCustomError(
+                "gone", "No longer a value: {instead}", {"instead": values[value]}
+            )
+        return value
 
     return check
 
@@ -215,13 +229,16 @@ class DrafterSettings(Settings):
     num_ngram_pred_tokens: int = Field(
         6, ge=1, le=256, description="Most tokens that one n-gram lookup proposes."
     )
-    draft_sources: Annotated[tuple[TextSourceName, ...], BeforeValidator(_listed)] | None = Field(
+    draft_sources: (
+        Annotated[
+            tuple[Annotated[TextSourceName, BeforeValidator(_refuse_gone(_GONE_SOURCES))], ...],
+            BeforeValidator(_listed),
+        ]
+        | None
+    ) = Field(
         None,
         description="Texts that ngram and cascade draft from. runs: outputs of draft_runs for the "
-        "same document. siblings: other samples of the same prompt. own: the sequence's own prompt "
-        "and output. others: finished outputs of this run. null: all of them; under lossy rules, "
-        "and when sampling with a draft model, runs and own only: the others would make a text "
-        "depend on what else is decoded.",
+        "same document. own: the sequence's own prompt and output. null: both.",
     )
     lookup_k: int | None = Field(
         None,

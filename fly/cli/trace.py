@@ -58,7 +58,8 @@ def _trace(args: argparse.Namespace) -> None:
     _check(args)
     for name in ("lm_eval", "fly"):  # the screen is for the text
         logging.getLogger(name).setLevel(logging.WARNING)
-    repeats = _check_task(args) if args.task else 1
+    if args.task:
+        _check_task(args)
     from rich.console import Console
 
     from fly.analysis.terminal.display import Display
@@ -78,7 +79,7 @@ def _trace(args: argparse.Namespace) -> None:
     colours = console.is_terminal and not args.no_color and "NO_COLOR" not in os.environ
     display = Display(console, text_of, colours=colours, keep_dropped=args.keep_dropped)
     console.print(_headline(lm, args), markup=False)
-    absent = _absent(lm.fly_config, args, repeats)
+    absent = _absent(lm.fly_config, args)
     console.print(legend(colours=colours, lasting_drops=args.keep_dropped, absent=absent))
     console.print()
     lm.observers.append(display.on_round)
@@ -124,8 +125,8 @@ def _check(args: argparse.Namespace) -> None:
     check_task_files([args.task], [args.own_tasks] if args.own_tasks else [])
 
 
-def _check_task(args: argparse.Namespace) -> int:
-    """Check the task and the document before models load; how often the document is decoded."""
+def _check_task(args: argparse.Namespace) -> None:
+    """Check the task and the document before models load."""
     from fly.harness import evaluate
 
     task = evaluate.load_task(args.task, args.own_tasks)
@@ -135,14 +136,12 @@ def _check_task(args: argparse.Namespace) -> int:
     if not 0 <= (args.doc or 0) < count:
         raise FlyError(f"--doc {args.doc}: {args.task} has documents 0 to {count - 1}")
     evaluate.check_scoring(args.task, task, args.confirm_run_unsafe_code)
-    repeats: int = task.config.repeats
-    return repeats
 
 
-def _absent(config: FlyConfig, args: argparse.Namespace, repeats: int) -> set[str]:
-    """Sources of tokens that cannot occur: texts that are not there to be drafted from."""
-    absent = set() if args.task and config.earlier_runs else {"earlier"}
-    return absent if repeats > 1 else absent | {"sibling", "other"}
+def _absent(config: FlyConfig, args: argparse.Namespace) -> set[str]:
+    """Sources of tokens that cannot occur: only old runs drafted from siblings and others."""
+    absent = {"sibling", "other"}
+    return absent if args.task and config.earlier_runs else absent | {"earlier"}
 
 
 def _headline(lm: FlyLM, args: argparse.Namespace) -> str:

@@ -31,6 +31,7 @@ _GROWTH = {
 }
 _INT4 = 0.6  # of an int8 pass: what a narrow pass over int4 weights costs
 _OVERHEAD = 0.08  # of a target's pass: what a draft's pass costs beside reading its weights
+_ROUND = 0.03  # of a target's pass: what a round costs beside its passes
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,12 @@ class PairCosts:
         if self.block is None:
             return steps * self.draft.at(sequences)
         return self.draft.at(sequences * self.block) if steps else 0.0
+
+    def of_round(self, width: int, steps: int, sequences: int) -> float:
+        """Of a draft of `steps` tokens that the draft makes and a target pass over `width` draft
+        tokens of each sequence."""
+        drafting = self.drafting(steps, sequences)
+        return self.target.at(sequences * (width + 1)) + drafting + _ROUND
 
     def as_dict(self) -> dict[str, Any]:
         return {

@@ -31,8 +31,6 @@ from fly.speculation.sequence import Request
 
 logger = logging.getLogger(__name__)
 
-# texts that do not depend on what else is decoded
-_REPEATABLE: tuple[TextSourceName, ...] = ("runs", "own")
 _WIDE = 63  # draft tokens from texts that memory is kept for
 _LOSSY_ACCEPTANCE = 0.87  # of draft tokens, assumed where no count of the run may decide
 
@@ -318,21 +316,14 @@ def _drafts_change_texts(config: FlyConfig, wanted: list[Request]) -> bool:
 
 def _text_sources(config: FlyConfig, wanted: list[Request]) -> tuple[TextSourceName, ...]:
     """The texts that there will be to draft from."""
-    names = config.text_sources
-    if config.draft_sources is None and _drafts_change_texts(config, wanted):
-        names = _REPEATABLE
-    absent = set()
-    if not any(request.earlier for request in wanted):
-        absent.add("runs")
-    if len({request.prompt for request in wanted}) == len(wanted):
-        absent.add("siblings")
-    return tuple(name for name in names if name not in absent)
+    has_earlier = any(request.earlier for request in wanted)
+    return tuple(name for name in config.text_sources if name != "runs" or has_earlier)
 
 
 def _widest_from_texts(config: FlyConfig, wanted: list[Request]) -> int:
     """Draft tokens from texts that memory is kept for; own text proposes but a few."""
     name = config.drafter_name
-    wide = set(_text_sources(config, wanted)) - {"own"}
+    wide = "runs" in _text_sources(config, wanted)
     if name is None or not registry.DRAFTERS[name].from_texts or not wide:
         return 0
     return min(_WIDE, config.longest_lookup)

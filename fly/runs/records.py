@@ -24,7 +24,7 @@ SOURCES = {
     "d": "draft_model",
     "n": "own_text",  # the sequence's own prompt and output
     "e": "earlier_run",
-    "s": "sibling",  # another sample of the same prompt
+    "s": "sibling",  # in old runs: another sample of the same prompt
     "o": "other_document",
 }
 

@@ -15,11 +15,9 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from fly.execution.pass_costs import PairCosts
+from fly.speculation.acceptance import DRAFT_MODEL, Acceptance
 
-_PRIOR = (8.0, 10.0)  # accepted of judged draft tokens, where there are no counts
-_FORGET = 0.99  # per round: texts change, and what stopped paying is tried again
-_GAIN = 1.08  # drafting has to promise this much over the target alone: costs are coarse
-_ROUND = 0.03  # of a target pass: what a round costs beside its passes
+GAIN = 1.08  # drafting has to promise this much over what would be done without it
 
 
 class DraftLength(Protocol):
@@ -52,50 +50,36 @@ class AdaptiveLength:
     def __init__(self, spd_k: int, costs: PairCosts) -> None:
         self._spd_k = spd_k
         self._costs = costs
-        self._accepted = self._judged = 0.0
-
-    @property
-    def acceptance(self) -> float:
-        """Share of judged draft tokens that were accepted, in steps of 0.02."""
-        share = (_PRIOR[0] + self._accepted) / (_PRIOR[1] + self._judged)
-        return round(share * 50) / 50
+        self._acceptance = Acceptance()
 
     def choose(self, sequences: int) -> int:
-        return best_length(self._spd_k, sequences, self.acceptance, self._costs)
+        chance = self._acceptance.chance(DRAFT_MODEL)
+        return best_length(self._spd_k, sequences, chance, self._costs)
 
     def observe(self, judged: Iterable[tuple[int, int]]) -> None:
-        self._accepted *= _FORGET
-        self._judged *= _FORGET
+        self._acceptance.forget()
         for accepted, drafted in judged:
-            self._accepted += accepted
-            self._judged += min(accepted + 1, drafted)  # what follows a rejection was not judged
+            self._acceptance.observe(DRAFT_MODEL, drafted, accepted)
 
 
 def best_length(spd_k: int, sequences: int, acceptance: float, costs: PairCosts) -> int:
     """The K from 0 to spd_k with the most expected tokens per cost; 0 unless drafting gains."""
     alone = value(0, sequences, acceptance, costs)
     best = max(range(spd_k + 1), key=lambda k: value(k, sequences, acceptance, costs))
-    return best if value(best, sequences, acceptance, costs) > _GAIN * alone else 0
+    return best if value(best, sequences, acceptance, costs) > GAIN * alone else 0
 
 
 def pays(spd_k: int, sequences: int, acceptance: float, costs: PairCosts) -> bool:
     """Whether rounds of exactly spd_k draft tokens beat the target alone."""
     alone = value(0, sequences, acceptance, costs)
-    return value(spd_k, sequences, acceptance, costs) > _GAIN * alone
+    return value(spd_k, sequences, acceptance, costs) > GAIN * alone
 
 
 def value(k: int, sequences: int, acceptance: float, costs: PairCosts) -> float:
     """Expected tokens of a sequence per target pass over one token."""
-    return expected_tokens(k, acceptance) / round_cost(k, k, sequences, costs)
+    return expected_tokens(k, acceptance) / costs.of_round(k, k, sequences)
 
 
 def expected_tokens(k: int, acceptance: float) -> float:
     """Tokens of a round with k draft tokens, the target's own included."""
     return sum(acceptance**power for power in range(k + 1))
-
-
-def round_cost(width: int, steps: int, sequences: int, costs: PairCosts) -> float:
-    """Of a round of `steps` tokens from the draft and a target pass over `width` draft tokens, in
-    target passes over one token."""
-    drafting = costs.drafting(steps, sequences)
-    return costs.target.at(sequences * (width + 1)) + drafting + _ROUND

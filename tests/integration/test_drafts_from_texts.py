@@ -9,15 +9,14 @@ import torch
 
 from fly.speculation.drafters.cascade import CascadeDrafter
 from fly.speculation.drafters.follower import Follower
-from fly.speculation.drafters.texts import Siblings
 from fly.speculation.rules.base import Rule
 from fly.speculation.sampling import Sampling
 from fly.speculation.sequence import Request
 from tests import tiny
 
 BUDGET = 40
-ALL = ("runs", "siblings", "own", "others")
-LETTER = {"runs": "e", "siblings": "s", "own": "n", "others": "o"}
+ALL = ("runs", "own")
+LETTER = {"runs": "e", "own": "n"}
 SLOW = pytest.mark.slow
 WARM = Sampling(temperature=0.4)
 
@@ -94,7 +93,7 @@ def accepted(records, letter):
 @pytest.mark.parametrize("name", ["ngram", "cascade"])
 @pytest.mark.parametrize("source", ALL)
 def test_greedy_texts_are_generates(target, draft, earlier, expected, source, name, slots, learns):
-    wanted = requests(earlier, repeats=1 + (source in ("siblings", "others")))
+    wanted = requests(earlier)
     records = decode(target, draft, wanted, name, (source,), slots, learns=learns)
     for (number, _), tokens in texts(records).items():
         assert tokens == expected[number]
@@ -138,7 +137,7 @@ def unverified(rule, judged, honest=Rule.resolve):
 def test_a_proposal_taken_without_verification_is_caught(
     target, draft, earlier, alone, monkeypatch, source
 ):
-    wanted = requests(earlier, repeats=2, sampling=WARM)  # greedy siblings are all the same
+    wanted = requests(earlier, repeats=2, sampling=WARM)
     honest = alone(2)
     monkeypatch.setattr(Rule, "resolve", unverified)
     assert texts(decode(target, draft, wanted, names=(source,))) != honest
@@ -278,16 +277,3 @@ def test_static_passes_take_drafts_wider_than_spd_k(target, draft, expected, nam
     records = {record.request.tag: record for record in engine.run(wanted)}
     assert in_order(records) == expected
     assert widest > 6
-
-
-def test_samples_of_a_prompt_are_dropped_when_none_of_them_runs(target, draft, monkeypatch):
-    kept = []
-    honest = Siblings.admit
-
-    def admit(self, slot, sequence):
-        honest(self, slot, sequence)
-        kept.append(len(self._of_prompt))
-
-    monkeypatch.setattr(Siblings, "admit", admit)
-    decode(target, draft, requests(repeats=3), names=("siblings",), slots=2)
-    assert max(kept) <= 3

@@ -12,6 +12,7 @@ import torch
 from fly.execution import calibration, kernels, packed_linear
 from fly.execution.calibration import calibrate
 from fly.execution.pass_costs import PairCosts, PassCosts, by_rule, relative_cost, way_of
+from fly.speculation.acceptance import DRAFT_MODEL
 from fly.speculation.draft_length import AdaptiveLength, FixedLength, best_length, pays
 from tests import tiny
 
@@ -83,7 +84,7 @@ def test_tokens_behind_a_rejection_tell_nothing():
     length = AdaptiveLength(8, FLAT)
     for _ in range(300):
         length.observe([(4, 8)])
-    assert length.acceptance == pytest.approx(0.8, abs=0.02)
+    assert length._acceptance.chance(DRAFT_MODEL) == pytest.approx(0.8, abs=0.02)
 
 
 def test_the_same_counts_choose_the_same_again():

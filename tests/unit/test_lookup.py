@@ -4,8 +4,9 @@ import pytest
 
 from fly.execution.pass_costs import PairCosts, PassCosts
 from fly.runs.records import Counts
-from fly.speculation.drafters.lookup import Chances, Choice
-from fly.speculation.drafters.texts import START, Proposal
+from fly.speculation.acceptance import DRAFT_MODEL, START, Acceptance
+from fly.speculation.drafters.lookup import Choice
+from fly.speculation.drafters.texts import EarlierRuns, OwnText, Proposal
 from fly.speculation.rules.base import Resolution
 from fly.speculation.sequence import Request, Sequence, Verdict
 from fly.speculation.stop_strings import StopMatcher
@@ -15,8 +16,8 @@ CHEAP = PairCosts(PassCosts((64, 128), (1.0, 2.0)), PassCosts((64, 128), (0.3, 0
 STEEP = PairCosts(PassCosts((1, 2), (1.0, 2.0)), PassCosts((1, 2), (0.3, 0.6)), "test")
 
 
-def proposal(letter="e", size=8, count=100, share=1.0):
-    return Proposal(letter, size, [7] * count, [share] * count)
+def proposal(source=EarlierRuns, size=8, count=100):
+    return Proposal(source, size, [7] * count)
 
 
 def verdict(drafted, accepted, by="e"):
@@ -70,24 +71,18 @@ def test_what_earned_nothing_is_tried_again_later():
 
 def test_the_source_with_more_expected_tokens_is_taken():
     chosen = choice()
-    weak, strong = proposal("n", 1, 6), proposal("o", 32, 6)
-    (found,) = chosen.choose([[weak, strong]], [0])
-    assert found.letter == "o"
-    (found,) = chosen.choose([[proposal("o", 32, 6, share=0.2), proposal("n", 4, 6)]], [0])
-    assert found.letter == "n"
-
-
-def test_frequencies_are_part_of_the_expectation():
-    assert length(choice(), proposal(share=0.5)) < length(choice(), proposal(share=1.0))
+    for one, other in ((OwnText, EarlierRuns), (EarlierRuns, OwnText)):
+        (found,) = chosen.choose([[proposal(one, 1, 6), proposal(other, 32, 6)]], [0])
+        assert found.source is other
 
 
 def test_the_draft_model_drafts_where_that_promises_more():
     chosen = choice(has_model=True)
-    assert length(chosen, proposal("e", 32), limit=8) > 8
+    assert length(chosen, proposal(EarlierRuns, 32), limit=8) > 8
     for _ in range(100):
-        chosen.observe([(proposal("e", 32, 8), verdict(8, 0))])
+        chosen.observe([(proposal(EarlierRuns, 32, 8), verdict(8, 0))])
         chosen.observe([(None, verdict(8, 8, "d"))])
-    assert length(chosen, proposal("e", 32), limit=8) == 0
+    assert length(chosen, proposal(EarlierRuns, 32), limit=8) == 0
 
 
 def test_a_batch_is_no_wider_than_pays_for_all_of_it():
@@ -110,31 +105,37 @@ def test_without_learning_counts_and_neighbours_decide_nothing():
     assert len(alone.tokens) == before == len(both[0].tokens)
 
 
-def test_without_learning_a_rare_text_pays_for_the_whole_pass():
-    """Eight sequences of which one had a sibling's text halved the speed of all."""
-    costs = PairCosts(PassCosts((8, 24), (1.0, 2.0)), PassCosts((8, 24), (0.3, 0.6)), "test")
-    for letter, sequences, is_drafted in (("s", 8, 0), ("s", 1, 1), ("e", 8, 1), ("o", 8, 0)):
-        chosen = choice(costs, learns=False, sequences=sequences)
-        assert (length(chosen, proposal(letter, 16, 8)) > 0) == is_drafted, (letter, sequences)
-    assert length(choice(learns=False, sequences=8), proposal("s", 16, 8))  # wide passes are cheap
-
-
 def test_without_learning_own_text_is_drafted_as_long_as_the_limit_says():
-    assert length(choice(learns=False), proposal("n", 1, 6), limit=8) == 6
-    assert length(choice(learns=False), proposal("n", 1, 6), limit=3) == 3
-    assert length(choice(learns=False), proposal("n", 1, 6), limit=0) == 0
+    assert length(choice(learns=False), proposal(OwnText, 1, 6), limit=8) == 6
+    assert length(choice(learns=False), proposal(OwnText, 1, 6), limit=3) == 3
+    assert length(choice(learns=False), proposal(OwnText, 1, 6), limit=0) == 0
 
 
 def test_chances_start_by_succession_and_follow_the_counts():
-    chances = Chances()
-    assert chances.of("e", 0) == 0.5
-    assert chances.of("e", 0) < chances.of("e", 3) < chances.of("e", 30) < 1
-    assert chances.of("e", START) == chances.of("s", 8)
+    acceptance = Acceptance()
+    assert acceptance.chance(("e", 0)) == 0.5
+    sizes = [acceptance.chance(("e", size)) for size in (0, 3, 30)]
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] < 1
+    assert acceptance.chance(("e", START)) == acceptance.chance(("n", 8))
+    assert acceptance.chance(DRAFT_MODEL) == 0.8
     for _ in range(300):
-        chances.observe("e", 3, [1.0] * 4, 3)
-    assert 0.7 < chances.of("e", 3) < 0.8  # three of four that were judged
-    chances.observe("s", 3, [0.5] * 4, 0)
-    assert chances.of("s", 3) < chances.of("s", 4)  # sizes have counts of their own
+        acceptance.observe(("e", 3), 4, 3)
+    assert 0.7 < acceptance.chance(("e", 3)) < 0.8  # three of four that were judged
+    acceptance.observe(("n", 3), 4, 0)
+    assert acceptance.chance(("n", 3)) < acceptance.chance(("n", 4))  # sizes have their own counts
+    assert acceptance.chance(("e", 3)) > acceptance.chance(("n", 3))
+
+
+@pytest.mark.parametrize(("kept", "is_forgotten"), [(0.99, True), (1.0, False)])
+def test_counts_fade_round_by_round_unless_all_are_kept(kept, is_forgotten):
+    acceptance = Acceptance(weight=3.0, kept=kept, prior=2 / 3)
+    assert acceptance.chance(("n", 1)) == acceptance.chance(("n", 4)) == 2 / 3
+    acceptance.observe(("n", 1), 9, 0)
+    assert acceptance.chance(("n", 1)) == 0.5  # one token was judged; what follows it was not
+    for _ in range(2000):
+        acceptance.forget()
+    assert acceptance.chance(("n", 1)) == pytest.approx(2 / 3 if is_forgotten else 0.5)
 
 
 # ------------------------------------------------------------------------------------------ sources
@@ -168,7 +169,7 @@ def texts():
 
 def proposed(lookup, *running, limits=None):
     found = lookup.propose(list(running), limits or [0] * len(running))
-    return [(p.letter, p.tokens) if p else None for p in found]
+    return [(p.source.letter, p.tokens) if p else None for p in found]
 
 
 def test_an_earlier_output_is_followed(texts):
@@ -217,63 +218,8 @@ def test_proposals_end_at_eos_and_within_the_budget(texts):
     assert proposed(lookup, last) == [None]
 
 
-def test_siblings_are_those_of_the_same_prompt_running_ones_included(texts):
-    lookup = texts(3, "siblings")
-    one, other = sequence([5, 6, 7, 8], tag=1), sequence([5, 6, 7, 8], tag=2)
-    stranger = sequence([5, 6, 7, 9], tag=3)
-    running = [one, other, stranger]
-    for slot, each in enumerate(running):
-        lookup.admit(slot, each)
-    lookup.propose(running, [0] * 3)
-    emit(one, [21, 22, 23, 24, 25])
-    emit(other, [21, 22])
-    emit(stranger, [21, 22])
-    lookup.commit(running, [verdict(0, 0)] * 3)
-    found = proposed(lookup, *running)
-    assert found[0] is None  # its own text is no sibling's
-    assert found[1][0] == "s"
-    assert found[1][1][0] == 23
-    assert found[2] is None
-
-
-def test_other_documents_are_drafted_from_once_they_are_finished(texts):
-    lookup = texts(1, "others")
-    first = sequence([5, 6, 7], budget=5)
-    lookup.admit(0, first)
-    emit(first, [21, 22, 23])
-    lookup.propose([first], [0])
-    lookup.commit([first], [verdict(0, 0)])
-    second = sequence([8, 6, 7], [21, 22, 23])
-    lookup.admit(0, second)
-    assert proposed(lookup, second) == [None]
-    emit(first, [24, 25])
-    assert not first.is_open
-    lookup.propose([first], [0])
-    lookup.commit([first], [verdict(0, 0)])
-    (found,) = proposed(lookup, second)
-    assert (found[0], found[1][0]) == ("o", 24)
-
-
-def test_only_final_tokens_are_learned(texts):
-    """What a rollback may take back must not be proposed to others."""
-    lookup = texts(2, "siblings")
-    one, other = sequence([5, 6, 7], tag=1), sequence([5, 6, 7], tag=2)
-    for slot, each in enumerate((one, other)):
-        lookup.admit(slot, each)
-    lookup.propose([one, other], [0, 0])
-    deferred = Verdict(
-        [31, 32], [False, True], [30, 32, 33],
-        Resolution(2, (0,), open_at=0, open_matches=1), "dd",
-    )  # fmt: skip
-    one.commit(deferred)
-    assert one.generated == [31, 32, 33]
-    lookup.commit([one, other], [verdict(0, 0)] * 2)
-    emit(other, [31, 32])
-    assert proposed(lookup, one, other)[1] is None
-
-
 def test_a_sequence_keeps_its_texts_when_it_changes_its_slot(texts):
-    lookup = texts(2, "runs", "siblings", "own")
+    lookup = texts(2, "runs", "own")
     gone, one = sequence([5]), sequence([6], [11], earlier=((11, 12, 13),))
     lookup.admit(0, gone)
     lookup.admit(1, one)

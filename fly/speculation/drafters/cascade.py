@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
@@ -11,9 +10,12 @@ from torch import Tensor
 from fly.execution.model_runner import ModelRunner
 from fly.speculation.drafters.base import Drafter, DrafterContext
 from fly.speculation.drafters.draft import Draft, HostDraft
+from fly.speculation.acceptance import Acceptance
+from fly.speculation.draft_length import expected_tokens
 from fly.speculation.drafters.draft_model import CATCH_UP, ModelDrafter
 from fly.speculation.drafters.lookup import Lookup
 from fly.speculation.drafters.ngram import NgramIndex, ngram_sizes
+from fly.speculation.drafters.texts import OwnText
 from fly.speculation.sequence import Sequence, Verdict
 
 
@@ -27,8 +29,8 @@ class GuessPolicy:
 
     def __init__(self, pass_cost: Callable[[int], float]) -> None:
         self._pass_cost = pass_cost
-        self._offered: dict[int, float] = defaultdict(lambda: 3.0)
-        self._agreed: dict[int, float] = defaultdict(lambda: 2.0)
+        # by the draft model, which agrees with a text no less late in a run than early
+        self._agreement = Acceptance(weight=3.0, kept=1.0, prior=2 / 3)
 
     def choose(self, matches: Seq[tuple[int, int]], running: int, feed_width: int) -> int:
         """The guess length that maximises tokens per cost. `matches`: (suffix size, length) of
@@ -37,21 +39,17 @@ class GuessPolicy:
         longest = max((length for _, length in matches), default=0)
 
         def value(length: int) -> float:
-            tokens = sum(1 + self._expected(size, min(length, have)) for size, have in matches)
+            tokens = sum(
+                expected_tokens(min(length, have), self._agreement.chance((OwnText.letter, size)))
+                for size, have in matches
+            )
             return tokens / self._pass_cost(running * (feed_width + length))
 
         return max(range(longest + 1), key=value)
 
     def observe(self, size: int, offered: int, agreed: int) -> None:
         """Of `offered` guessed tokens after a suffix of `size`, the first `agreed` were right."""
-        if offered:
-            self._offered[size] += min(agreed + 1, offered)
-            self._agreed[size] += agreed
-
-    def _expected(self, size: int, length: int) -> float:
-        """Expected number of right tokens among the first `length`: q + q^2 + ..."""
-        chance = self._agreed[size] / self._offered[size]
-        return sum(chance**power for power in range(1, length + 1))
+        self._agreement.observe((OwnText.letter, size), offered, agreed)
 
 
 class CascadeDrafter(ModelDrafter):
@@ -145,7 +143,7 @@ class CascadeDrafter(ModelDrafter):
     ) -> None:
         super().commit(running, verdicts, features)
         if self._lookup is not None:
-            self._lookup.commit(running, verdicts)
+            self._lookup.commit(verdicts)
 
     def move(self, source: int, destination: int) -> None:
         super().move(source, destination)

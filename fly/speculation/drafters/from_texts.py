@@ -39,7 +39,7 @@ class TextDrafter(Drafter):
     def commit(
         self, running: list[Sequence], verdicts: list[Verdict], features: Tensor | None = None
     ) -> None:
-        self._lookup.commit(running, verdicts)
+        self._lookup.commit(verdicts)
 
     def move(self, source: int, destination: int) -> None:
         self._lookup.move(source, destination)

@@ -17,63 +17,16 @@ from collections.abc import Sequence as Seq
 
 from fly.execution.pass_costs import PairCosts
 from fly.settings import DrafterSettings, TextSourceName
-from fly.speculation.draft_length import expected_tokens, round_cost, value
+from fly.speculation.acceptance import DRAFT_MODEL, Acceptance, Speaker
+from fly.speculation.draft_length import GAIN, expected_tokens, value
 from fly.speculation.drafters.base import DrafterContext
 from fly.speculation.drafters.ngram import until_eos
-from fly.speculation.drafters.texts import SOURCES, START, Proposal
+from fly.speculation.drafters.texts import SOURCES, Proposal
 from fly.speculation.sequence import Sequence, Verdict
 
 _WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # lengths that are tried
 _MOST_IN_PASS = 512  # tokens: their logits take memory
-_PRIOR = 4.0  # tokens that a chance without counts is worth
-_AT_START = 8  # what a text's beginning is taken for: as if so many tokens spoke for it
-_OF_MODEL = 0.8  # chance of a draft model's tokens before there are counts
-_FORGET = 0.99  # per round: what was earned lately counts, and what earned nothing is tried again
 _LEAST = 0.1  # chance to stand below which a token is not drafted, however cheap
-_GAIN = 1.05  # a text has to promise this much over what would be done without it
-
-
-class Chances:
-    """Of a draft token to be accepted if all before it were, by its source and by how many tokens
-    spoke for the proposal."""
-
-    def __init__(self) -> None:
-        self._accepted: dict[tuple[str, int], float] = {}
-        self._promised: dict[tuple[str, int], float] = {}
-
-    def of(self, letter: str, size: int) -> float:
-        """Of a token that all occurrences agree in."""
-        key = _bucket(letter, size)
-        accepted = self._accepted.get(key, 0.0) + _PRIOR * _prior(letter, size)
-        return min(1.0, accepted / (self._promised.get(key, 0.0) + _PRIOR))
-
-    def observe(self, letter: str, size: int, shares: Seq[float], accepted: int) -> None:
-        """Of a draft whose tokens had these shares, the first `accepted` were accepted."""
-        key = _bucket(letter, size)
-        promised = sum(shares[: accepted + 1])  # what follows a rejection was not judged
-        self._accepted[key] = self._accepted.get(key, 0.0) + accepted
-        self._promised[key] = self._promised.get(key, 0.0) + promised
-
-    def forget(self) -> None:
-        """A round has ended."""
-        for counts in (self._accepted, self._promised):
-            for key in counts:
-                counts[key] *= _FORGET
-
-
-def _bucket(letter: str, size: int) -> tuple[str, int]:
-    return letter, size if size <= 4 else 3 + (size - 1).bit_length()
-
-
-def _prior(letter: str, size: int) -> float:
-    """A place that was right `size` times in a row is right once more (rule of succession); in
-    another document's text, which happens to have the same tokens, less surely."""
-    if letter == "d":
-        return _OF_MODEL
-    if letter == "o":
-        return size / (size + 4)
-    size = _AT_START if size == START else size
-    return (size + 1) / (size + 2)
 
 
 class Choice:
@@ -88,7 +41,7 @@ class Choice:
         self._sequences = sequences
         self._learns = learns
         self._has_model = has_model
-        self._chances = Chances()
+        self._acceptance = Acceptance()
 
     def choose(self, candidates: Seq[Seq[Proposal]], limits: Seq[int]) -> list[Proposal | None]:
         """One proposal per sequence, cut to the length that is worth it; None for what happens
@@ -103,38 +56,30 @@ class Choice:
         """What became of a round's drafts; a draft without a proposal is the draft model's."""
         if not self._learns:
             return
-        self._chances.forget()
+        self._acceptance.forget()
         for proposal, verdict in drafted:
-            letter, size, shares = "d", 0, [1.0] * len(verdict.draft)
-            if proposal is not None:
-                letter, size, shares = proposal.letter, proposal.size, proposal.shares
-            if verdict.draft:
-                self._chances.observe(letter, size, shares, verdict.leading_matches)
+            speaker = _speaker(proposal) if proposal else DRAFT_MODEL
+            self._acceptance.observe(speaker, len(verdict.draft), verdict.leading_matches)
 
     def _best(self, proposals: Seq[Proposal], limit: int, sequences: int) -> Proposal | None:
-        best, most = None, _GAIN * self._without(limit, sequences)
+        best, most = None, GAIN * self._without(limit, sequences)
         for proposal in proposals:
-            if proposal.letter == "n" and not self._learns:  # as long as it was always
+            if not (self._learns or proposal.source.is_weighed):
                 if best is None and limit:
                     return proposal.cut(limit)
                 continue
             expected = self._expected(proposal)
-            # Rows share the pass's width. All may follow earlier outputs; other texts serve a row
-            # now and then, and what the others are fed beside it only costs.
-            is_shared = proposal.letter == "e" or self._learns
-            rows = 1 if is_shared else sequences
             for length in _lengths(len(expected) - 1):
                 if sequences * (length + 1) > _MOST_IN_PASS and length > 1:
                     break
-                tokens = (expected[length] + rows - 1) / rows
-                worth = tokens / round_cost(length, 0, sequences, self._costs)
+                worth = expected[length] / self._costs.of_round(length, 0, sequences)
                 if worth > most:
                     best, most = proposal.cut(length), worth
         return best
 
     def _without(self, limit: int, sequences: int) -> float:
         """Tokens per cost of what would be done without a proposal."""
-        chance = self._chances.of("d", 0)
+        chance = self._acceptance.chance(DRAFT_MODEL)
         lengths = (0, limit if self._has_model else 0)
         return max(value(length, sequences, chance, self._costs) for length in lengths)
 
@@ -142,14 +87,14 @@ class Choice:
         """All rows of a pass are as wide as its widest: cut to the length that is worth most."""
         drafted = [limit for limit, proposal in zip(limits, chosen) if proposal is None]
         steps = max(drafted, default=0) if self._has_model else 0
-        chance = self._chances.of("d", 0)
+        chance = self._acceptance.chance(DRAFT_MODEL)
         fixed = sum(expected_tokens(min(limit, steps), chance) for limit in drafted)
         expected = [self._expected(proposal) for proposal in chosen if proposal is not None]
         rows = len(chosen)
 
         def value_of(width: int) -> float:
             tokens = fixed + sum(each[min(width, len(each) - 1)] for each in expected)
-            return tokens / round_cost(max(width, steps), steps, rows, self._costs)
+            return tokens / self._costs.of_round(max(width, steps), steps, rows)
 
         lengths = {len(proposal.tokens) for proposal in chosen if proposal is not None}
         widest = max({0, *lengths}, key=value_of)
@@ -159,14 +104,18 @@ class Choice:
     def _expected(self, proposal: Proposal) -> list[float]:
         """Tokens of a round, with the target's own, by how many of the proposal's are drafted; for
         as many as may well stand."""
-        chance = self._chances.of(proposal.letter, proposal.size)
+        chance = self._acceptance.chance(_speaker(proposal))
         stands, tokens = 1.0, [1.0]
-        for share in proposal.shares:
-            stands *= chance * share
+        for _ in proposal.tokens:
+            stands *= chance
             if stands < _LEAST:
                 break
             tokens.append(tokens[-1] + stands)
         return tokens
+
+
+def _speaker(proposal: Proposal) -> Speaker:
+    return proposal.source.letter, proposal.size
 
 
 def _lengths(most: int) -> Iterable[int]:
@@ -221,11 +170,8 @@ class Lookup:
         found = [source.match(slot, sequence, room) for source in self._sources] if room else []
         return [p.cut(len(until_eos(p.tokens, self._eos_ids))) for p in found if p is not None]
 
-    def commit(self, running: list[Sequence], verdicts: list[Verdict]) -> None:
+    def commit(self, verdicts: list[Verdict]) -> None:
         self._choice.observe(zip(self._used, verdicts))
-        for slot, sequence in enumerate(running):
-            for source in self._sources:
-                source.commit(slot, sequence)
 
     def move(self, source: int, destination: int) -> None:
         for each in self._sources:
