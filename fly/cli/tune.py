@@ -15,6 +15,12 @@ from fly.models import sources
 from fly.paths import timestamp
 from fly.runs import context
 
+# flags of earlier versions, and what to do instead
+_GONE = {
+    "--max_changed": "candidates are run, not predicted: --min-recovery decides",
+    "--draft_quantization": "it is the configuration's own: --model_args draft_quantization=...",
+}
+
 
 def add_command(subparsers: Any) -> None:
     """Register the subcommand with the CLI's parser."""
@@ -27,7 +33,14 @@ def add_command(subparsers: Any) -> None:
     add("--limit", type=int, required=True, metavar="N", help="documents per task")
     add("--output", type=Path, required=True, metavar="FILE.json", help="the new configuration")
     add("--force", action="store_true", help="replace --output if it is there")
-    add("--candidates", type=int, default=3, metavar="N", help="real runs beside CONFIG's (3)")
+    add(
+        "--candidates",
+        type=int,
+        default=3,
+        metavar="N",
+        help="configurations that are run on all documents, beside CONFIG and exact "
+        "verification (3)",
+    )
     add(
         "--min-recovery",
         "--min_recovery",
@@ -36,23 +49,11 @@ def add_command(subparsers: Any) -> None:
         metavar="SHARE",
         help="share of the target's score that every metric must keep (0.99)",
     )
-    add(
-        "--max_changed",
-        type=float,
-        default=0.03,
-        help="largest predicted share of tokens that a candidate may accept although the "
-        "target's own differ (0.03)",
-    )
-    add(
-        "--draft_quantization",
-        nargs="+",
-        metavar="Q",
-        choices=("none", "int4", "int8", "fp8"),
-        help="draft weights to try (all that this device has)",
-    )
+    for flag in _GONE:
+        add(flag, nargs="*", help=argparse.SUPPRESS)
     add("--max_gen_toks", type=int, help="instead of the tasks' own")
     add("--num_fewshot", type=int)
-    add("--batch_size", default="1", help="running sequences; only 1 can be predicted")
+    add("--batch_size", default="1", help="running sequences; only 1")
     add("--apply_chat_template", action="store_true")
     add("--confirm_run_unsafe_code", action="store_true")
     add("--device")
@@ -69,7 +70,7 @@ def add_command(subparsers: Any) -> None:
 
 
 def _tune(args: argparse.Namespace) -> None:
-    model_args = _checked(args)
+    model_args, available = _checked(args)
     from fly.execution.device import device_facts
     from fly.harness import evaluate
     from fly.tuning import output
@@ -81,14 +82,14 @@ def _tune(args: argparse.Namespace) -> None:
     workload = Workload(
         tasks=tuple(args.tasks),
         limit=args.limit,
+        available=available,
         chat=args.apply_chat_template,
         max_gen_toks=args.max_gen_toks,
         num_fewshot=args.num_fewshot,
         include_path=args.task_folder,
         confirm_run_unsafe_code=args.confirm_run_unsafe_code,
     )
-    kinds = _quantizations(args.draft_quantization, lm.quantizations())
-    options = Options(args.output, kinds, args.candidates, args.max_changed, args.min_recovery)
+    options = Options(args.output, args.candidates, args.min_recovery)
     facts = device_facts(lm.device)
     print(f"tuning for {facts['name']} ({facts['type']}, {facts['threads']} threads)")
     record = args.output.with_name(f"fly_tune_{timestamp()}.json")
@@ -115,24 +116,20 @@ def _tune(args: argparse.Namespace) -> None:
     print(f"configuration: {args.output}")
 
 
-def _quantizations(asked: list[str] | None, here: list[str]) -> list[str]:
-    """Which draft weights to try: the given configuration's own come first, and always."""
-    missing = [kind for kind in asked or [] if kind not in here]
-    if missing:
-        raise FlyError(
-            f"--draft_quantization {missing[0]}: not available here: choose from {', '.join(here)}"
-        )
-    return [kind for kind in here if asked is None or kind in asked or kind == here[0]]
+def _checked(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, int]]:
+    """Refuse what can be refused before models load.
 
-
-def _checked(args: argparse.Namespace) -> dict[str, Any]:
-    """Refuse what can be refused before models load; the model's arguments."""
+    Returns the model's arguments, and how many documents each task has.
+    """
     from fly.harness import evaluate
     from fly.harness.arguments import check_flags, check_model_args, check_task_files
 
+    for flag, instead in _GONE.items():
+        if getattr(args, flag.removeprefix("--")) is not None:
+            raise FlyError(f"{flag}: there is no such flag any more: {instead}")
     if args.batch_size != "1":
         raise FlyError(
-            f"--batch_size {args.batch_size}: fly tune predicts one running sequence: use 1"
+            f"--batch_size {args.batch_size}: fly tune decodes document by document: use 1"
         )
     for name, least in (("limit", 1), ("candidates", 1), ("max_gen_toks", 2)):
         value = getattr(args, name)
@@ -143,8 +140,6 @@ def _checked(args: argparse.Namespace) -> dict[str, Any]:
         raise FlyError(
             f"--min-recovery {args.min_recovery:g}: give a share above 0 and at most 1, as 0.99"
         )
-    if not 0 <= args.max_changed <= 1:
-        raise FlyError(f"--max_changed {args.max_changed:g}: give a share from 0 to 1, as 0.03")
     if args.output.suffix != ".json":
         raise FlyError(f"--output {args.output}: give the name of a .json file")
     if args.output.exists() and not args.force:
@@ -164,9 +159,10 @@ def _checked(args: argparse.Namespace) -> dict[str, Any]:
     check_model_args(config, rest)
     sources.sources(config, args.file)
     check_task_files(args.tasks, [args.task_folder] if args.task_folder else [])
-    evaluate.check_generation(args.tasks, args.task_folder, args.confirm_run_unsafe_code)
+    unsafe = args.confirm_run_unsafe_code
+    available = evaluate.check_generation(args.tasks, args.task_folder, unsafe)
     context.check_writable(args.output.parent, "--output")
-    return model_args
+    return model_args, available
 
 
 def _check_tunable(config: fly_config.FlyConfig, where: str) -> None:
@@ -179,13 +175,8 @@ def _check_tunable(config: fly_config.FlyConfig, where: str) -> None:
         )
     if config.head_class is not None:
         raise FlyError(
-            f"{where}: drafter={config.drafter_name}: fly tune walks over a draft model's texts: "
+            f"{where}: drafter={config.drafter_name}: its list is for draft models, not heads: "
             "set drafter to model or cascade, or compare settings by fly compare"
-        )
-    if config.dual_tok:
-        raise FlyError(
-            f"{where}: dual_tok=true: fly tune's walks need one vocabulary for draft and target: "
-            "choose a draft of the target's family"
         )
     if config.draft_model_path is None:
         raise FlyError(

@@ -78,8 +78,9 @@ def load_task(name: str, include_path: str | None = None) -> Task:
 
 def check_generation(
     names: Sequence[str], include_path: str | None, confirm_run_unsafe_code: bool
-) -> None:
-    """Load tasks, groups, tags or tasks' files whose texts are to be decoded.
+) -> dict[str, int]:
+    """Load tasks, groups, tags or tasks' files whose texts are to be decoded; how many documents
+    each task has.
 
     Raises FlyError if one does not exist or cannot be loaded or run, or if none generates text.
     """
@@ -96,6 +97,7 @@ def check_generation(
             f"--tasks {' '.join(names)}: no request generates text, so there is nothing to decode "
             "faster: choose generation tasks"
         )
+    return {name: len(task.eval_docs) for name, task in tasks.items()}
 
 
 def check_before_models_load(

@@ -65,26 +65,19 @@ def _as_dict(ratio: Ratio | None) -> dict[str, float | None] | None:
     return {"value": ratio.value, "low": low, "high": high}
 
 
-def documents_for(baseline: RunResult, count: int) -> tuple[dict[str, list[int]], bool]:
+def documents_for(available: dict[str, int], count: int) -> tuple[dict[str, list[int]], bool]:
     """(`count` documents of every task, whether the search has used none of them).
 
-    The next ones; where a task has fewer left, the last of those that the search used as well.
+    The search has used the first `count`. The next ones are taken; where a task has fewer left, the
+    last of those that the search used as well.
     """
-    found, fresh = {}, True
-    for name, task in baseline.measured.tasks.items():
-        used = sorted(task.documents)
-        first = used[-1] + 1
-        new = list(range(first, min(first + count, baseline.available.get(name, 0))))
-        if len(new) < count:
-            new, fresh = [*used[len(new) - count :], *new], False
-        found[name] = new
-    return found, fresh
+    found = {name: [*range(min(2 * count, have))][-count:] for name, have in available.items()}
+    return found, all(have >= 2 * count for have in available.values())
 
 
 def confirm(
     lm: TunedLM,
     workload: Workload,
-    baseline: RunResult,
     given: FlyConfig,
     candidate: FlyConfig,
     least: float,
@@ -94,7 +87,7 @@ def confirm(
 
     As many documents as the search used, unseen ones if every task has them.
     """
-    documents, fresh = documents_for(baseline, workload.limit)
+    documents, fresh = documents_for(workload.available, workload.limit)
     alone = given.model_copy(update={"use_sd": False})
     on = replace(workload, samples=documents)
     target, own, other = lm.run_in_turns(on, [alone, given, candidate], done)

@@ -18,82 +18,60 @@ from fly.analysis.statistics import Ratio
 from fly.execution.device import device_facts
 from fly.paths import write_output
 from fly.runs.environment import versions
+from fly.tuning.candidates import changes, kind
 from fly.tuning.fidelity import Recovery
 from fly.tuning.real_runs import TunedLM, Workload
-from fly.tuning.search import changes, kind
 from fly.tuning.tune import Options, RealRun, Tuning
 
-_UNSTEADY = 0.5  # of pace; the short passes that tell it differ by a third on an idle machine, too
 _NOT_WRITTEN = ("trace", "draft_runs")  # switched off for the time of tuning
 
 
 def summary(tuning: Tuning, least: float) -> list[dict[str, Any]]:
-    """Of every real run: what was predicted and measured, and what became of the scores."""
+    """Of every configuration that was run: what was measured, and what became of the scores."""
     return [
         {
             "kind": kind(run.config),
             "given": run.is_given,
             "changes": changes(tuning.given, run.config),
+            "documents": _documents(run),
             "decode_seconds": round(run.seconds, 3),
-            "predicted_decode_tok_s": run.predicted and round(run.predicted.tok_s, 3),
-            "measured_decode_tok_s": run.result.tok_s,
-            "error": None if run.error is None else round(run.error, 4),
-            "predicted_tau": run.predicted and round(run.predicted.tau, 3),
-            "measured_tau": run.result.stats["tau"],
-            "predicted_changed": run.predicted and round(run.predicted.changed, 4),
-            "measured_changed": round(run.result.changed, 4),
-            "pace": round(run.pace, 3),
+            "decode_tok_s": run.result.tok_s,
+            "tau": run.result.stats["tau"],
+            "changed": round(run.result.changed, 4),
             "recoveries": [recovery.as_dict() for recovery in run.recoveries],
             "held": run.held(least),
         }
-        for run in tuning.runs
+        for run in _ran(tuning)
     ]
+
+
+def _ran(tuning: Tuning) -> list[RealRun]:
+    return [run for run in tuning.runs if run.parts]
+
+
+def _documents(run: RealRun) -> int:
+    return sum(len(task.documents) for task in run.result.measured.tasks.values())
 
 
 def write_record(
     path: Path, tuning: Tuning, lm: TunedLM, workload: Workload, options: Options
 ) -> None:
-    """Everything measured and predicted so far, to check the choice by or to choose anew."""
-    least, machine, confirmation = options.min_recovery, tuning.machine, tuning.confirmation
+    """Everything measured so far, to check the choice by or to choose anew."""
+    least, confirmation = options.min_recovery, tuning.confirmation
     record = {
         "fly": versions(),
         "device": device_facts(lm.device),
         "dtype": str(lm.model.dtype),
         "workload": asdict(workload),
         "min_recovery": least,
-        "max_changed": options.max_changed,
         "given": tuning.given.model_dump(),
-        "target_alone": {
-            "reused": tuning.reused_baseline,
-            "stats": tuning.baseline.stats,
-            "scores": tuning.baseline.scores,
-        },
-        "costs": {
-            "target": asdict(machine.target),
-            "draft": {name: asdict(found) for name, found in machine.draft.items()},
-            "round_overhead": machine.overhead,
-        },
-        "replays": {
-            quantization: [
-                {
-                    "task": recording.answer.task,
-                    "doc_id": recording.answer.doc_id,
-                    "tokens": len(recording.answer.tokens),
-                    "mismatches": recording.mismatches,
-                    "ties": recording.ties,
-                    "states": len(recording.tree.target),
-                }
-                for recording in recordings
-            ]
-            for quantization, recordings in tuning.recordings.items()
-        },
-        "runs_planned": tuning.planned,
+        "target_alone": {"stats": tuning.baseline.stats, "scores": tuning.baseline.scores},
+        "candidates": [changes(tuning.given, run.config) for run in tuning.runs],
         "runs": [
             {**line, "stats": run.result.stats, "scores": run.result.scores}
-            for line, run in zip(summary(tuning, least), tuning.runs)
+            for line, run in zip(summary(tuning, least), _ran(tuning))
         ],
         "confirmation": confirmation and confirmation.as_dict(least),
-        "predictions": [found.as_dict(tuning.given) for found in tuning.predictions],
     }
     write_output(path, json.dumps(record, ensure_ascii=False) + "\n", "--output")
 
@@ -125,7 +103,7 @@ def _evidence(
     best: RealRun, tuning: Tuning, workload: Workload, options: Options, record: Path
 ) -> dict[str, Any]:
     lines = summary(tuning, options.min_recovery)
-    chosen = lines[tuning.runs.index(best)]
+    chosen = next(line for line, run in zip(lines, _ran(tuning)) if run is best)
     confirmation = tuning.confirmation
     return {
         "by": f"fly tune {fly.__version__}",
@@ -144,30 +122,23 @@ def _evidence(
 
 
 def print_table(tuning: Tuning, least: float) -> None:
-    """Predicted against measured, the fastest first; the target alone last. Then what was found
+    """What was run on all documents, the fastest first; the target alone last. Then what was found
     when the fastest was run once more."""
-    table = Table(title="fly tune: predicted and measured decoding", title_justify="left")
-    for name in ("rule", "K", "W", "gates", "n-gram", "draft"):
+    table = Table(title="fly tune: measured decoding", title_justify="left")
+    for name in ("rule", "K", "W", "gates", "exact places"):
         table.add_column(name)
-    numbers = ("time x", "tok/s: predicted", "measured", "error", "tau", "changed", "recovery")
-    for name in (*numbers, "held"):
+    for name in ("time x", "tok/s", "tau", "changed", "recovery", "held"):
         table.add_column(name, justify="right")
     alone = tuning.baseline
-    for run in sorted(tuning.runs, key=lambda run: run.seconds):
+    for run in sorted(tuning.finished, key=lambda run: run.seconds):
         over = _number(alone.seconds_of_decoding / run.seconds if run.seconds else None)
         table.add_row(*_setting(run), over, *_numbers(run), *_scores(run, least))
-    table.add_row(
-        "the target alone", *[""] * 5, "1", "-", f"{alone.tok_s:.2f}", "-", "1.00", "-", "1", ""
-    )
+    table.add_row("the target alone", *[""] * 4, "1", f"{alone.tok_s:.2f}", "1.00", "-", "1", "")
     Console(width=None if sys.stdout.isatty() else 160).print(table)
+    dropped = len(_ran(tuning)) - len(tuning.finished)
+    print(f"{dropped} more configurations were dropped on fewer documents: the record has them")
     for line in _confirmation(tuning, least):
         print(line)
-    for run in tuning.runs:
-        if abs(run.pace - 1) > _UNSTEADY:
-            print(
-                f"note: beside {_name(run)}, passes took {run.pace:.2f} times as long as when "
-                "they were timed: the machine was busy with something else in one of the two"
-            )
 
 
 def _confirmation(tuning: Tuning, least: float) -> list[str]:
@@ -206,27 +177,19 @@ def _setting(run: RealRun) -> tuple[str, ...]:
         "theta": config.entropy_thre, "margin": config.margin_thre,
         "ratio": config.draft_ratio_thre, "rank": config.draft_rank_max,
     }  # fmt: skip
-    ngram = f"{config.min_ngram_size}-{config.max_ngram_size}, {config.num_ngram_pred_tokens}"
+    places = [f"first {config.exact_first_tokens}"] if config.exact_first_tokens else []
     return (
         kind(config) + (" (given)" if run.is_given else ""),
         str(config.spd_k),
         str(config.window) if is_fly else "-",
         " ".join(f"{k} {v}" for k, v in gates.items() if v is not None) if is_fly else "-",
-        ngram if config.drafter_name == "cascade" else "-",
-        str(config.draft_quantization),
+        ", ".join([*places, *(config.exact_pattern or ())]) if is_fly else "-",
     )
 
 
 def _numbers(run: RealRun) -> tuple[str, ...]:
-    stats, found = run.result.stats, run.predicted
-    tok_s, tau, changed = (found.tok_s, found.tau, found.changed) if found else (None, None, None)
-    return (
-        _number(tok_s),
-        _number(stats["decode_tok_s"]),
-        _number(run.error, "+.1%"),
-        f"{_number(tau)} / {_number(stats['tau'])}",
-        f"{_number(changed, '.1%')} / {run.result.changed:.1%}",
-    )
+    stats = run.result.stats
+    return _number(stats["decode_tok_s"]), _number(stats["tau"]), f"{run.result.changed:.1%}"
 
 
 def _number(value: float | None, form: str = ".2f") -> str:

@@ -1,69 +1,58 @@
-"""The stages of `fly tune`, in order."""
+"""The stages of `fly tune`, in order: successive halving over growing sets of documents."""
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from math import ceil
 from pathlib import Path
-from statistics import median
 
 from fly.config import FlyConfig
 from fly.errors import FlyError
 from fly.execution.device import device_facts
 from fly.models import fingerprint
 from fly.runs.environment import versions
-from fly.tuning import baseline, fidelity, pass_seconds
+from fly.tuning import fidelity
+from fly.tuning.candidates import candidates
 from fly.tuning.confirm import Confirmation, confirm
 from fly.tuning.fidelity import Recovery
-from fly.tuning.pass_seconds import PassSeconds
+from fly.tuning.kept_runs import KeptRuns
 from fly.tuning.progress import Plan
-from fly.tuning.real_runs import RunResult, TunedLM, Workload
-from fly.tuning.recorder import Recorder, Recording
-from fly.tuning.search import Grid, Machine, Prediction, choose, gates_of, predict, predict_one
+from fly.tuning.real_runs import RunResult, TunedLM, Workload, join
 
-_SWEEPS = 7
-_ANCHORS = 5  # passes timed before and after a real run
-_NARROW = 4  # sequences and tokens of one pass that int4 weights serve as int4
+_SETS = 4  # of documents, each half as many as the next
 
 
 @dataclass(frozen=True)
 class Options:
-    """quantizations: of the draft, to try; the one in use first. candidates: real runs beside the
-    given configuration's. max_changed: see search.choose. min_recovery: the least share of the
-    target's score that a configuration must keep."""
+    """survivors: candidates that are run on all documents, beside the given configuration and exact
+    verification. min_recovery: the least share of the target's score that a configuration must
+    keep."""
 
     output: Path
-    quantizations: list[str]
-    candidates: int = 3
-    max_changed: float = 0.03
+    survivors: int = 3
     min_recovery: float = 0.99
 
     @property
-    def baseline_file(self) -> Path:
-        return self.output.with_suffix(".baseline.json")
+    def kept_runs(self) -> Path:
+        return self.output.with_suffix(".runs")
 
 
-@dataclass(frozen=True)
+@dataclass
 class RealRun:
-    """A configuration run for real. predicted: None where no recording tells. pace: how slow the
-    machine was then, by anchor passes; 1 is as when passes were timed. recoveries: empty until the
-    run is judged."""
+    """A configuration and what it did. parts: one run for each set of documents that it was run on.
+    recoveries: on all of these; empty until they are judged."""
 
     config: FlyConfig
-    predicted: Prediction | None
-    result: RunResult
-    pace: float
     is_given: bool
+    parts: list[RunResult] = field(default_factory=list)
     recoveries: list[Recovery] = field(default_factory=list)
 
     @property
-    def error(self) -> float | None:
-        """Predicted over measured tokens per second, minus 1."""
-        if self.predicted is None or not self.result.tok_s:
-            return None
-        return self.predicted.tok_s / self.result.tok_s - 1
+    def result(self) -> RunResult:
+        return join(self.parts)
 
     @property
     def seconds(self) -> float:
@@ -73,25 +62,36 @@ class RealRun:
     def held(self, least: float) -> bool:
         return fidelity.held(self.recoveries, least)
 
+    def rank(self, least: float) -> tuple[bool, float]:
+        """Least first: those whose scores held by their seconds, then the others."""
+        is_good = self.held(least) and self.result.counts.emitted > 0
+        return not is_good, self.seconds
+
 
 @dataclass
 class Tuning:
-    """All that was measured and predicted. planned: how many real runs there will be.
-    confirmation: of `fastest`, where that is not the given configuration."""
+    """All that was measured. target: the target alone on each set of documents. runs: of every
+    configuration, those that were dropped early with fewer documents. confirmation: of `fastest`,
+    where that is not the given configuration."""
 
     given: FlyConfig
-    baseline: RunResult
-    reused_baseline: bool
-    machine: Machine
-    recordings: dict[str, list[Recording]] = field(repr=False)
-    predictions: list[Prediction] = field(repr=False)
-    planned: int = 0
+    target: list[RunResult]
     runs: list[RealRun] = field(default_factory=list)
     confirmation: Confirmation | None = None
 
+    @cached_property
+    def baseline(self) -> RunResult:
+        """The target alone on all documents."""
+        return join(self.target)
+
+    @property
+    def finished(self) -> list[RealRun]:
+        """The configurations that were run on all documents."""
+        return [run for run in self.runs if len(run.parts) == len(self.target)]
+
     def fastest(self, least: float) -> RealRun | None:
         """That of the least time whose scores held in the search; none that decoded nothing."""
-        held = [run for run in self.runs if run.held(least) and run.result.tok_s]
+        held = [run for run in self.finished if run.held(least) and run.result.tok_s]
         return min(held, key=lambda run: run.seconds, default=None)
 
     def choice(self, least: float) -> tuple[RealRun | None, str]:
@@ -128,8 +128,36 @@ class Tuning:
         return best, "a new configuration: the given one lost scores"
 
 
+def growing_sets(available: dict[str, int], limit: int) -> list[dict[str, list[int]]]:
+    """What each stage of the search adds: documents by task, of the first `limit` of each.
+
+    With all before it a set has half as many documents as the next, at least one more of every
+    task; so there are fewer sets where a task has few documents.
+    """
+    counts = {name: min(limit, have) for name, have in available.items() if have}
+    stages = min(_SETS, min(counts.values()).bit_length())
+    ends = [
+        {name: ceil(count / 2 ** (stages - 1 - stage)) for name, count in counts.items()}
+        for stage in range(stages)
+    ]
+    starts = [dict.fromkeys(counts, 0), *ends]
+    return [
+        {name: [*range(start[name], end[name])] for name in counts}
+        for start, end in zip(starts, ends)
+    ]
+
+
+def survivors(runs: list[RealRun], count: int, least: float) -> list[RealRun]:
+    """The `count` best, beside the given configuration and the best of exact verification, which
+    keeps the scores."""
+    ranked = sorted((run for run in runs if not run.is_given), key=lambda run: run.rank(least))
+    exact = [run for run in ranked if run.config.rule == "exact"][:1]
+    staying = [*ranked[:count], *exact]
+    return [run for run in runs if run.is_given or any(run is other for other in staying)]
+
+
 class Tuner:
-    """Runs the stages on a loaded pair. keep: gets what there is, whenever a real run is added."""
+    """Runs the stages on a loaded pair. keep: gets what there is, whenever a run is added."""
 
     def __init__(
         self,
@@ -139,195 +167,92 @@ class Tuner:
         keep: Callable[[Tuning], None] = lambda tuning: None,
     ) -> None:
         self._lm, self._workload, self._options, self._keep = lm, workload, options, keep
-        self._given = lm.given.model_copy(update={"draft_quantization": lm.quantization})
-        self._grid = Grid().around(self._given)
-        self._real = [f"real run {number}" for number in range(1, options.candidates + 2)]
-        self._plan = Plan(
-            [
-                "the target alone",
-                *[
-                    f"{what}, draft weights: {quantization}"
-                    for quantization in options.quantizations
-                    for what in ("pass times", "recording")
-                ],
-                "search",
-                *self._real,
-                "confirmation",
-            ]
-        )
-        self._target_seconds: PassSeconds | None = None
-        self._anchor: pass_seconds.Anchor | None = None
+        self._sets = growing_sets(workload.available, workload.limit)
+        self._stages = [
+            f"search, {number + 1} of {len(self._sets)}" for number in range(len(self._sets))
+        ]
+        self._plan = Plan(["the target alone", *self._stages, "confirmation"])
+        common = {
+            "versions": versions(),
+            "device": device_facts(lm.device),
+            "dtype": str(lm.model.dtype),
+            "files": fingerprint.of_files(Path(workload.include_path or os.devnull).resolve()),
+            **lm.identity(),
+        }
+        self._kept = KeptRuns(options.kept_runs, common)
 
     def run(self) -> Tuning:
-        """Everything from the baseline to the real runs. Raises FlyError if nothing can be told."""
-        first, reused = self._baseline()
-        self._check(first)
-        self._expect(first)
-        drafts: dict[str, PassSeconds] = {}
-        pass_cost: dict[str, Callable[[int], float]] = {}
-        recordings: dict[str, list[Recording]] = {}
-        for quantization in self._options.quantizations:
-            self._plan.start(f"pass times, draft weights: {quantization}")
-            self._lm.use(self._given.model_copy(update={"draft_quantization": quantization}))
-            drafts[quantization], pass_cost[quantization] = self._time_passes(first)
-            self._plan.start(f"recording, draft weights: {quantization}")
-            recordings[quantization] = self._record(quantization, first)
-            gc.collect()
-        assert self._target_seconds is not None
-        overhead = first.stats["seconds"]["other"] / max(1, first.stats["rounds"])
-        machine = Machine(self._target_seconds, overhead, drafts, pass_cost)
-        self._plan.start("search")
-        predictions = predict(
-            self._given, self._grid, recordings, machine, self._lm.text_of, self._plan.step
-        )
-        tuning = Tuning(self._given, first, reused, machine, recordings, predictions)
-        self._run_candidates(tuning)
+        """Everything from the target alone to the confirmation. Raises FlyError if nothing can be
+        told."""
+        given = self._lm.given
+        self._plan.start("the target alone")
+        alone = given.model_copy(update={"use_sd": False})
+        tuning = Tuning(given, [self._run_on(alone, number) for number in range(len(self._sets))])
+        self._check(tuning.baseline)
+        tuning.runs = [RealRun(given, is_given=True)]
+        tuning.runs += [RealRun(config, is_given=False) for config in candidates(given)]
+        counts = self._expect(tuning)
+        self._keep(tuning)
+        running = tuning.runs
+        for number, stage in enumerate(self._stages):
+            self._plan.start(stage)
+            if number:
+                running = survivors(running, counts[number], self._options.min_recovery)
+            for done, run in enumerate(running):
+                self._plan.step(done, len(running))
+                self._advance(tuning, run, number)
         self._confirm(tuning)
         self._plan.end()
         return tuning
 
-    # ------------------------------------------------------------------------ the target alone
+    def _run_on(self, config: FlyConfig, number: int) -> RunResult:
+        """On a set of documents, unless an earlier tune has."""
+        workload = replace(self._workload, samples=self._sets[number])
+        key = {"workload": asdict(workload), "config": config.model_dump()}
+        if (kept := self._kept.load(key)) is not None:
+            return kept
+        found = self._lm.run(workload, config)
+        self._kept.save(key, found)
+        return found
 
-    def _baseline(self) -> tuple[RunResult, bool]:
-        """(the target's run, whether an earlier tune has kept it)."""
-        self._plan.start("the target alone")
-        path = self._options.baseline_file
-        key = {
-            "workload": asdict(self._workload),
-            "config": {**self._given.model_dump(), "draft_quantization": None},
-            "versions": versions(),
-            "device": device_facts(self._lm.device),
-            "dtype": str(self._lm.model.dtype),
-            "files": fingerprint.of_files(
-                Path(self._workload.include_path or os.devnull).resolve()
-            ),
-            **self._lm.identity(),
-        }
-        if (kept := baseline.load(path, key)) is not None:
-            print(f"the target alone: kept by an earlier run ({path}); remove it to measure anew")
-            return kept, True
-        found = self._lm.run(self._workload, self._given.model_copy(update={"use_sd": False}))
-        baseline.save(path, key, found)
-        return found, False
-
-    def _check(self, first: RunResult) -> None:
+    def _check(self, target: RunResult) -> None:
         """Refuse what the rest could not make use of."""
-        if not first.tok_s:
+        if not target.tok_s:
             raise FlyError(
                 f"--tasks {' '.join(self._workload.tasks)}: the target alone decoded no token: "
                 "raise --limit, or choose other tasks"
             )
-        for note in fidelity.check_judgeable(first.measured, self._options.min_recovery):
+        for note in fidelity.check_judgeable(target.measured, self._options.min_recovery):
             print(f"note: {note}")
 
-    def _expect(self, first: RunResult) -> None:
-        """Rough lengths of what follows, to be corrected by what the first of a kind takes."""
-        for quantization in self._options.quantizations:
-            self._plan.expect(f"pass times, draft weights: {quantization}", 20)
-            self._plan.expect(f"recording, draft weights: {quantization}", 0.3 * first.seconds)
-        self._plan.expect("search", 30 + 0.2 * first.stats["emitted"] / 10)
-        for stage in self._real:
-            self._plan.expect(stage, 0.6 * first.seconds)
-        self._plan.expect("confirmation", 2.2 * first.seconds)
+    def _expect(self, tuning: Tuning) -> list[int]:
+        """How many candidates each stage runs, in equal ratios from all to those that are left at
+        the end; with them rough lengths of the stages."""
+        first, last = len(tuning.runs) - 1, min(self._options.survivors, len(tuning.runs) - 1)
+        steps = max(1, len(self._stages) - 1)
+        counts = [
+            round(first * (last / first) ** (number / steps)) for number in range(len(self._stages))
+        ]
+        for stage, count, target in zip(self._stages, counts, tuning.target):
+            self._plan.expect(stage, 0.6 * target.seconds_timed * (count + 2))
+        self._plan.expect("confirmation", 2.2 * tuning.baseline.seconds_timed)
+        return counts
 
-    # -------------------------------------------------------------------- what is predicted from
-
-    def _time_passes(self, first: RunResult) -> tuple[PassSeconds, Callable[[int], float]]:
-        """The draft's pass times and relative costs; the first time the target's, too."""
-        target, draft = self._lm.runners(1)
-        widest = max(*self._grid.spd_k, self._grid.longest_guess + 1) + 1
-        most = draft.max_length - widest
-        if most < 1:
+    def _advance(self, tuning: Tuning, run: RealRun, number: int) -> None:
+        run.recoveries = []
+        run.parts.append(self._run_on(run.config, number))
+        self._keep(tuning)  # before it is judged, which may end the tune
+        target = join(tuning.target[: number + 1]).measured
+        try:
+            found = fidelity.recoveries(target, run.result.measured, self._options.min_recovery)
+        except FlyError as error:  # a task's file changed in between
+            folder = self._kept.folder
             raise FlyError(
-                f"the context of {draft.max_length} tokens has no room for passes of "
-                f"{widest}: nothing to tune: use models with a longer one"
-            )
-        contexts = pass_seconds.typical_contexts(
-            [(len(answer.prompt), len(answer.tokens)) for answer in first.answers]
-        )
-        contexts = (min(contexts[0], most), min(contexts[1], most))
-        text = max(([*answer.prompt, *answer.tokens] for answer in first.answers), key=len)
-        if self._target_seconds is None:
-            verify = pass_seconds.target_pass(target, text, contexts[1] + widest)
-            widths = [1, *(k + 1 for k in self._grid.spd_k)]
-            self._target_seconds = self._timed(verify, widths, contexts)
-            self._anchor = pass_seconds.Anchor(
-                lambda: verify(1, contexts[0]), self._target_seconds.anchor
-            )
-        run = pass_seconds.draft_pass(draft, text, contexts[1] + widest)
-        widths = [*range(1, self._grid.longest_guess + 3)]
-        return self._timed(run, widths, contexts), draft.relative_cost
-
-    def _timed(
-        self, run: pass_seconds.TimedPass, widths: Sequence[int], contexts: Sequence[int]
-    ) -> PassSeconds:
-        return pass_seconds.measure(
-            run,
-            widths,
-            contexts,
-            sweeps=_SWEEPS,
-            anchor=self._anchor,
-            done=lambda sweep: self._plan.step(sweep, _SWEEPS),
-        )
-
-    def _record(self, quantization: str, first: RunResult) -> list[Recording]:
-        narrow = quantization == "int4"
-        target, draft = self._lm.runners((_NARROW if narrow else 8) + 1, eager=True)
-        configs = [self._given, *(each[0] for each in self._grid.configs(self._given, "none"))]
-        recorder = Recorder(
-            target,
-            draft,
-            self._lm.eos_ids,
-            gates_of(configs),
-            length=max(self._grid.spd_k) + max(self._grid.win_len),
-            **({"width": _NARROW} if narrow else {}),
-        )
-        recordings = []
-        for answer in first.answers:
-            recordings.append(recorder.record(answer))
-            self._plan.step(len(recordings), len(first.answers))
-        return recordings
-
-    # ------------------------------------------------------------------------------- real runs
-
-    def _run_candidates(self, tuning: Tuning) -> None:
-        """The given configuration and the best predicted ones."""
-        recorded = tuning.recordings[self._given.draft_quantization]
-        given = predict_one(self._given, recorded, tuning.machine, self._lm.text_of)
-        chosen = choose(tuning.predictions, self._options.candidates, self._options.max_changed)
-        todo: list[tuple[FlyConfig, Prediction | None]] = [(self._given, given)]
-        todo += [(found.config, found) for found in chosen if found.config != self._given]
-        loaded = self._lm.quantization  # what is loaded goes first: one load less
-        todo.sort(key=lambda item: item[0].draft_quantization != loaded)
-        for stage in self._real[len(todo) :]:
-            self._plan.skip(stage)
-        prefill = 1.5 * float(tuning.baseline.stats["seconds"]["prefill"])
-        for stage, (_, predicted) in zip(self._real, todo):
-            seconds = tuning.baseline.seconds if predicted is None else predicted.seconds
-            self._plan.expect(stage, prefill + seconds)
-        tuning.planned = len(todo)
+                f"{folder}: holds other documents than this run has ({error}): remove it and run "
+                "again"
+            ) from None
+        run.recoveries = found
         self._keep(tuning)
-        for stage, (config, predicted) in zip(self._real, todo):
-            self._plan.start(stage)
-            run = self._run_one(tuning, config, predicted)
-            tuning.runs.append(run)
-            self._keep(tuning)  # before it is judged, which may end the tune
-            tuning.runs[-1] = replace(run, recoveries=self._judged(tuning, run.result))
-            self._keep(tuning)
-
-    def _run_one(self, tuning: Tuning, config: FlyConfig, predicted: Prediction | None) -> RealRun:
-        assert self._anchor is not None
-        self._lm.use(config)
-        seconds = pass_seconds.timed(self._anchor.run, _ANCHORS)
-        result = self._lm.run(self._workload, config)
-        seconds += pass_seconds.timed(self._anchor.run, _ANCHORS)
-        pace = median(seconds) / self._anchor.seconds
-        return RealRun(config, predicted, result, pace, is_given=config == self._given)
-
-    def _judged(self, tuning: Tuning, result: RunResult) -> list[Recovery]:
-        baseline.check_same_documents(tuning.baseline, result, self._options.baseline_file)
-        least = self._options.min_recovery
-        return fidelity.recoveries(tuning.baseline.measured, result.measured, least)
 
     def _confirm(self, tuning: Tuning) -> None:
         """The fastest beside the given one, if that is another."""
@@ -338,12 +263,6 @@ class Tuner:
             return
         self._plan.start("confirmation")
         tuning.confirmation = confirm(
-            self._lm,
-            self._workload,
-            tuning.baseline,
-            self._given,
-            best.config,
-            least,
-            self._plan.step,
+            self._lm, self._workload, tuning.given, best.config, least, self._plan.step
         )
         self._keep(tuning)

@@ -8,7 +8,7 @@ import pytest
 from fly import config
 from fly.errors import FlyError
 from fly.tuning import real_runs, tune
-from fly.tuning.search import Grid
+from fly.tuning.candidates import candidates, kind
 from tests.integration.test_cli import config_file, run, task_dir  # noqa: F401  fixtures
 from tests.written_runs import write_lines
 
@@ -27,15 +27,18 @@ metric_list:
 SCORE = """def score(doc, results):
     return {"variety": 1 + len(set(results[0])), "nothing": 0.0}
 """
-SMALL = Grid(
-    spd_k=(2, 4), win_len=(1, 2), gates=((0.3, None, None),), ngrams=(None, (1, 4, 3))
-)  # fmt: skip
+
+
+def few(given):
+    """One of each kind, for time's sake."""
+    wanted = [("exact", 4), ("fly within a round", 8), ("fly across rounds", 4)]
+    found = candidates(given)
+    return [next(c for c in found if (kind(c), c.spd_k) == each) for each in wanted]
 
 
 @pytest.fixture
 def arguments(saved_pair, config_file, task_dir, tmp_path, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(tune, "Grid", lambda: SMALL)
-    monkeypatch.setattr(tune, "_SWEEPS", 1)
+    monkeypatch.setattr(tune, "candidates", few)
     (task_dir / "tiny_scored.yaml").write_text(SCORED)
     (task_dir / "scored_utils.py").write_text(SCORE)
     return {
@@ -58,12 +61,12 @@ def tune_it(arguments, *flags, **changed):
 
 
 def test_a_tune_from_end_to_end(arguments, saved_pair, capsys):
-    assert tune_it(arguments, min_recovery=0.01, max_changed=1) == 0
+    assert tune_it(arguments, min_recovery=0.01, candidates=1) == 0
     printed = capsys.readouterr()
     out, folder = arguments["--output"], arguments["--output"].parent
-    assert "predicted" in printed.out
+    assert "exact places" in printed.out
     assert f"configuration: {out}" in printed.out
-    assert "[1/9] the target alone" in printed.err
+    assert "[1/4] the target alone" in printed.err
     assert "left in all" in printed.err
     assert "note: tiny_scored nothing: recovery is undefined" in printed.out
 
@@ -73,10 +76,10 @@ def test_a_tune_from_end_to_end(arguments, saved_pair, capsys):
     evidence = values["$comment"]
     assert tuned.draft_model_path == str(saved_pair / "draft")
     assert tuned.trace is False
-    assert tuned.draft_quantization == "none"  # named, as it was measured
     record = json.loads((folder / evidence["record"]).read_text())
-    # the given one, or the fastest if it was confirmed; what was measured is what was counted
-    fastest = min(record["runs"], key=lambda line: line["decode_seconds"])
+    # the given one, or the fastest if it was confirmed
+    finished = [line for line in record["runs"] if line["documents"] == 3]
+    fastest = min(finished, key=lambda line: line["decode_seconds"])
     chosen = evidence["chosen"]
     assert chosen["given"] or chosen["changes"] == fastest["changes"]
     assert evidence["choice"] in printed.out
@@ -88,66 +91,62 @@ def test_a_tune_from_end_to_end(arguments, saved_pair, capsys):
         assert found["documents"] == {"tiny_scored": [1, 2, 3]}  # it has four
         assert not found["unseen_by_the_search"]
         assert found["time_x_over_given"]["value"] > 0
-    assert record["runs_planned"] == len(record["runs"])
     assert [r["metric"] for r in fastest["recoveries"] if r["is_judged"]] == ["variety"]
     assert fastest["scores"].keys() == {"tiny_scored variety", "tiny_scored nothing"}
-    # every rule with every drafter; the given ones are not in the grid
-    grid = SMALL.around(config.load(str(arguments["file"]), {"draft_model_path": "unused"}))
-    assert len(record["predictions"]) == len(list(grid.rules())) * len(grid.ngrams)
-    kinds = {line["kind"] for line in record["runs"]}
-    assert kinds == {"exact", "fly within a round", "fly across rounds"}
-    assert sum(line["given"] for line in record["runs"]) == 1
-    exact = next(line for line in record["runs"] if line["kind"] == "exact")
-    # float32: what was simulated is what the engine did
-    assert exact["predicted_tau"] == pytest.approx(exact["measured_tau"], abs=1e-3)
-    assert exact["measured_changed"] == 0
-    assert exact["predicted_decode_tok_s"] > 0
+    assert fastest["scores"]["tiny_scored variety"].keys() == {"0", "1", "2"}
+    # all on two documents; the given one, exact verification and the best of the others on three
+    assert len(record["candidates"]) == len(record["runs"]) == 4
+    assert {line["documents"] for line in record["runs"]} == {2, 3}
+    kinds = {line["kind"]: line for line in record["runs"]}
+    assert kinds.keys() == {"exact", "fly within a round", "fly across rounds"}
+    assert kinds["exact"]["documents"] == 3
+    assert kinds["exact"]["changed"] == 0
+    assert sum(line["given"] for line in finished) == 1
 
 
-def test_what_has_to_stay_exact_does_in_walks_and_runs(arguments, capsys):
-    """exact_pattern was refused: the shipped guarded setting could not be tuned."""
-    arguments["--model_args"] += ",exact_pattern=(?s).+"
-    assert tune_it(arguments, min_recovery=0.01) == 0
-    out = arguments["--output"]
-    assert config.load(str(out)).exact_pattern == ("(?s).+",)
-    (kept,) = out.parent.glob("fly_tune_*.json")
-    record = json.loads(kept.read_text())
-    assert len({line["kind"] for line in record["runs"]}) == 3
-    for line in record["runs"]:  # every token is in the pattern
-        assert line["measured_changed"] == 0
-        assert line["predicted_tau"] == pytest.approx(line["measured_tau"], abs=1e-3)
-    assert all(line["changed"] == 0 for line in record["predictions"])
-
-
-@pytest.mark.slow
-def test_a_restart_keeps_the_target_alone(arguments, capsys):
+def test_a_restart_decodes_nothing_that_is_finished(arguments, capsys, monkeypatch):
     """And refuses to replace what it wrote, unless told; another workload is measured anew."""
-    assert tune_it(arguments, min_recovery=0.01, candidates=1) == 0
-    kept = arguments["--output"].with_suffix(".baseline.json")
-    stats = json.loads(kept.read_text())["stats"]
+    whole, ran = real_runs.TunedLM.run, []
+
+    def stops(self, workload, config):
+        if len(ran) == 4:  # the target alone on both sets, the given configuration, a candidate
+            raise FlyError("no memory")
+        ran.append((config.hash(), str(workload.samples)))
+        return whole(self, workload, config)
+
+    def goes_on(self, workload, config):
+        ran.append((config.hash(), str(workload.samples)))
+        return whole(self, workload, config)
+
+    monkeypatch.setattr(real_runs.TunedLM, "run", stops)
+    assert tune_it(arguments, min_recovery=0.01) == 2
+    monkeypatch.setattr(real_runs.TunedLM, "run", goes_on)
     capsys.readouterr()
-    assert tune_it(arguments, min_recovery=0.01, candidates=1) == 2
+    assert tune_it(arguments, min_recovery=0.01) == 0
+    assert len(ran) == len(set(ran)) == 2 + 2 * 4  # nothing twice
+    assert tune_it(arguments, min_recovery=0.01) == 2
     assert "is there already" in capsys.readouterr().err
-    assert tune_it(arguments, "--force", min_recovery=0.01, candidates=1) == 0
-    assert "kept by an earlier run" in capsys.readouterr().out
-    assert json.loads(kept.read_text())["stats"] == stats
-    assert tune_it(arguments, "--force", min_recovery=0.01, candidates=1, max_gen_toks=12) == 0
-    assert "kept by an earlier run" not in capsys.readouterr().out
+    assert tune_it(arguments, "--force", min_recovery=0.01) == 0
+    assert len(ran) == 10
+    with monkeypatch.context() as patch:
+        patch.setattr(tune, "candidates", lambda given: few(given)[:1])
+        assert tune_it(arguments, "--force", min_recovery=0.01, max_gen_toks=12) == 0
+    assert len(ran) == 16
 
 
-@pytest.mark.slow
-def test_other_prompts_than_the_kept_ones_are_refused(arguments, task_dir, capsys):  # noqa: F811
+def test_other_prompts_than_the_kept_ones_are_refused(arguments, capsys):
     """A task's file changed between two tunes: scores of other documents must not be paired."""
-    assert tune_it(arguments, min_recovery=0.01, candidates=1) == 0
-    kept = arguments["--output"].with_suffix(".baseline.json")
-    values = json.loads(kept.read_text())
-    values["measured"]["tasks"]["tiny_scored"]["documents"]["0"]["prompt"] = "0123456789abcdef"
-    kept.write_text(json.dumps(values))
-    assert tune_it(arguments, "--force", min_recovery=0.01, candidates=1) == 2
+    assert tune_it(arguments, min_recovery=0.01) == 0
+    for kept in arguments["--output"].with_suffix(".runs").iterdir():
+        values = json.loads(kept.read_text())
+        if not values["key"]["config"]["use_sd"] and "0" in str(values["key"]["workload"]):
+            of_task = values["measured"]["tasks"]["tiny_scored"]
+            next(iter(of_task["documents"].values()))["prompt"] = "0123456789abcdef"
+            kept.write_text(json.dumps(values))
+    assert tune_it(arguments, "--force", min_recovery=0.01) == 2
     assert "holds other documents" in capsys.readouterr().err
-    record = max(kept.parent.glob("fly_tune_*.json"))  # what ran is there, not judged
+    record = max(arguments["--output"].parent.glob("fly_tune_*.json"))  # what ran is there
     (line,) = json.loads(record.read_text())["runs"]
-    assert line["stats"]["requests"] == 3
     assert line["held"] is False
 
 
@@ -162,16 +161,16 @@ def test_no_configuration_is_written_if_none_kept_the_score(arguments, capsys, m
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"batch_size": 4}, "--batch_size 4: fly tune predicts one running sequence"),
+        ({"batch_size": 4}, "--batch_size 4: fly tune decodes document by document"),
         ({"limit": 0}, "--limit 0: must be at least 1"),
-        ({"max_changed": 2}, "--max_changed 2: give a share from 0 to 1"),
+        ({"max_changed": 0.1}, "--max_changed: there is no such flag any more: candidates are run"),
+        ({"draft_quantization": "int8"}, "--draft_quantization: there is no such flag any more"),
         ({"min_recovery": 0}, "--min-recovery 0: give a share above 0 and at most 1"),
         ({"min-recovery": 1.5}, "--min-recovery 1.5: give a share above 0 and at most 1"),
         ({"output": "here"}, "--output here: give the name of a .json file"),
         ({"model_args": "drafter=ngram"}, "nothing to tune: no draft model takes part"),
         ({"model_args": "use_sd=false"}, "nothing to tune: no draft model takes part"),
         ({"model_args": ""}, "names no draft model"),
-        ({"model_args": "dual_tok=true"}, "dual_tok=true: fly tune's walks need one vocabulary"),
         ({"tasks": "tiny_scored,tiny_tusk"}, "task 'tiny_tusk': no such task: did you mean 'tiny_"),
     ],
 )
@@ -209,19 +208,19 @@ def test_a_real_run_that_fails_loses_nothing_of_those_before(arguments, capsys, 
     count = iter(range(99))
 
     def fails(self, workload, config):
-        if next(count) == 2:  # after the target alone and the given configuration
+        if next(count) == 3:  # after the target alone, twice, and the given configuration
             raise FlyError("no memory")
         return whole(self, workload, config)
 
     monkeypatch.setattr(real_runs.TunedLM, "run", fails)
-    assert tune_it(arguments, min_recovery=0.01, max_changed=1) == 2
+    assert tune_it(arguments, min_recovery=0.01) == 2
     (path,) = arguments["--output"].parent.glob("fly_tune_*.json")
     error = capsys.readouterr().err
     assert f"what was measured before: {path}" in error
     assert error.rstrip().endswith("fly: error: no memory")
     record = json.loads(path.read_text())
-    assert record["runs_planned"] > len(record["runs"]) == 1
-    assert record["runs"][0]["stats"]["requests"] == 3
+    assert len(record["candidates"]) > len(record["runs"]) == 1
+    assert record["runs"][0]["stats"]["requests"] == 2
     assert record["runs"][0]["held"] is True
 
 
@@ -244,10 +243,17 @@ def test_retrained_weights_at_the_same_path_are_measured_anew(
 ):
     """The key named paths alone: scores of the weights before were taken for the new ones'."""
 
+    whole, ran = real_runs.TunedLM.run, []
+
     def stop(self, first):
         raise FlyError("far enough")
 
-    monkeypatch.setattr(tune.Tuner, "_expect", stop)
+    def noted(self, workload, config):
+        ran.append(config)
+        return whole(self, workload, config)
+
+    monkeypatch.setattr(real_runs.TunedLM, "run", noted)
+    monkeypatch.setattr(tune.Tuner, "_check", stop)
     for name in ("target", "draft"):
         shutil.copytree(saved_pair / name, tmp_path / name)
     pair = json.loads(arguments["file"].read_text())
@@ -257,10 +263,10 @@ def test_retrained_weights_at_the_same_path_are_measured_anew(
     arguments["--model_args"] = f"pretrained={tmp_path / 'draft'},dtype=float32"
 
     def is_reused():
+        ran.clear()
         assert tune_it(arguments, "--force") == 2
-        printed = capsys.readouterr()
-        assert "far enough" in printed.err
-        return "kept by an earlier run" in printed.out
+        assert "far enough" in capsys.readouterr().err
+        return not ran
 
     assert not is_reused()
     weights = tmp_path / "target" / "model.safetensors"
@@ -270,27 +276,9 @@ def test_retrained_weights_at_the_same_path_are_measured_anew(
     assert [is_reused(), is_reused()] == [False, True]
     arguments["--model_args"] += ",add_bos_token=True,token=hf_of_mine"
     assert not is_reused()
-    assert "hf_of_mine" not in arguments["--output"].with_suffix(".baseline.json").read_text()
-
-
-def test_draft_weights_that_are_not_available(arguments, capsys):
-    assert tune_it(arguments, draft_quantization="fp8") == 2
-    assert "--draft_quantization fp8: not available here: choose from none" in (
-        capsys.readouterr().err
-    )
-
-
-def test_sampling_is_refused(arguments, task_dir, capsys, monkeypatch):  # noqa: F811
-    path = task_dir / "tiny_task.yaml"
-    text = path.read_text().replace("do_sample: false", "do_sample: true, temperature: 0.7")
-    (task_dir / "tiny_sampled.yaml").write_text(text.replace("tiny_task", "tiny_sampled"))
-    with monkeypatch.context() as patch:  # refused before the first is decoded
-        patch.setattr(
-            "fly.harness.engine_factory.EngineFactory.engine",
-            lambda *a: pytest.fail("it was decoded"),
-        )
-        assert tune_it(arguments, tasks="tiny_sampled") == 2
-    assert "predicts greedy decoding only" in capsys.readouterr().err
+    kept = [*arguments["--output"].with_suffix(".runs").iterdir()]
+    assert kept
+    assert not any("hf_of_mine" in path.read_text() for path in kept)
 
 
 def test_loglikelihood_tasks_are_refused_before_models_load(
@@ -316,11 +304,11 @@ def test_configurations_in_turns_decode_what_each_does_alone(arguments, saved_pa
         "pretrained": str(saved_pair / "draft"), "dtype": "float32", "device": "cpu",
         "trace": False,
     })  # fmt: skip
-    lm.use(lm.given)
     alone = config.build({**lm.given.model_dump(), "use_sd": False}, "test")
     other = config.build({**lm.given.model_dump(), "spd_k": 2, "win_len": 1}, "test")
     workload = real_runs.Workload(
-        ("tiny_scored",), 3, max_gen_toks=12, include_path=str(arguments["--include_path"]),
+        ("tiny_scored",), 3, {"tiny_scored": 4}, max_gen_toks=12,
+        include_path=str(arguments["--include_path"]),
         samples={"tiny_scored": [0, 2, 3]},
     )  # fmt: skip
     configs = [alone, lm.given, other]
@@ -329,11 +317,10 @@ def test_configurations_in_turns_decode_what_each_does_alone(arguments, saved_pa
     assert steps == [(1, 3), (2, 3), (3, 3)]
     for result, own in zip(together, configs):
         single = lm.run(workload, own)
-        assert [a.tokens for a in sorted(result.answers, key=lambda a: a.doc_id)] == [
-            a.tokens for a in sorted(single.answers, key=lambda a: a.doc_id)
-        ]
+        assert result.measured.tasks["tiny_scored"].texts == (
+            single.measured.tasks["tiny_scored"].texts
+        )
         assert result.measured.tasks == single.measured.tasks
         for name in ("requests", "emitted", "rounds", "drafted"):
             assert result.stats[name] == single.stats[name]
         assert set(result.decode_seconds) == {("tiny_scored", i) for i in (0, 2, 3)}
-        assert result.available == {"tiny_scored": single.available["tiny_scored"]}

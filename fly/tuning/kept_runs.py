@@ -1,0 +1,63 @@
+"""Finished runs, kept beside the output: a tune that is started again does not decode them anew."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from fly.analysis.scores import Measured
+from fly.models.fingerprint import of_value
+from fly.paths import write_output
+from fly.runs.records import Counts
+from fly.tuning.real_runs import RunResult
+
+
+class _Kept(BaseModel):
+    """A file."""
+
+    key: dict[str, Any]
+    counts: Counts
+    seconds: dict[str, float]
+    requests: int
+    measured: Measured
+
+
+@dataclass(frozen=True)
+class KeptRuns:
+    """folder: a file for each run. common: what all runs of this tune depend on."""
+
+    folder: Path
+    common: dict[str, Any]
+
+    def load(self, key: dict[str, Any]) -> RunResult | None:
+        """The run that an earlier tune has kept; None without one."""
+        whole = self._whole(key)
+        try:
+            kept = _Kept.model_validate_json(self._path(whole).read_bytes())
+        except (OSError, ValueError):
+            return None  # not there, or not ours: it is made anew
+        if kept.key != whole:
+            return None
+        return RunResult(kept.counts, kept.seconds, kept.requests, kept.measured)
+
+    def save(self, key: dict[str, Any], run: RunResult) -> None:
+        whole = self._whole(key)
+        kept = _Kept(
+            key=whole,
+            counts=run.counts,
+            seconds=run.seconds,
+            requests=run.requests,
+            measured=run.measured,
+        )
+        write_output(self._path(whole), kept.model_dump_json() + "\n", "--output")
+
+    def _whole(self, key: dict[str, Any]) -> dict[str, Any]:
+        whole: dict[str, Any] = json.loads(json.dumps({**self.common, **key}))
+        return whole
+
+    def _path(self, whole: dict[str, Any]) -> Path:
+        return self.folder / f"{of_value(whole)[:16]}.json"
