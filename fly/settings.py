@@ -25,6 +25,8 @@ TextSourceName = Literal["runs", "own"]
 GONE = {
     "--memory": "docs/scale.md has the memory of the shipped pairs, and how to count any other's",
     "tp_plan": "start one process per GPU, each with the whole pair, or shard it with --model vllm",
+    "draft_sources=siblings": "write runs, own or both, or leave the key out",
+    "draft_sources=others": "write runs, own or both, or leave the key out",
 }
 _GONE_SOURCES = dict.fromkeys(("siblings", "others"), "use runs or own, or leave it out")
 _LONGEST_LOOKUP = 128  # draft tokens of a round from texts, where nobody set another number
@@ -62,19 +64,6 @@ def _check_known(names: Mapping[str, Any]) -> Callable[[str], str]:
                 "literal_error", "Input should be {wanted}", {"wanted": wanted}
             )
         return name
-
-    return check
-
-
-def _refuse_gone(values: Mapping[str, str]) -> Callable[[Any], Any]:
-    """values: what a key took in earlier versions of fly, and what to write instead."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, str) and value in values:
-            raise PydanticCustomError(
-                "gone", "No longer a value: {instead}", {"instead": values[value]}
-            )
-        return value
 
     return check
 
@@ -229,13 +218,7 @@ class DrafterSettings(Settings):
     num_ngram_pred_tokens: int = Field(
         6, ge=1, le=256, description="Most tokens that one n-gram lookup proposes."
     )
-    draft_sources: (
-        Annotated[
-            tuple[Annotated[TextSourceName, BeforeValidator(_refuse_gone(_GONE_SOURCES))], ...],
-            BeforeValidator(_listed),
-        ]
-        | None
-    ) = Field(
+    draft_sources: Annotated[tuple[TextSourceName, ...], BeforeValidator(_listed)] | None = Field(
         None,
         description="Texts that ngram and cascade draft from. runs: outputs of draft_runs for the "
         "same document. own: the sequence's own prompt and output. null: both.",

@@ -272,9 +272,3 @@ def test_what_is_written_down_of_a_run_is_in_no_hash():
     for key, value in {"verbose": True, "trace": True, "enable_statistics": False}.items():
         assert config.build({"target_model_path": "t", key: value}, "test").hash() == plain.hash()
     assert config.build({"target_model_path": "t", "spd_k": 9}, "test").hash() != plain.hash()
-
-
-@pytest.mark.parametrize("given", [["siblings"], "own,others"])
-def test_a_text_source_that_is_gone_is_refused_with_what_to_write_instead(given):
-    with pytest.raises(FlyError, match=r"draft_sources.*'(siblings|others)'.*use runs or own"):
-        config.build({"target_model_path": "x", "draft_sources": given}, "f.json")
