@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -20,7 +19,7 @@ from transformers import PreTrainedModel
 from fly import launch
 from fly.errors import FlyError, reason_of
 from fly.execution import fused_layer, kernels, packed_linear, uniform_passes
-from fly.settings import ExecutionSettings, Quantization
+from fly.settings import ExecutionSettings
 
 logger = logging.getLogger(__name__)
 
@@ -171,17 +170,6 @@ def _not_invariant(why: str) -> FlyError:
         f"batch_invariant=true: the target: {why}: it takes fly's kernels (a bfloat16 model of the "
         "Llama, Mistral, Qwen2 or Qwen3 family on an x86-64 CPU) or a GPU: set it to false"
     )
-
-
-def quantizations(draft: PreTrainedModel, settings: ExecutionSettings) -> list[Quantization]:
-    """The values of draft_quantization that this machine can give a freshly loaded draft."""
-    passes, _ = passes_for(draft, settings)
-    if passes == "kernels":
-        return ["int8", "none"]
-    if passes == "onednn":
-        return ["int4", "int8", "none"]
-    on_accelerator = draft.device.type != "cpu" and find_spec("torchao") is not None
-    return ["none", "int8", "fp8"] if on_accelerator else ["none"]
 
 
 def pack_draft(model: PreTrainedModel, settings: ExecutionSettings) -> str:
