@@ -18,7 +18,7 @@ from collections.abc import Sequence as Seq
 from fly.execution.pass_costs import PairCosts
 from fly.settings import DrafterSettings, TextSourceName
 from fly.speculation.acceptance import DRAFT_MODEL, Acceptance, Speaker
-from fly.speculation.draft_length import GAIN, expected_tokens, value
+from fly.speculation.draft_length import GAIN_OF_TEXT, expected_tokens, value
 from fly.speculation.drafters.base import DrafterContext
 from fly.speculation.drafters.ngram import until_eos
 from fly.speculation.drafters.texts import SOURCES, Proposal
@@ -62,7 +62,7 @@ class Choice:
             self._acceptance.observe(speaker, len(verdict.draft), verdict.leading_matches)
 
     def _best(self, proposals: Seq[Proposal], limit: int, sequences: int) -> Proposal | None:
-        best, most = None, GAIN * self._without(limit, sequences)
+        best, most = None, GAIN_OF_TEXT * self._without(limit, sequences)
         for proposal in proposals:
             if not (self._learns or proposal.source.is_weighed):
                 if best is None and limit:
