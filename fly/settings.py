@@ -28,7 +28,6 @@ GONE = {
     "draft_sources=siblings": "write runs, own or both, or leave the key out",
     "draft_sources=others": "write runs, own or both, or leave the key out",
 }
-_GONE_SOURCES = dict.fromkeys(("siblings", "others"), "use runs or own, or leave it out")
 _LONGEST_LOOKUP = 128  # draft tokens of a round from texts, where nobody set another number
 # A backtick, at most three spaces into its line.
 _FENCE = "`(?:(?<=^`)|(?<=^ `)|(?<=^  `)|(?<=^   `))"

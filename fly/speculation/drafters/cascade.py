@@ -8,10 +8,10 @@ from collections.abc import Sequence as Seq
 from torch import Tensor
 
 from fly.execution.model_runner import ModelRunner
-from fly.speculation.drafters.base import Drafter, DrafterContext
-from fly.speculation.drafters.draft import Draft, HostDraft
 from fly.speculation.acceptance import Acceptance
 from fly.speculation.draft_length import expected_tokens
+from fly.speculation.drafters.base import Drafter, DrafterContext
+from fly.speculation.drafters.draft import Draft, HostDraft
 from fly.speculation.drafters.draft_model import CATCH_UP, ModelDrafter
 from fly.speculation.drafters.lookup import Lookup
 from fly.speculation.drafters.ngram import NgramIndex, ngram_sizes
