@@ -24,6 +24,7 @@ TextSourceName = Literal["runs", "own"]
 # that fly had once, and what to do instead. Finished runs that have them are read as ever.
 GONE = {
     "--memory": "docs/scale.md has the memory of the shipped pairs, and how to count any other's",
+    "fly plot": "`fly report RUN...` draws the figures, and saves them as SVG and CSV",
     "tp_plan": "start one process per GPU, each with the whole pair, or shard it with --model vllm",
     "draft_sources=siblings": "write runs, own or both, or leave the key out",
     "draft_sources=others": "write runs, own or both, or leave the key out",

@@ -136,7 +136,7 @@ class Run(Command):
 
     def check(self, out, done):
         assert killing.records(out) == killing.records(self.whole)
-        (run,) = reader.load_all(out)
+        run = reader.load(out)
         whole = reader.load(self.whole)
         assert run.tasks == whole.tasks
         assert run.results["results"] == whole.results["results"]
@@ -173,7 +173,7 @@ class Compare(Command):
 
     def check(self, out, done):
         for mode in MODES:
-            (run,) = reader.load_all(out / mode)
+            run = reader.load(out / mode)
             assert run.path == done.get(mode, run.path), f"{mode} was decoded again"
             assert run.tasks == reader.load(self.whole / mode).tasks
             assert killing.records(out / mode) == killing.records(self.whole / mode)

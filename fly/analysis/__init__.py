@@ -1,1 +1,1 @@
-"""What runs say: scores, statistics, tables, plots and the report. Loads no torch."""
+"""What runs say: scores, statistics, tables and the report. Loads no torch."""

@@ -104,11 +104,19 @@ class _Family:
 
 
 def build(runs: Sequence[Scored], metrics: Sequence[str] | None = None) -> Matrix:
-    """The matrix of these runs. metrics: only these, by name or `name,filter`; None for each task's
-    first by which its target alone scores anything.
+    """The matrix of these runs: `relate`, then `arrange`."""
+    return arrange(*relate(runs, metrics))
 
-    Raises FlyError for runs that have no place in it: of another backend, without a target-only run
-    of their target or with several, or where another run is already; and as `compare.compare`.
+
+def relate(
+    runs: Sequence[Scored], metrics: Sequence[str] | None = None
+) -> tuple[list[Cell], list[str]]:
+    """(every run against its own target's, notes), before p-values are corrected. metrics: only
+    these, by name or `name,filter`; None for each task's first by which its target alone scores
+    anything.
+
+    Raises FlyError for runs that cannot be related: of another backend, without a target-only run
+    of their target or with several; and as `compare.compare`.
     """
     families = _families(runs)
     targets, drafters, rules = _targets(families), _drafters(families), _rules(families)
@@ -127,10 +135,22 @@ def build(runs: Sequence[Scored], metrics: Sequence[str] | None = None) -> Matri
                 if metrics or row.primary or row is found.overall
             ]
         notes += result.notes
+    return cells, list(dict.fromkeys(notes))
+
+
+def arrange(cells: list[Cell], notes: list[str]) -> Matrix:
+    """The cells, their p-values corrected together. Raises FlyError if two runs share a place."""
     _check_places(cells)
     p_values = iter(holm([cell.row.scores.p for cell in cells if _is_tested(cell)]))
     cells = [replace(cell, p=next(p_values)) if _is_tested(cell) else cell for cell in cells]
-    return Matrix(cells, sum(map(_is_tested, cells)), list(dict.fromkeys(notes)))
+    return Matrix(cells, sum(map(_is_tested, cells)), notes)
+
+
+def check_related(each: Scored, alone: Iterable[Scored]) -> None:
+    """Raise FlyError unless just one of these runs, of targets alone, is of the run's own target,
+    and both answered the same questions."""
+    family = _family_of(each, [_Family(of_target) for of_target in alone])
+    compare.check_pairs(family.alone[1], each[1])
 
 
 def _is_tested(cell: Cell) -> bool:

@@ -19,7 +19,7 @@ from lm_eval.utils import sanitize_model_name, setup_logging
 
 import fly
 from fly import launch, reading, registry
-from fly.cli import compare, config, pair, plot, processes, report, trace, tune
+from fly.cli import compare, config, pair, processes, report, trace, tune
 from fly.config import refuse_gone
 from fly.errors import FlyError, LostProcessError
 from fly.harness.arguments import (
@@ -36,7 +36,7 @@ from fly.runs import context, environment, reader, resume
 from fly.runs.earlier_outputs import EarlierOutputs
 from fly.runs.manifest import Manifest
 
-_COMMANDS = (compare, config, pair, plot, report, trace, tune)
+_COMMANDS = (compare, config, pair, report, trace, tune)
 # flags of `fly run` that fly reads or replaces before lm-eval does
 _READ_HERE = ("model", "model_args", "output_path", "use_cache", "include_path")
 _ABOUT = """EleutherAI's lm-evaluation-harness with a backend that decodes by FLy, loosely verified

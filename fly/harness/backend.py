@@ -2,7 +2,7 @@
 
 An engine says how requests are decoded (`decode`); here they are built and checked, finished ones
 of a resumed run are taken from its records, each response is kept the moment it is there, and the
-results entry is made. So resume, compare, report and plot do not care which engine it was.
+results entry is made. So resume, compare and report do not care which engine it was.
 """
 
 from __future__ import annotations

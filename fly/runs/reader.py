@@ -11,7 +11,6 @@ have none of these.
 from __future__ import annotations
 
 import json
-import logging
 import re
 import shlex
 from collections.abc import Iterable
@@ -28,8 +27,6 @@ from fly.errors import FlyError
 from fly.paths import expanded, run_files
 from fly.runs import manifest, shapes
 from fly.runs.vocabulary import bytes_of
-
-logger = logging.getLogger(__name__)
 
 _Line = TypeVar("_Line")
 # files of records, and the setting with which a run writes them
@@ -324,36 +321,6 @@ def _samples(file: Path, results: dict[str, Any]) -> dict[str, list[dict[str, An
                 "were changed: run it again"
             )
     return found
-
-
-def load_all(path: str | Path) -> list[Run]:
-    """Every run at or below `path` (a results file, or a folder of any depth), oldest first.
-
-    In a folder what cannot be read is left out with a warning: what a kill left incomplete, runs
-    without samples.
-    """
-    given = expanded(path)
-    files = _found(given.rglob("*.json")) if given.is_dir() else []
-    newest = {}
-    for file in files:
-        try:
-            started = started_of(file)
-            of_run = file.with_name(f"fly_run_{started}.json")
-            has_ended = not of_run.is_file() or manifest.Manifest.read(of_run).finished
-        except FlyError as error:
-            logger.warning("%s: left out", error)
-            continue
-        if not has_ended:
-            logger.warning("%s: its run has not ended: left out (`fly --resume` ends it)", file)
-        else:
-            newest[file.parent, started or file] = file
-    runs = []
-    for file in sorted(newest.values(), key=date_of):
-        try:
-            runs.append(load(file))
-        except FlyError as error:
-            logger.warning("%s: left out", error)
-    return runs or [load(given)]
 
 
 def _task_runs(

@@ -23,7 +23,7 @@ from fly.cli import run_modes
 from fly.errors import FlyError
 from fly.runs import output_ids
 from fly.runs.manifest import Manifest
-from tests import killing, runs_to_plot, tiny, written_runs
+from tests import configured_runs, killing, tiny, written_runs
 from tests.integration.test_cli import config_file, run, task_dir  # noqa: F401  fixtures
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -263,7 +263,7 @@ def test_a_mode_whose_end_nobody_saw_is_not_decoded_again(tmp_path, monkeypatch,
     made = []
 
     def ends_unseen(command):
-        made.append(runs_to_plot.write_run(tmp_path / "hf/m", {"t": [1, 0]}, backend="hf"))
+        made.append(configured_runs.write_run(tmp_path / "hf/m", {"t": [1, 0]}, backend="hf"))
         raise Killed
 
     def compare(limit):

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from fly.harness import evaluate, sandbox
 from fly.runs.jsonl import JsonLines
 from tests import tiny, traced_runs, written_runs
+from tests.configured_runs import write_run
 from tests.integration import test_cli
 from tests.integration.test_cli import config_file, run, task_dir  # noqa: F401  fixtures
-from tests.runs_to_plot import write_run
 
 DEEP = "[" * 100_000
 DIGITS = "9" * 5000
@@ -695,7 +695,6 @@ def test_files_of_finished_runs(two_runs, tmp_path, capsys, name, path, new, wor
     both = (runs / "target-only", runs / "fly")
     assert str(file) in refused(capsys, words, "compare", *both)
     refused(capsys, words, "report", *both, "--output", tmp_path / "x.html")
-    refused(capsys, words, "plot", *both, "--output", tmp_path / "plots")
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
@@ -729,8 +728,6 @@ def test_traces_of_finished_runs(two_runs, tmp_path, capsys, name, path, new, wo
     spoil(file, path, new)
     refused(capsys, words, "report", run_folder, "--output", tmp_path / "x.html")
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
-    if name == "fly_trace_":
-        refused(capsys, words, "plot", run_folder, "--output", tmp_path / "plots")
 
 
 def test_names_of_results_files(two_runs, tmp_path, capsys):
@@ -739,7 +736,6 @@ def test_names_of_results_files(two_runs, tmp_path, capsys):
     renamed = file.rename(runs / "mine.json")
     refused(capsys, ["mine.json", "results_DATE.json"], "compare", renamed, two_runs / "fly")
     refused(capsys, "mine.json", "report", renamed, "--output", tmp_path / "x.html")
-    refused(capsys, "mine.json", "plot", renamed, "--output", tmp_path / "plots")
     next(runs.glob("samples_*")).unlink()
     refused(capsys, "run with --log_samples", "compare", renamed.rename(file), two_runs / "fly")
 
@@ -922,8 +918,8 @@ OTHERS = [
     (["report", "/dev/null"], "/dev/null"),
     (["report", "a", "--traces", "-1"], "--traces -1"),
     (["report", "a", "--output", "/"], "--output /: is a folder"),
-    (["plot", "/nowhere", "--output", "x"], "/nowhere: no such run"),
-    (["plot", "a"], ["--output", "fly plot --help"]),
+    (["plot", "runs/", "--output", "figures"], "fly report RUN..."),
+    (["plot"], "fly report RUN..."),
     (["config", "check"], ["file", "fly config check --help"]),
     (["config", "cheque"], ["cheque", "check"]),
     (["banana", "split"], ["banana", "fly --help"]),

@@ -8,6 +8,7 @@ import pytest
 
 from fly.runs import reader
 from tests.integration.test_cli import run
+from tests.integration.test_report import blocks
 
 OLD = Path(__file__).parents[1] / "fixtures" / "runs_of_2026_11"
 MODES = ("target-only", "exact", "fly")
@@ -40,15 +41,16 @@ def test_an_old_baseline_is_compared_with(capsys):
     assert "0.54 [0.29, 0.87]" in printed
 
 
-def test_old_runs_are_reported_and_plotted(tmp_path):
+def test_old_runs_are_reported(tmp_path):
     folders = [OLD / mode for mode in MODES]
-    page, plots = tmp_path / "report.html", tmp_path / "plots"
+    page = tmp_path / "report.html"
     assert run("report", *folders, "--output", page) == 0
     text = page.read_text()
     assert "tiny_task" in text
-    assert run("plot", *folders, "--output", plots) == 0
-    rows = (plots / "points.csv").read_text().splitlines()
-    assert len(rows) == 1 + len(MODES)
+    summary = blocks(text)["summary"]
+    assert [point["run"] for point in summary["points"]] == list(MODES)
+    (panel,) = summary["frontier"]
+    assert [point["run"] for point in panel["points"]] == list(MODES)
 
 
 @pytest.mark.parametrize("mode", MODES)

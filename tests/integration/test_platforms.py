@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from tests.runs_to_plot import write_run
+from tests.configured_runs import write_run
 
 UNIX = ("resource", "fcntl", "termios", "pwd", "grp")
 PROGRAM = """
@@ -33,7 +33,6 @@ def test_finished_runs_are_read_everywhere(tmp_path):
     commands = [
         ["compare", *paths],
         ["report", *paths, "--output", str(tmp_path / "report.html")],
-        ["plot", str(tmp_path), "--output", str(tmp_path / "figures")],
     ]
     program = PROGRAM.format(unix=UNIX, commands=commands)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

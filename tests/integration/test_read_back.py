@@ -1,6 +1,5 @@
 """What runs leave is read back as it was asked for: chosen documents, groups, caches, names."""
 
-import shutil
 import textwrap
 
 import pytest
@@ -82,18 +81,7 @@ def test_a_results_file_may_have_any_name(place):
     (results,) = (place / "named").glob("mine_*.json")
     assert reader.find_results(place / "named") == results
     assert len(reader.load(place / "named").requests) == 2
-    assert len(reader.load_all(place / "named")) == 1
     assert "has ended: results: " in fly(place, "--resume", "named")
-
-
-def test_a_damaged_manifest_leaves_out_its_run_alone(place, tmp_path):
-    fly(place, *arguments("sound", "--limit", "1", tasks="tiny_greedy"))
-    for name in ("sound", "damaged"):
-        shutil.copytree(place / "sound", tmp_path / name)
-    (manifest,) = (tmp_path / "damaged").rglob("fly_run_*.json")
-    manifest.write_text("{}")
-    (run,) = reader.load_all(tmp_path)
-    assert run.path.is_relative_to(tmp_path / "sound")
 
 
 def test_what_fly_writes_itself_is_no_results_file(tmp_path):

@@ -48,6 +48,9 @@ def test_a_real_run_from_the_command_line(saved_pair, config_file, task_dir, tmp
     assert sum(positions["deferred"]) == stats["deferred_accepted"]
     assert sum(positions["accepted"]) == stats["native_accepted"] + stats["deferred_accepted"]
     assert data["summary"]["comparisons"] == []
+    (point,) = data["summary"]["points"]
+    assert (point["tau"], point["k"]) == (stats["tau"], 4)
+    assert point["tok_s_user"] > 0
     for number, row in enumerate(data["documents"]):
         trace = data["traces"]["documents"][str(number)]["0"][0]
         stands = [i for i, letter in enumerate(trace["source"]) if letter != "x"]

@@ -1,4 +1,4 @@
-"""Runs read back from disk: what lm-eval and fly wrote is what compare, report and plot see."""
+"""Runs read back from disk: what lm-eval and fly wrote is what compare and report see."""
 
 import json
 

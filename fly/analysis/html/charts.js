@@ -1,7 +1,13 @@
 // Charts as inline SVG, drawn for the width there is, so that labels keep their size on a phone.
 
-/** A figure: title, sentence, chart and its numbers as a table. `draw(width)` returns an svg. */
-function figure(title, note, draw, numbers, legend = null) {
+/**
+ * A figure: title, sentence, chart and its numbers, to be read and to be saved.
+ * `draw(width)` returns an svg; without it the numbers are the figure. columns: [name, format] of
+ * the numbers; rows: plain values, {low, high} for intervals. shown: another table to read.
+ */
+function figure(title, note, { draw = null, columns, rows, legend = null, shown = null }) {
+  const numbers = shown ?? table(columns.map(([name]) => name), rows.map((row) => row.map((value, at) => columns[at][1](value))), title);
+  if (!draw) return el("figure", {}, caption(title, note), numbers, saving(title, null, columns, rows));
   const holder = el("div", { class: "chart" });
   let drawn = 0;
   new ResizeObserver(([entry]) => {
@@ -12,16 +18,16 @@ function figure(title, note, draw, numbers, legend = null) {
     }
   }).observe(holder);
   return el("figure", {}, caption(title, note), legend, holder,
-    numbers ? el("details", {}, el("summary", {}, "Numbers"), numbers) : null);
+    el("details", {}, el("summary", {}, "Numbers"), numbers), saving(title, holder, columns, rows));
 }
 
 function caption(title, note = null) {
   return el("figcaption", {}, el("h3", {}, title), note && el("p", { class: "note" }, note));
 }
 
-function legend(entries) {
+function legend(entries, mark = (kind) => bar(0, 0, 14, 14, kind), width = 14) {
   return el("ul", { class: "legend" }, entries.map(([kind, text]) => el("li", {},
-    svg("svg", { width: 14, height: 14, "aria-hidden": "true" }, bar(0, 0, 14, 14, kind)), text)));
+    svg("svg", { width, height: 14, "aria-hidden": "true" }, mark(kind)), text)));
 }
 
 function canvas(width, height, label, ...children) {
@@ -41,14 +47,14 @@ function label(x, y, text, attributes = {}) {
   return svg("text", { x, y, ...attributes }, text);
 }
 
-/** Steps of 1, 2 or 5 times a power of ten, about `count` of them up to `most`. */
-function ticks(most, count = 4) {
-  if (!(most > 0)) return [0];
-  const raw = most / count;
+/** Steps of 1, 2 or 5 times a power of ten, about `count` of them from `least` to `most`. */
+function ticks(most, count = 4, least = 0) {
+  if (!(most > least)) return [least];
+  const raw = (most - least) / count;
   const power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((value) => value >= raw * 0.999);
   const result = [];
-  for (let value = 0; value <= most * 1.001; value += step) result.push(Number(value.toPrecision(6)));
+  for (let value = Math.ceil(least / step) * step; value <= most + 0.001 * step; value += step) result.push(Number(value.toPrecision(6)));
   return result;
 }
 
@@ -83,7 +89,7 @@ function intervals(width, rows, low, high, name) {
   const at = (value) => left + ((value - low) / (high - low || 1)) * room;
   const nodes = ticks(high - low).map((step) => svg("g", { class: "axis" },
     svg("line", { x1: at(low + step), x2: at(low + step), y1: 0, y2: bottom }),
-    label(at(low + step), bottom + 14, String(Number((low + step).toPrecision(3))), { "text-anchor": "middle" })));
+    label(at(low + step), bottom + 14, short(low + step), { "text-anchor": "middle" })));
   rows.forEach((row, number) => {
     const y = number * pitch + 28;
     nodes.push(label(left, y - 13, row.label, { class: "strong" }),
@@ -139,5 +145,42 @@ function columns(width, groups, most, axis, name, { format = String, dots = [], 
   }
   nodes.push(label(left + room / 2, high - 4, axis.x, { "text-anchor": "middle" }),
     label(0, 9, axis.y, {}));
+  return canvas(width, high, name, nodes);
+}
+
+/** A scale from zero, or from the least value, with some room beyond. */
+function range(values, isFromZero = true) {
+  const low = isFromZero ? 0 : Math.min(...values), high = Math.max(...values), room = 0.08 * (high - low || 1);
+  return { from: isFromZero ? 0 : low - room, to: high + room };
+}
+
+/**
+ * Points over two scales. series: {kind, isJoined, points: [{x, y, text, title, across, along}]};
+ * across, along: intervals in x and in y. x, y: {name, from, to, format, marks}; level: a height that
+ * is marked; steps: corners of a line of its own.
+ */
+function scatter(width, series, x, y, name, { level = null, steps = [] } = {}) {
+  const left = 48, bottom = 36, top = 26, high = 300, room = width - left - 16, deep = high - top - bottom;
+  const atX = (value) => left + ((value - x.from) / (x.to - x.from)) * room;
+  const atY = (value) => top + deep - ((value - y.from) / (y.to - y.from)) * deep;
+  const path = (points) => points.map((point) => `${atX(point.x)},${atY(point.y)}`).join(" ");
+  const whisker = (kind, [x1, x2, y1, y2]) => svg("line", { class: `whisker thin ${kind}`, x1, x2, y1, y2 });
+  const nodes = ticks(y.to, 4, y.from).map((tick) => svg("g", { class: "axis" },
+    svg("line", { x1: left, x2: width - 16, y1: atY(tick), y2: atY(tick) }),
+    label(left - 6, atY(tick) + 4, y.format(tick), { "text-anchor": "end" })));
+  nodes.push((x.marks ?? ticks(x.to, 5, x.from)).map((tick) => label(atX(tick), high - bottom + 15, x.format(tick), { "text-anchor": "middle" })));
+  if (level !== null) nodes.push(svg("line", { class: "mark", x1: left, x2: width - 16, y1: atY(level), y2: atY(level) }));
+  if (steps.length) nodes.push(svg("polyline", { class: "curve", points: path(steps) }));
+  for (const { kind, isJoined, points } of series) {
+    if (isJoined) nodes.push(svg("polyline", { class: `join ${kind}`, points: path(points) }));
+    for (const point of points) {
+      const [cx, cy] = [atX(point.x), atY(point.y)];
+      if (point.across) nodes.push(whisker(kind, [atX(point.across.low), atX(point.across.high), cy, cy]));
+      if (point.along) nodes.push(whisker(kind, [cx, cx, atY(point.along.low), atY(point.along.high)]));
+      nodes.push(svg("circle", { class: `dot ${kind}`, cx, cy, r: 5 }, svg("title", {}, point.title)));
+      if (point.text) nodes.push(label(cx + 7, cy - 6, point.text, { class: "strong" }));
+    }
+  }
+  nodes.push(label(left + room / 2, high - 4, x.name, { "text-anchor": "middle" }), label(0, 9, y.name));
   return canvas(width, high, name, nodes);
 }

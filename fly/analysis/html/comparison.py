@@ -37,18 +37,35 @@ def against_first(runs: Sequence[Measured]) -> tuple[list[dict[str, Any]], list[
     return found, notes
 
 
-def of_families(runs: Sequence[matrix.Scored]) -> dict[str, Any] | None:
-    """The matrix of fly's runs, as `fly compare --matrix` makes it; None unless several draft.
+def of_families(
+    runs: Sequence[matrix.Scored],
+) -> tuple[dict[str, Any] | None, list[matrix.Cell]]:
+    """The matrix of fly's runs, as `fly compare --matrix` makes it, and its cells; None unless
+    several draft.
 
-    `refused` says why there is none.
+    A run that cannot be related to its target's own is left out with a note. `refused` says why
+    there is no matrix; there may be cells all the same.
     """
     own = [each for each in runs if each[0].entry is not None]
-    if sum(run.mode != "target-only" for run, _ in own) < 2:
-        return None
+    alone = [each for each in own if each[0].mode == "target-only"]
+    drafted = [each for each in own if each[0].mode != "target-only"]
+    if len(drafted) < 2:
+        return None, []
+    related, left_out = list[matrix.Scored](), list[str]()
+    for each in drafted:
+        try:
+            matrix.check_related(each, alone)
+            related.append(each)
+        except FlyError as error:
+            left_out.append(f"left out: {error}")
+    if not related:
+        return {"refused": "; ".join(left_out)}, []
+    cells = list[matrix.Cell]()
     try:
-        return matrix.build(own).as_dict
+        cells, notes = matrix.relate([*alone, *related])
+        return matrix.arrange(cells, [*left_out, *notes]).as_dict, cells
     except FlyError as error:
-        return {"refused": str(error)}
+        return {"refused": "; ".join([*left_out, str(error)])}, cells
 
 
 def _why_not(baseline: Measured, other: Measured) -> str | None:

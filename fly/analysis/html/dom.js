@@ -63,6 +63,10 @@ function block(id) {
   return parsed.get(id);
 }
 
+function text(value) {
+  return String(value ?? NONE);
+}
+
 function isNumber(value) {
   return typeof value === "number" && Number.isFinite(value);
 }
@@ -86,6 +90,14 @@ function whole(value) {
 /** An interval of numbers in words. */
 function between(interval, format) {
   return interval ? `${format(interval.low)} to ${format(interval.high)}` : NONE;
+}
+
+function short(value) {
+  return String(Number(value.toPrecision(3)));
+}
+
+function three(value) {
+  return fixed(value, 3);
 }
 
 /** Scores: 0.833; whole numbers without decimals. */

@@ -6,6 +6,7 @@ const SIGNS = { held: ["\u2713", "held"], unchanged: ["=", "unchanged"], fell: [
 const UNDECIDED = ["?", "undecided"];
 
 const kindOf = (run) => `s${run.number % 6}`;
+const unique = (values) => [...new Set(values)];
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 
 function swatch(run) {
@@ -107,37 +108,46 @@ function scoreFigures({ runs, scores }) {
     const filter = entry.filter === "none" ? "" : `, filter ${entry.filter}`;
     return figure(`${entry.task}: ${entry.metric}${filter}`,
       `Lines are 95 % intervals of each run by itself${isShare ? " (Wilson)" : ""}.${entry.higher_is_better ? "" : " Lower is better."}`,
-      (width) => intervals(width, rows, low, high, `Scores of ${entry.task}`),
-      table(["run", "score", "95 % interval", "documents"], found.map(({ run, value, interval, documents }) =>
-        [run.name, fixed(value, 3), between(interval, (bound) => fixed(bound, 3)), whole(documents)]), "Scores"));
+      { draw: (width) => intervals(width, rows, low, high, `Scores of ${entry.task}`),
+        columns: [["run", text], ["score", three], ["95 % interval", (interval) => between(interval, three)], ["documents", whole]],
+        rows: found.map(({ run, value, interval, documents }) => [run.name, value, interval, documents]) });
   });
 }
 
 /** Every metric of every compared run: the pairs and their verdict. Null for one run. */
 function comparisonFigure({ runs: [base], comparisons, notes }) {
-  const lines = comparisons.flatMap(({ name, rows = [] }) => rows.map((row) => {
+  const all = comparisons.flatMap(({ name, rows = [] }) => rows.map((row) => ({ ...row, label: `${name}: ${row.label.replace(",", ", ")}` })));
+  if (!all.length) return null;
+  const lines = all.map((row) => {
     const isMissing = row.other === null, [sign, style] = SIGNS[row.verdict] || UNDECIDED;
     const more = style === "undecided" && row.decides ? `; ${whole(row.decides)} documents would decide` : "";
-    return [`${name}: ${row.label.replace(",", ", ")}`, fixed(row.baseline, 3), fixed(row.other, 3), percent(row.recovery),
+    return [row.label, three(row.baseline), three(row.other), percent(row.recovery),
       between(row.interval, percent), isMissing ? NONE : `${row.lost} / ${row.won}`, isMissing ? NONE : `${pValue(row.p)} (${row.test})`,
       [el("b", { class: style }, `${sign} ${row.verdict}`), more]];
-  }));
-  if (!lines.length) return null;
-  return el("figure", {}, caption("Did the scores hold?",
-    `Against ${base.name}, in pairs of the same documents. Recovery is the share of its score that is kept, with a paired 95 % bootstrap interval; docs/compare.md defines the verdicts.`),
-  table(["run: task and metric", base.name, "score", "recovery", "95 % interval", "lost / won", "p", "verdict"], lines, "Recovery"), notesBelow(notes));
+  });
+  const made = figure("Did the scores hold?",
+    `Against ${base.name}, in pairs of the same documents. Recovery is the share of its score that is kept, with a paired 95 % bootstrap interval; docs/compare.md defines the verdicts.`,
+    { shown: table(["run: task and metric", base.name, "score", "recovery", "95 % interval", "lost / won", "p", "verdict"], lines, "Recovery"),
+      ...plain(all, { "run: task and metric": "label", documents: "documents", baseline: "baseline", score: "other", recovery: "recovery", "95 % interval": "interval", lost: "lost", won: "won", p: "p", test: "test", verdict: "verdict", "documents that would decide": "decides" }) });
+  made.append(...notesBelow(notes));
+  return made;
 }
 
-const unique = (values) => [...new Set(values)];
+/** Columns and rows of numbers that are saved as they are. names: keys of the values, by column. */
+function plain(values, names) {
+  return { columns: Object.keys(names).map((name) => [name, text]), rows: values.map((value) => Object.values(names).map((key) => value[key])) };
+}
 
 /** Drafters by rules, for every target by itself: a table per task. Null unless several runs draft. */
-function matrixSection({ matrix }) {
+function matrixSection(summary) {
+  const { matrix } = summary;
   if (!matrix) return null;
-  if (matrix.refused) return section("matrix", "Drafters and rules", missing(`No matrix of these runs. ${matrix.refused}.`));
+  if (matrix.refused) return section("matrix", "Drafters and rules", missing(`No matrix of these runs. ${matrix.refused}.`), frontierFigures(summary));
   const titleOf = (cell) => `${cell.task}: ${cell.metric}`;
   return section("matrix", "Drafters and rules",
     el("p", { class: "note" }, `Every run against its target alone: recovery of the score with a paired 95 % bootstrap interval, documents lost and won, time x end to end, and tau. The darker, the more of the score was lost; darkest from 10 %. p: that both score the same, corrected by Holm for ${plural(matrix.tests, "cell")}. A large p does not say that scores held: the interval says how much may be lost, and, where no document was, the share of the score that so few documents leave possible (95 %).`),
     unique(matrix.cells.map(titleOf)).map((title) => matrixFigure(title, matrix.cells.filter((cell) => titleOf(cell) === title))),
+    frontierFigures(summary),
     notesBelow(matrix.notes));
 }
 
@@ -151,7 +161,64 @@ function matrixFigure(title, cells) {
       ...unique(family.map((cell) => cell.drafter)).map((drafter) =>
         [drafter, ...rules.map((rule) => matrixCell(family.find((cell) => cell.drafter === drafter && cell.rule === rule)))])];
   });
-  return el("figure", {}, caption(title.replace(",", ", ")), table(["target, drafter", ...rules], rows, title));
+  const values = cells.map((cell) => ({ ...cell, ratio: cell.speed?.end_to_end?.value, times: cell.speed?.end_to_end?.interval, tau: cell.speed?.pace.tau }));
+  return figure(`${title.replace(",", ", ")}, by drafter and rule`, null, { shown: table(["target, drafter", ...rules], rows, title),
+    ...plain(values, { target: "target", drafter: "drafter", rule: "rule", run: "run", baseline: "baseline", documents: "documents", "baseline score": "baseline_score", score: "score", recovery: "recovery", "95 % interval": "interval", lost: "lost", won: "won", p: "p", "time x": "ratio", "time x interval": "times", tau: "tau" }) });
+}
+
+/** Recovery over time x: a figure per task and metric, its points numbered as in the legend. */
+function frontierFigures({ runs, frontier }) {
+  const ends = (interval) => interval ? [interval.low, interval.high] : [];
+  return frontier.map(({ task, metric, points }) => {
+    const title = `Recovery over time x: ${task}, ${metric}`, runOf = (point) => runs.find((run) => run.name === point.run);
+    const best = points.filter((point) => point.is_best).sort((a, b) => a.time_x - b.time_x);
+    const corners = best.flatMap((point, at) => [{ x: (best[at - 1] ?? point).time_x, y: point.recovery }, { x: point.time_x, y: point.recovery }]);
+    const x = range(points.flatMap((point) => [point.time_x, ...ends(point.time_x_interval)]), false);
+    const y = range(points.flatMap((point) => [point.recovery, ...ends(point.recovery_interval)]), false);
+    const series = points.map((point) => ({ kind: kindOf(runOf(point)), points: [{ x: point.time_x, y: point.recovery, across: point.time_x_interval, along: point.recovery_interval,
+      text: String(runOf(point).number + 1), title: `${point.run}: recovery ${percent(point.recovery)}, time x ${times(point.time_x)}` }] }));
+    return figure(title, "Every run against its target alone. Thin lines are 95 % intervals, paired by document; they do not cover how a second run would differ. The stepped line joins the runs that no other surpasses in both.",
+      { draw: (width) => scatter(width, series, { ...x, name: "time x over the target alone, end to end", format: times }, { ...y, name: "recovery", format: (value) => percent(value, 0) }, title, { level: 1, steps: corners }),
+        legend: legend(points.map((point) => [kindOf(runOf(point)), `${runOf(point).number + 1}: ${point.run}`])),
+        columns: [["run", text], ["recovery", percent], ["recovery interval", (interval) => between(interval, percent)], ["time x", times], ["time x interval", (interval) => between(interval, times)], ["on the front", (value) => value ? "yes" : "no"]],
+        rows: points.map((point) => [point.run, point.recovery, point.recovery_interval, point.time_x, point.time_x_interval, point.is_best]) });
+  });
+}
+
+/** tau and time x by K, where runs differ in it: a line per setting besides K. */
+function draftLengthFigures({ points }) {
+  const drafted = points.filter(({ k }) => isNumber(k));
+  return unique(drafted.map(({ task }) => task)).flatMap((task) => {
+    const own = drafted.filter((point) => point.task === task), marks = unique(own.map(({ k }) => k));
+    if (marks.length < 2) return [];
+    return [["tau", "Mean acceptance length (tau)", fixed], ["time_x", "Time x", times]].map(([key, name, format]) =>
+      lineFigure(`${name} by K: ${task}`, own.filter((point) => isNumber(point[key])), "series", "", ["k", "K, the most draft tokens per round", String, marks], [key, name, format], 1));
+  });
+}
+
+/** Tokens per second of a GPU over those of a user, where runs differ in the batch size. */
+function throughputFigures({ points }) {
+  const left = unique(points.filter(({ tok_s_user }) => !isNumber(tok_s_user)).map(({ run }) => run));
+  const note = `Every point is a run at the batch size beside it. A user\u2019s tokens per second: emitted tokens over the time from the end of a request\u2019s prefill to its end. A GPU\u2019s: emitted tokens over the seconds of prefill and decoding together, over the devices of one copy of the pair.${left.length ? ` Left out, as their records have no wall_seconds: ${left.join(", ")}.` : ""}`;
+  return unique(points.map(({ task }) => task)).map((task) => {
+    const own = points.filter((point) => point.task === task && isNumber(point.tok_s_user));
+    if (unique(own.map((point) => point.batch_size)).length < 2) return null;
+    return lineFigure(`Throughput: ${task}`, own, "curve", note, ["tok_s_user", "tokens per second per user", short], ["tok_s_gpu", "tokens per second per GPU", short], null);
+  });
+}
+
+/** Points joined by what they have in common. over, up: [key, name, format] of the two scales. */
+function lineFigure(title, points, group, note, [over, xName, xFormat, marks], [up, yName, yFormat], level) {
+  if (!points.length) return null;
+  const names = unique(points.map((point) => point[group])), kind = (number) => `s${number % 6} d${number % 5}`;
+  const series = names.map((name, number) => ({ kind: kind(number), isJoined: true,
+    points: points.filter((point) => point[group] === name).sort((a, b) => a[over] - b[over]).map((point) => ({ x: point[over], y: point[up],
+      text: group === "curve" ? point.batch_size : "", title: `${point.run}: ${xName} ${xFormat(point[over])}, ${yName} ${yFormat(point[up])}` })) }));
+  const x = { ...range(points.map((point) => point[over]), !marks), name: xName, format: xFormat, marks };
+  const y = { ...range([level ?? 0, ...points.map((point) => point[up])]), name: yName, format: yFormat };
+  return figure(title, note || null, { draw: (width) => scatter(width, series, x, y, title, { level }),
+    legend: legend(names.map((name, number) => [kind(number), name]), (style) => svg("line", { class: `join ${style}`, x1: 0, x2: 28, y1: 7, y2: 7 }), 28),
+    ...plain(points, { run: "run", settings: group, "batch size": "batch_size", [xName]: over, [yName]: up }) });
 }
 
 function matrixCell(cell) {
@@ -180,10 +247,14 @@ function speedFigure({ runs: [base, ...others], comparisons }) {
   const title = isRelative ? "Time x" : "Speed";
   const note = isRelative ? `Seconds of ${base.name} over the run\u2019s, for the same documents: 2 is half of the time.` : "Tokens per second.";
   return figure(title, `${note} End to end is prefill and decoding.`,
-    (width) => barRows(width, rows, most, `${title} of the runs`, isRelative ? 1 : null),
-    table(["run", "end to end, tok/s", "decoding, tok/s", "tau", "tokens", "rounds", "peak memory"], timed.map(({ name, stats }) => [
-      name, fixed(stats.end_to_end_tok_s), fixed(stats.decode_tok_s), fixed(stats.tau), whole(stats.emitted), whole(stats.rounds),
-      `${fixed(stats.peak_memory_bytes / 2 ** 30, 1)} GiB`]), "Speed"));
+    { draw: (width) => barRows(width, rows, most, `${title} of the runs`, isRelative ? 1 : null),
+      columns: [["run", text], ["time x, end to end", times], ["95 % interval", (interval) => between(interval, times)], ["time x, decoding", times], ["decoding 95 % interval", (interval) => between(interval, times)],
+        ["end to end, tok/s", fixed], ["decoding, tok/s", fixed], ["tau", fixed], ["tokens", whole], ["rounds", whole], ["peak memory, GiB", (value) => fixed(value, 1)]],
+      rows: timed.map((run) => {
+        const { stats } = run, speed = speedOf(run), peak = stats.peak_memory_bytes;
+        return [run.name, speed?.end_to_end?.value, speed?.end_to_end?.interval, speed?.decode?.value, speed?.decode?.interval,
+          stats.end_to_end_tok_s, stats.decode_tok_s, stats.tau, stats.emitted, stats.rounds, isNumber(peak) ? peak / 2 ** 30 : null];
+      }) });
 }
 
 function timeFigure({ runs }) {
@@ -196,9 +267,10 @@ function timeFigure({ runs }) {
     parts: PHASES.map(([phase, kind]) => ({ value: of(run, phase), kind, text: phase, title: `${phase}: ${seconds(of(run, phase))}` })),
   }));
   return figure("Where the time went", "Recording is traces and progress; compile is packing and quantising weights and capturing graphs. Both are in no speed.",
-    (width) => barRows(width, rows, Math.max(...timed.map(total)), "Seconds by phase"),
-    table(["run", ...PHASES.map(([phase]) => phase)], timed.map((run) => [run.name, ...PHASES.map(([phase]) => seconds(of(run, phase)))]), "Seconds by phase"),
-    legend(PHASES.map(([phase, kind]) => [kind, phase])));
+    { draw: (width) => barRows(width, rows, Math.max(...timed.map(total)), "Seconds by phase"),
+      columns: [["run", text], ...PHASES.map(([phase]) => [phase, seconds])],
+      rows: timed.map((run) => [run.name, ...PHASES.map(([phase]) => of(run, phase))]),
+      legend: legend(PHASES.map(([phase, kind]) => [kind, phase])) });
 }
 
 function draftedRuns({ runs }) {
@@ -217,22 +289,22 @@ function positionFigures(summary) {
       { value: at.deferred / drafts, kind: "a1", title: `position ${at.name}: ${percent(at.deferred / drafts)} deferred and stood` }]] }));
     return figure(`Acceptance by draft position: ${run.name}`,
       `Columns: share of ${plural(drafts, "draft")} accepted up to a position. Line: of those that reached it, all before accepted.`,
-      (width) => columns(width, groups, 1, { x: "position in the draft", y: "share accepted" }, "Acceptance by position",
+      { draw: (width) => columns(width, groups, 1, { x: "position in the draft", y: "share accepted" }, "Acceptance by position",
         { format: (value) => percent(value, 0), dots: places.map((at) => at.conditional) }),
-      table(["position", "drafted", "reached", "accepted", "deferred of them", "of all drafts", "of those that reached it"], places.map((at) => [
-        at.name, whole(at.drafted), whole(at.reached), whole(at.accepted), deferred ? whole(at.deferred) : NONE, percent(at.unconditional), percent(at.conditional)]), "Acceptance by draft position"),
-      deferred ? legend([["a0", "the target token"], ["a1", "deferred and stood"]]) : null);
+        columns: [["position", text], ["drafted", whole], ["reached", whole], ["accepted", whole], ["deferred of them", whole], ["of all drafts", percent], ["of those that reached it", percent]],
+        rows: places.map((at) => [at.name, at.drafted, at.reached, at.accepted, deferred ? at.deferred : null, at.unconditional, at.conditional]),
+        legend: deferred ? legend([["a0", "the target token"], ["a1", "deferred and stood"]]) : null });
   });
 }
 
 /** Mean acceptance lengths by task; null where no run has counted them. */
 function lengthFigure({ runs }) {
   const rows = runs.flatMap(({ name, stats }) => Object.entries(stats?.tasks || {}).map(([task, found]) => [
-    name, task, whole(found.documents), ...["tau", "tau_document_mean", "al", "al_document_mean"].map((key) => fixed(found[key]))]));
+    name, task, found.documents, ...["tau", "tau_document_mean", "al", "al_document_mean"].map((key) => found[key])]));
   if (!rows.length) return null;
-  return el("figure", {}, caption("Mean acceptance lengths",
-    "tau: tokens per round; AL: 1 + accepted draft tokens per draft. Of all tokens, long outputs weigh more; /doc: means over documents, which all count the same."),
-  table(["run", "task", "documents", "tau", "tau/doc", "AL", "AL/doc"], rows, "Mean acceptance lengths"));
+  return figure("Mean acceptance lengths",
+    "tau: tokens per round; AL: 1 + accepted draft tokens per draft. Of all tokens, long outputs weigh more; /doc: means over documents, which all count the same.",
+    { columns: [["run", text], ["task", text], ["documents", whole], ["tau", fixed], ["tau/doc", fixed], ["AL", fixed], ["AL/doc", fixed]], rows });
 }
 
 function blockFigure(summary) {
@@ -245,10 +317,10 @@ function blockFigure(summary) {
     { value: share(run, length), kind: kindOf(run), title: `${run.name}: ${percent(share(run, length))} of the rounds gave ${plural(length, "token")}` }]) }));
   const most = Math.max(...lengths.flatMap((length) => traced.map((run) => share(run, length))));
   return figure("Tokens per round", "What one pass of the target gave, its own token included. Zero: all of it was rolled back later.",
-    (width) => columns(width, groups, most, { x: "tokens that stood", y: "share of rounds" }, "Accepted block lengths", { format: (value) => percent(value, 0) }),
-    table(["tokens", ...traced.map((run) => run.name)], lengths.map((length) =>
-      [String(length), ...traced.map((run) => `${whole(count(run, length))} (${percent(share(run, length))})`)]), "Tokens per round"),
-    traced.length > 1 ? legend(traced.map((run) => [kindOf(run), run.name])) : null);
+    { draw: (width) => columns(width, groups, most, { x: "tokens that stood", y: "share of rounds" }, "Accepted block lengths", { format: (value) => percent(value, 0) }),
+      columns: [["tokens", text], ...traced.flatMap((run) => [[`${run.name}, rounds`, whole], [`${run.name}, share`, percent]])],
+      rows: lengths.map((length) => [length, ...traced.flatMap((run) => [count(run, length), share(run, length)])]),
+      legend: traced.length > 1 ? legend(traced.map((run) => [kindOf(run), run.name])) : null });
 }
 
 function entropyFigures({ runs }) {
@@ -261,7 +333,9 @@ function entropyFigures({ runs }) {
       return columns(width, groups, most, { x: isLast ? `entropy (${kind}, ${unit})` : "", y: `${name}: ${sum(counts[fate])}`, end: last }, `Entropy, ${name}`, { line, high: 130 });
     };
     return figure(`Entropy at mismatches: ${run.name}`, "How unsure the target was where the draft token was not the target token, by what became of the draft token.",
-      (width) => svg("svg", { width, height: 390, role: "group" }, FATES.map((fate, number) => svg("g", { transform: `translate(0 ${number * 130})` }, part(width, fate, number === 2)))),
-      table(["fate", "mismatches", "median entropy"], FATES.map(([fate, name]) => [name, whole(sum(counts[fate])), fixed(medians[fate], 3)]), "Entropy at mismatches"));
+      { draw: (width) => svg("svg", { width, height: 390, role: "group" }, FATES.map((fate, number) => svg("g", { transform: `translate(0 ${number * 130})` }, part(width, fate, number === 2)))),
+        shown: table(["fate", "mismatches", "median entropy"], FATES.map(([fate, name]) => [name, whole(sum(counts[fate])), three(medians[fate])]), "Entropy at mismatches"),
+        columns: [["entropy", text], ...FATES.map(([, name]) => [name, whole])],
+        rows: counts.stood.map((_, at) => [{ low: edges[at], high: edges[at + 1] }, ...FATES.map(([fate]) => counts[fate][at])]) });
   });
 }

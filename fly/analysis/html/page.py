@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Any
 
 _FOLDER = Path(__file__).parent
-SCRIPTS = ("dom.js", "charts.js", "figures.js", "diff.js", "trace.js", "table.js", "report.js")
+SCRIPTS = (
+    "dom.js",
+    "save.js",
+    "charts.js",
+    "figures.js",
+    "diff.js",
+    "trace.js",
+    "table.js",
+    "report.js",
+)
 
 
 def render(title: str, blocks: dict[str, Any]) -> str:

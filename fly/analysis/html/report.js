@@ -118,7 +118,7 @@ function build() {
   const sections = [
     section("scores", "Scores", comparisonFigure(summary), el("div", { class: "grid" }, scoreFigures(summary))),
     matrixSection(summary),
-    section("speed", "Speed", el("div", { class: "grid" }, speedFigure(summary), timeFigure(summary), lengthFigure(summary))),
+    section("speed", "Speed", el("div", { class: "grid" }, speedFigure(summary), timeFigure(summary), lengthFigure(summary), draftLengthFigures(summary), throughputFigures(summary))),
     section("drafts", "What was drafted, and what stood",
       charts.length && untraced.length ? el("p", { class: "note" }, `Without a trace (trace=true), which tells deferrals from matches and has entropies: ${untraced.join(", ")}.`) : null,
       charts.length ? el("div", { class: "grid thirds" }, charts) : missing(summary.traced.all ? "The traced runs drafted nothing." : NO_TRACE)),

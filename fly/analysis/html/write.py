@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 import fly
 from fly.analysis import scores
 from fly.analysis.compare import choose_baseline
-from fly.analysis.html import comparison, documents, summary, traces
+from fly.analysis.html import comparison, documents, points, summary, traces
 from fly.analysis.html.page import render
 from fly.runs.reader import Run
 
@@ -26,6 +26,7 @@ def page(runs: list[Run], max_traces: int = 200) -> str:
     numbers = [documents.row_numbers(samples, run) for run in range(len(runs))]
     per_run = [traces.replayed(run) for run in runs]
     comparisons, notes = comparison.against_first(measured)
+    matrix, cells = comparison.of_families(found)
     traced = {
         of_run[document]
         for of_run, done in zip(numbers, per_run)
@@ -43,7 +44,9 @@ def page(runs: list[Run], max_traces: int = 200) -> str:
                 "scores": summary.scores(runs),
                 "comparisons": comparisons,
                 "notes": notes,
-                "matrix": comparison.of_families(found),
+                "matrix": matrix,
+                "frontier": points.frontier(cells),
+                "points": points.of_runs(found, cells),
                 "traced": {"shown": shown, "all": len(traced)},
             },
             "data-documents": documents.rows(runs, measured, samples),

@@ -5,7 +5,8 @@ import json
 from pathlib import Path
 
 from fly import config
-from tests.written_runs import drafted, sample, write_lines
+from fly.runs import reader
+from tests.written_runs import sample, write_lines
 
 _dates = itertools.count(1)
 
@@ -22,29 +23,25 @@ def write_run(
     backend: str = "fly",
     metric: str = "exact_match",
     higher_is_better: bool = True,
-    of_corpus: bool = False,
     batch_size: int | str = 1,
     prompts: str = "question",
     with_records: bool = True,
     trace: list[dict] | None = None,
-    drafts: list[tuple[int, int]] | None = None,
     **settings,
 ) -> Path:
     """One run; returns its results file.
 
     scores: by task, one per document. rounds, emitted, seconds: of every document. settings: keys
-    of the configuration. backend: `hf` is a run of lm-eval's own. of_corpus: documents have no
-    score of their own. trace: lines of a trace file. wall_seconds: of every document. drafts:
-    (drafted, accepted) of the rounds of every document.
+    of the configuration. backend: `hf` is a run of lm-eval's own. trace: lines of a trace file.
+    wall_seconds: of every document.
     """
     folder.mkdir(parents=True, exist_ok=True)
     number = next(_dates)
     date = f"2026-01-01T00-{number // 60:02d}-{number % 60:02d}"
     samples = {
         task: [
-            sample(i, {metric: value}, f"{prompts} {i}", response=f"answer {score}")
+            sample(i, {metric: score}, f"{prompts} {i}", response=f"answer {score}")
             for i, score in enumerate(values)
-            for value in ([[score]] if of_corpus else [score])
         ]
         for task, values in scores.items()
     }
@@ -65,8 +62,6 @@ def write_run(
         for task, values in scores.items()
         for document in range(len(values))
     ]
-    if drafts:
-        records = [record | drafted(drafts) for record in records]
     if trace:
         settings["trace"] = True
     if backend in ("fly", "vllm"):
@@ -81,6 +76,13 @@ def write_run(
     path = folder / f"results_{date}.000000.json"
     path.write_text(json.dumps(results), encoding="utf-8")
     return path
+
+
+def load_all(folder: Path) -> list[reader.Run]:
+    """Every run at or below a folder, in the order of their writing."""
+    return [
+        reader.load(path) for path in sorted(folder.rglob("results_*.json"), key=lambda p: p.name)
+    ]
 
 
 def _record(task: str, document: int, rounds: int, emitted: int, seconds: float) -> dict:
