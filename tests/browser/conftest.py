@@ -42,7 +42,9 @@ def open_report(chromium, tmp_path):
         page.on(
             "request",
             lambda request: (
-                None if request.url == file.as_uri() else complaints.append(request.url)
+                None
+                if request.url == file.as_uri() or request.url.startswith("blob:")  # saved files
+                else complaints.append(request.url)
             ),
         )
         page.goto(file.as_uri())

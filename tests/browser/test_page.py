@@ -1,11 +1,13 @@
 """The report in a browser: what a reader clicks, types and sees, and what a model may not do."""
 
+import csv
 import json
 import time
+from xml.etree import ElementTree
 
 import pytest
 
-from tests import traced_runs, written_runs
+from tests import configured_runs, traced_runs, written_runs
 
 pytestmark = pytest.mark.browser
 EVIL = "<img src=x onerror=alert(1)></script><script>alert(2)</script><b id=pwned>x</b>"
@@ -63,6 +65,89 @@ def test_drafters_by_rules_are_a_shaded_matrix(open_report, tmp_path):
         cell.evaluate("cell => getComputedStyle(cell).backgroundColor") for cell in (kept, lost)
     ]
     assert shades[0] != shades[1]
+
+
+@pytest.fixture
+def many(tmp_path):
+    """The target alone and exact runs of two K, at two batch sizes."""
+    paths = []
+    for size in (1, 4):
+        told = {"batch_size": size, "wall_seconds": 2.0 * size}
+        paths.append(
+            configured_runs.write_run(tmp_path, {"a": [1.0] * 9}, use_sd=False, **told)
+        )  # fmt: skip
+        for k in (4, 8):
+            told["seconds"] = 40 / k / size
+            paths.append(
+                configured_runs.write_run(
+                    tmp_path, {"a": [1.0] * 9}, enable_fly=False, spd_k=k, rounds=100 // k, **told
+                )
+            )
+    return paths
+
+
+def test_figures_over_many_runs(open_report, many):
+    page = open_report(*many)
+    frontier = page.get_by_role("img", name="Recovery over time x: a, exact_match")
+    assert frontier.locator("circle.dot").count() == 6
+    assert frontier.locator("polyline.curve").count() == 1
+    legend = page.locator("figure", has=frontier).locator(".legend li").all_inner_texts()
+    assert legend[:2] == ["1: target-only (batch size=1)", "2: exact (K=4, batch size=1)"]
+    assert sorted(frontier.locator("text.strong").all_inner_texts()) == list("123456")
+    for name, lines in (("Mean acceptance length (tau) by K: a", 2), ("Time x by K: a", 2),
+                        ("Throughput: a", 3)):  # fmt: skip
+        drawn = page.get_by_role("img", name=name)
+        assert drawn.locator("polyline.join").count() == lines
+    sizes = page.get_by_role("img", name="Throughput: a").locator("text.strong").all_inner_texts()
+    assert sizes == ["4", "1"] * 3  # from the slowest user to the fastest
+
+
+def test_figures_are_saved_by_keyboard(open_report, many):
+    """A saved drawing needs no style sheet; saved numbers are those behind what is shown."""
+    page = open_report(*many, viewport={"width": 1200, "height": 900})
+
+    def save(kind, title):
+        page.get_by_role("button", name=f"Save {kind}: {title}", exact=True).focus()
+        with page.expect_download() as download:
+            page.keyboard.press("Enter")
+        return download.value
+
+    saved = save("SVG", "Recovery over time x: a, exact_match")
+    assert saved.suggested_filename == "recovery-over-time-x-a-exact-match.svg"
+    drawing = ElementTree.parse(saved.path()).getroot()
+    svg = "{http://www.w3.org/2000/svg}"
+    assert drawing.tag == f"{svg}svg"
+    assert drawing.find(f"{svg}rect").get("fill") == "rgb(255, 255, 255)"
+    assert {text.get("font-size") for text in drawing.iter(f"{svg}text")} == {"12px"}
+    dots = [dot.get("fill") for dot in drawing.iter(f"{svg}circle") if dot.get("r") == "5"]
+    assert len(set(dots)) == 6
+    bars = ElementTree.parse(save("SVG", "Where the time went").path()).getroot()
+    assert {pattern.get("id") for pattern in bars.iter(f"{svg}pattern")} == {"hatch", "dots"}
+    assert any("#hatch" in rect.get("fill") for rect in bars.iter(f"{svg}rect"))
+
+    def rows(title):
+        with open(save("CSV", title).path(), newline="", encoding="utf-8") as file:
+            return list(csv.DictReader(file))
+
+    by_k = rows("Mean acceptance length (tau) by K: a")
+    taus = [float(row["Mean acceptance length (tau)"]) for row in by_k]
+    assert taus == pytest.approx([4, 100 / 12] * 2, abs=1e-4)
+    speeds = rows("Time x")
+    assert float(speeds[1]["time x, end to end"]) == pytest.approx(1)
+    assert float(speeds[1]["end to end, 95 % low"]) <= 1
+    assert rows("Did the scores hold?")[0]["verdict"] == "unchanged"
+    page.get_by_role("button", name="Dark theme").click()
+    dark = ElementTree.parse(save("SVG", "Where the time went").path()).getroot()
+    assert dark.find(f"{svg}rect").get("fill") != "rgb(255, 255, 255)"
+
+
+def test_every_figure_can_be_saved(open_report, pair):
+    page = open_report(*pair)
+    for figure in page.locator("figure").all():
+        if figure.locator("table").count():
+            assert figure.get_by_role("button", name="Save CSV").count() == 1
+        drawn = figure.locator(".chart").count()
+        assert figure.get_by_role("button", name="Save SVG").count() == drawn
 
 
 def test_notes_and_reasons_are_those_of_the_comparison(open_report, tmp_path):

@@ -238,7 +238,8 @@ function speedFigure({ runs: [base, ...others], comparisons }) {
   const speedOf = (run) => run === base ? null : comparisons[run.number - 1].speed;
   const related = timed.filter((run) => speedOf(run)?.end_to_end), isRelative = related.length > 0;
   if (!isRelative && timed.length > 1) return missing("The runs\u2019 times do not compare: see the cards above.");
-  const rows = (isRelative ? related : timed).flatMap((run) => [["end_to_end", "end to end"], ["decode", "decoding"]].map(([key, name]) => {
+  const kinds = [["end_to_end", "end to end"], ["decode", "decoding"]], ratios = isRelative ? kinds : [];
+  const rows = (isRelative ? related : timed).flatMap((run) => kinds.map(([key, name]) => {
     const rate = run.stats[`${key}_tok_s`], value = isRelative ? speedOf(run)[key]?.value : rate;
     return { label: `${run.name}, ${name}`, text: isRelative ? times(value) : `${fixed(value)} tok/s`,
       parts: [{ value: value || 0, kind: kindOf(run), title: `${fixed(rate)} tok/s` }] };
@@ -248,11 +249,11 @@ function speedFigure({ runs: [base, ...others], comparisons }) {
   const note = isRelative ? `Seconds of ${base.name} over the run\u2019s, for the same documents: 2 is half of the time.` : "Tokens per second.";
   return figure(title, `${note} End to end is prefill and decoding.`,
     { draw: (width) => barRows(width, rows, most, `${title} of the runs`, isRelative ? 1 : null),
-      columns: [["run", text], ["time x, end to end", times], ["95 % interval", (interval) => between(interval, times)], ["time x, decoding", times], ["decoding 95 % interval", (interval) => between(interval, times)],
+      columns: [["run", text], ...ratios.flatMap(([, name]) => [[`time x, ${name}`, times], [`${name}, 95 %`, (interval) => between(interval, times)]]),
         ["end to end, tok/s", fixed], ["decoding, tok/s", fixed], ["tau", fixed], ["tokens", whole], ["rounds", whole], ["peak memory, GiB", (value) => fixed(value, 1)]],
       rows: timed.map((run) => {
         const { stats } = run, speed = speedOf(run), peak = stats.peak_memory_bytes;
-        return [run.name, speed?.end_to_end?.value, speed?.end_to_end?.interval, speed?.decode?.value, speed?.decode?.interval,
+        return [run.name, ...ratios.flatMap(([key]) => [speed?.[key]?.value, speed?.[key]?.interval]),
           stats.end_to_end_tok_s, stats.decode_tok_s, stats.tau, stats.emitted, stats.rounds, isNumber(peak) ? peak / 2 ** 30 : null];
       }) });
 }
