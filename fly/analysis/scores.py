@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from fly import reading
+from fly import reading, registry
 from fly.errors import FlyError
 from fly.models import sources
 from fly.models.fingerprint import WHOLE, as_one, of_model
@@ -404,6 +404,19 @@ def _check_outputs(measured: Measured) -> None:
                     f"--with-outputs: {measured.name} has no token ids of {name}, document {doc_id}"
                     ": fly's own records have them (enable_statistics=true): make the run anew"
                 )
+
+
+def check_storable(mode: str, flag: str) -> None:
+    """Refuse runs of a rule: a stored baseline stands for the target itself."""
+    if mode in registry.RULES:
+        raise FlyError(
+            f"{flag}: a run of mode {mode} is no baseline to be stored: take target-only's, or "
+            "compare the finished runs themselves"
+        )
+
+
+def explain_not_reusable(path: Path, reason: str) -> str:
+    return f"--baseline {path}: cannot be reused: {reason}: store a new one with --save-baseline"
 
 
 def read(path: Path) -> Measured:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +14,8 @@ from fly.errors import FlyError
 if TYPE_CHECKING:
     from fly.analysis.scores import Measured
     from fly.analysis.statistics import Demand
-    from fly.cli.run_modes import Mode
     from fly.runs.reader import Run
 
-_READ_HERE = (
-    "model", "tasks", "model_args", "output_path", "include_path", "batch_size", "use_cache",
-)  # fmt: skip
 _FILES = ("json", "markdown", "junit")
 _NOT_OF_MATRIX = (
     "tasks", "model_args", "modes", "mode", "baseline_run", "baseline", "save_baseline",
@@ -125,24 +119,24 @@ def _execute(args: argparse.Namespace) -> None:
     demand = _demand(args)
     stored = scores.read(args.baseline) if args.baseline else None
     if stored:
-        _check_baseline(stored.mode, f"--baseline {args.baseline}")
+        scores.check_storable(stored.mode, f"--baseline {args.baseline}")
         if args.baseline_run:
             raise FlyError("--baseline-run contradicts --baseline: the file is the baseline")
     _check_outputs(args)
-    found = _finished(args, stored) if args.runs else _made(args, stored)
+    found = _read_finished(args, stored) if args.runs else _make_runs(args, stored)
     measured_noise = None
     if args.noise_floor:
         measured_noise, found = noise.take_noise(found)
     if stored:
         for run in found:
             if reason := scores.why_not_reusable(stored, run):
-                raise FlyError(_not_reusable(args.baseline, reason))
+                raise FlyError(scores.explain_not_reusable(args.baseline, reason))
         baseline, others = stored, found
     else:
         baseline = compare.choose_baseline(found, args.baseline_run)
         others = [run for run in found if run is not baseline]
     if args.save_baseline:
-        _check_baseline(baseline.mode, f"--save-baseline {args.save_baseline}")
+        scores.check_storable(baseline.mode, f"--save-baseline {args.save_baseline}")
     if others:
         result = compare.compare(baseline, others, demand, args.metric, measured_noise)
         _write(
@@ -175,17 +169,6 @@ def _check_nothing_else_asked(args: argparse.Namespace, baseline: str) -> None:
     if asked or not args.save_baseline:
         flag = f"{asked[0]}: " if asked else ""
         raise FlyError(f"{flag}nothing to compare {baseline} with: name one more run")
-
-
-def _check_baseline(mode: str, flag: str) -> None:
-    """Refuse runs of a rule: a stored baseline stands for the target itself."""
-    from fly import registry
-
-    if mode in registry.RULES:
-        raise FlyError(
-            f"{flag}: a run of mode {mode} is no baseline to be stored: take target-only's, or "
-            "compare the finished runs themselves"
-        )
 
 
 def _demand(args: argparse.Namespace) -> Demand:
@@ -255,7 +238,7 @@ def _write(args: argparse.Namespace, **texts: Callable[[], str]) -> None:
             print(f"{name}: {path}")
 
 
-def _finished(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
+def _read_finished(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
     """The runs that the command names, which are on disk."""
     if args.tasks or args.model_args or args.modes or args.mode:
         raise FlyError(
@@ -273,7 +256,7 @@ def _finished(args: argparse.Namespace, stored: Measured | None) -> list[Measure
 
 def _check_no_run_flags(args: argparse.Namespace) -> None:
     """Refuse flags of `fly run`, which say how runs are made: these are."""
-    given = [word for word in _run_flags() if word.startswith("-") and word not in args.runs]
+    given = [word for word in _run_flags(args) if word.startswith("-") and word not in args.runs]
     if given:
         flag = given[0].partition("=")[0]
         raise FlyError(f"{flag}: finished runs are compared as they are: leave it out")
@@ -300,156 +283,22 @@ def _read(paths: Sequence[tuple[str | None, str | Path]], taken: list[str]) -> I
         yield replace(run, name=unique)
 
 
-def _made(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
+def _make_runs(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
     """The modes' runs, made now where they have not been before."""
-    from fly import registry
-    from fly.analysis import noise
-    from fly.cli import run_modes
-    from fly.harness.arguments import as_dict, check_run, yaml_values
+    from fly.cli import compare_plan, run_modes
     from fly.runs import context
 
-    values = yaml_values(args.config)
-    samples = args.samples or values.get("samples")
-    check_run(args, values)  # reads the file that they may be in
-    for name in (*_READ_HERE, "gen_kwargs"):
-        setattr(args, name, getattr(args, name, None) or values.get(name))
-    args.model_args, args.gen_kwargs = as_dict(args.model_args), as_dict(args.gen_kwargs)
-    for flag in ("tasks", "model_args", "output_path"):
-        if not getattr(args, flag):
-            raise FlyError(f"fly compare needs --{flag}, or finished runs: fly compare RUN RUN ...")
-    names = args.modes or [
-        name for name in run_modes.DEFAULT if not (stored and name == stored.mode)
-    ]
-    outputs = args.baseline if stored and stored.has_outputs else None
-    model = args.model or "hf"
-    engine = registry.IN_PLACE_OF.get(model, model)
-    if engine not in registry.ENGINES:
-        raise FlyError(f"--model {args.model}: fly compare makes runs of hf and vllm")
-    planned = run_modes.plan(names, args.mode, args.model_args, outputs, engine)
-    needed = 1 if stored or args.save_baseline else 2
-    if len(planned) < needed:
-        raise FlyError("--modes: give at least two, or --baseline FILE")
-    if len(planned) == 1 and not stored:
-        _check_nothing_else_asked(args, *planned)
-    if args.baseline_run and args.baseline_run not in planned:
-        raise FlyError(f"--baseline-run {args.baseline_run}: choose one of {', '.join(planned)}")
-    if stored:
-        _check_early(args, stored)
-    if args.save_baseline:
-        chosen = _baseline_mode(args, planned)
-        _check_baseline(chosen.rule, f"--save-baseline {args.save_baseline}")
-        if args.with_outputs and not chosen.records.get("enable_statistics"):
-            raise FlyError(
-                f"--with-outputs: {chosen.name} keeps no token ids: take a mode of fly's own "
-                "backend, with enable_statistics=true"
-            )
-    if args.noise_floor:
-        if stored:
-            raise FlyError("--noise-floor: needs the baseline made here: leave --baseline out")
-        if args.use_cache:
-            raise FlyError(
-                "--noise-floor with --use_cache: the noise run would get the baseline's texts "
-                "instead of decoding: leave one of them out"
-            )
-        if noise.NAME in planned:
-            raise FlyError(f"--mode {noise.NAME}: --noise-floor makes it: choose another name")
-        again = _baseline_mode(args, planned)
-        if again.rule == "hf":
-            raise FlyError(
-                "--noise-floor with hf as the baseline: its batch size is not fly's to choose: "
-                "add target-only to --modes, or name another --baseline-run"
-            )
-        planned[noise.NAME] = run_modes.in_other_batches(again, noise.NAME, args.batch_size)
-    if args.use_cache and "hf" in planned:
-        planned["hf"] = run_modes.with_own_cache(planned["hf"], args.use_cache)
-    output = Path(args.output_path)
-    context.check_writable(output, "output_path")
-    folders = run_modes.run_missing(planned, _run_flags(), output, _files(args, output, samples))
+    planned = compare_plan.plan_runs(
+        compare_plan.Request.from_flags(args, _run_flags(args), stored)
+    )
+    if len(planned.modes) - args.noise_floor == 1 and not stored:
+        _check_nothing_else_asked(args, *planned.modes)
+    context.check_writable(planned.output, "output_path")
+    folders = run_modes.run_missing(planned)
     return _load(list(folders.items()), [stored.name] if stored else [], args.with_outputs)
 
 
-def _baseline_mode(args: argparse.Namespace, planned: dict[str, Mode]) -> Mode:
-    """The mode whose run the others will be compared with."""
-    alone = [name for name, mode in planned.items() if mode.rule == "target-only"]
-    return planned[args.baseline_run or next(iter([*alone, *planned]))]
-
-
-def _files(args: argparse.Namespace, output: Path, samples: Any) -> dict[str, dict[str, str]]:
-    """Fingerprints of the files that define tasks, their data and the chosen documents, by the flag
-    that names them. samples: of --samples, as given.
-
-    What the command itself writes is left out: it would make every mode anew at the next call.
-    """
-    from fly.harness.task_data import DATA_DIR
-    from fly.models.fingerprint import of_files
-    from fly.paths import data_dir, expanded
-
-    tasks = args.tasks.split(",") if isinstance(args.tasks, str) else args.tasks
-    files = [task for task in tasks if isinstance(task, str) and task and Path(task).is_file()]
-    include = args.include_path
-    named = {
-        "--tasks": [Path(file).parent for file in files],  # with the functions beside them
-        "--config": [args.config],
-        "--samples": [samples if isinstance(samples, str) else None],
-        "--include_path": include if isinstance(include, list) else [include],
-        DATA_DIR: [os.environ.get(DATA_DIR)],
-        "fly's tasks": [data_dir("lm_eval_tasks")],
-    }
-    is_own = _written_here(args, output)
-    found: dict[str, dict[str, str]] = {}
-    for flag, paths in named.items():
-        found[flag] = {}
-        for path in filter(None, paths):
-            try:
-                hashed = of_files(expanded(path).resolve(), without=is_own)
-            except OSError as error:
-                raise FlyError(f"{flag} {path}: cannot be read: {error}") from None
-            found[flag] |= {f"{path}: {name}": digest for name, digest in hashed.items()}
-    return found
-
-
-def _written_here(args: argparse.Namespace, output: Path) -> Callable[[Path], bool]:
-    """Whether a file is one of the comparison's own: of its runs, of its flags, or its log."""
-    named = [getattr(args, name) for name in (*_FILES, "save_baseline", "baseline")]
-    own = [path.resolve() for path in (output, *named) if path]
-    cache = str(Path(args.use_cache).resolve()) + "_" if args.use_cache else None
-    log = set()
-    for descriptor in (1, 2):
-        with suppress(OSError):  # it may be closed
-            log.add(_inode(os.fstat(descriptor)))
-
-    def is_own(file: Path) -> bool:
-        is_cache = cache is not None and str(file).startswith(cache)
-        in_own = any(file.is_relative_to(path) for path in own)
-        return is_cache or in_own or _inode(file.stat()) in log
-
-    return is_own
-
-
-def _inode(found: os.stat_result) -> tuple[int, int]:
-    return found.st_dev, found.st_ino
-
-
-def _check_early(args: argparse.Namespace, stored: Measured) -> None:
-    """Refuse before anything runs: another target, or other gen_kwargs on the command line."""
-    from fly import config as fly_config
-    from fly.analysis import scores
-
-    config, _ = fly_config.of_model_args(args.model_args)
-    files = scores.fingerprint(config.target_model_path)
-    reason = scores.why_other_files(stored.target["files"], files)
-    before = stored.decoding.get("gen_kwargs")
-    if reason is None and before != args.gen_kwargs:
-        reason = f"decoded otherwise (gen_kwargs: {before}, now {args.gen_kwargs})"
-    if reason:
-        raise FlyError(_not_reusable(args.baseline, reason))
-
-
-def _not_reusable(path: Path, reason: str) -> str:
-    return f"--baseline {path}: cannot be reused: {reason}: store a new one with --save-baseline"
-
-
-def _run_flags() -> list[str]:
+def _run_flags(args: argparse.Namespace) -> list[str]:
     """The command line without compare's own flags and those that each mode sets."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     _add_options(parser)
@@ -457,4 +306,4 @@ def _run_flags() -> list[str]:
     parser.add_argument("--model_args", "-a", nargs="+")
     parser.add_argument("--output_path", "-o")
     parser.add_argument("--log_samples", "-s", action="store_true")
-    return parser.parse_known_args(sys.argv[2:])[1]
+    return parser.parse_known_args(args.words)[1]

@@ -77,13 +77,16 @@ class FlyCLI(HarnessCLI):
         check_json(sys.argv)
         sys.argv[:] = bracket_lists(sys.argv)
         try:
-            return super().parse_args()
+            args: argparse.Namespace = super().parse_args()
         except FlyError:
             raise
         except reading.NO_LITERAL as error:
             raise FlyError(
                 f"key=value flags: {error}: write texts with brackets in quotes"
             ) from None
+        if args.command == "compare":
+            args.words = sys.argv[2:]  # what it hands on to the runs that it makes
+        return args
 
     def execute(self, args: argparse.Namespace) -> None:
         if args.command in ("compare", "tune") and launch.processes() > 1:

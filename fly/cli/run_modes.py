@@ -3,164 +3,40 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fly import config as fly_config
-from fly import reading, registry
+from fly import reading
+from fly.cli.compare_plan import Mode, PlannedRuns
 from fly.cli.processes import run_child
-from fly.config import FlyConfig
 from fly.errors import FlyError
 from fly.execution.device import machine_facts
-from fly.harness.arguments import checked_pair, key_values
 from fly.models.fingerprint import of_value
 from fly.paths import write_whole
 from fly.runs import manifest, reader
-from fly.runs.earlier_outputs import EarlierOutputs
-from fly.runs.environment import deciding_versions, models_of, versions
-from fly.settings import RECORDING_KEYS
+from fly.runs.environment import versions
 
-# What each mode changes in the pair's file; `hf` is lm-eval's own backend on the target.
-NAMED: dict[str, dict[str, Any]] = {
-    "target-only": {"use_sd": False},
-    "exact": {"use_sd": True, "enable_fly": False, "verification": "exact"},
-    "fly": {},
-    "hf": {},
-}
-DEFAULT = ("target-only", "exact", "fly")
 _MARK = "fly_compare.json"  # what the last run that was begun in a mode's folder depends on
 
 
-@dataclass(frozen=True)
-class Mode:
-    """One run to be made: `fly run` with `model` and these `model_args`.
-
-    identity: what the texts depend on; a run of another identity is not reused. models: looks up
-    the models' fingerprints, by role. rule: the mode that the run itself will report. records: the
-    configuration's RECORDING_KEYS, with their values. flags: of `fly run`, after all modes'.
-    """
-
-    name: str
-    model: str
-    model_args: dict[str, Any]
-    identity: str
-    models: Callable[..., dict[str, Any]] = dict
-    rule: str = ""
-    records: dict[str, bool] = field(default_factory=dict)
-    flags: tuple[str, ...] = ()
-
-
-def with_own_cache(mode: Mode, cache: str) -> Mode:
-    """lm-eval's cache knows a request by its prompt alone: the name gets what else decides a text,
-    as `fly run` does for fly's own modes."""
-    # fetch: the next call must find this one's cache
-    deciding = [mode.identity, mode.models(fetch=True), deciding_versions()]
-    return replace(mode, flags=("--use_cache", f"{cache}_{of_value(deciding)[:12]}"))
-
-
-def in_other_batches(mode: Mode, name: str, batch_size: Any) -> Mode:
-    """The same decoding with another number of running sequences, whose passes round otherwise."""
-    other = "8" if str(batch_size or 1) == "1" else "1"
-    return replace(mode, name=name, flags=("--batch_size", other))
-
-
-def plan(
-    names: Sequence[str],
-    custom: Sequence[str],
-    model_args: Mapping[str, Any],
-    outputs: Path | None = None,
-    engine: str = "fly",
-) -> dict[str, Mode]:
-    """The modes by name, checked before anything runs. custom: more of them, NAME=key=value,...
-
-    outputs: a baseline file with outputs, from which exact modes draft unless they say otherwise.
-    engine: what decodes them, a name in registry.ENGINES.
-    """
-    overrides = {}
-    for name in names:
-        if name not in NAMED:
-            raise FlyError(f"--modes {name}: choose from {', '.join(NAMED)}, or define a --mode")
-        overrides[name] = NAMED[name]
-    for text in custom:
-        name, _, rest = text.partition("=")
-        if not re.fullmatch(r"[\w.-]+", name) or "=" not in rest:
-            raise FlyError(f"--mode {text}: write it as NAME=key=value,key=value")
-        if name in overrides or name in NAMED:
-            raise FlyError(f"--mode {text}: the name {name} is taken: choose another")
-        overrides[name] = key_values(rest, f"--mode {name}")
-    asked = {
-        name: _asked(name, {**model_args, **changes}, outputs)
-        for name, changes in overrides.items()
-    }
-    return {name: _mode(name, model_args, engine) for name, model_args in asked.items()}
-
-
-def _asked(name: str, model_args: dict[str, Any], outputs: Path | None) -> dict[str, Any]:
-    """A mode's model_args, with what earlier runs' outputs change in them."""
-    config, _ = fly_config.of_model_args(model_args)
-    is_loose = config.enable_fly and config.verification is None
-    if name == "fly" and config.draft_runs and is_loose:  # who names the mode asks for its rule
-        return {**model_args, "verification": "fly"}
-    if outputs is None or name == "hf" or not _drafts_from_texts(config):
-        return model_args
-    if config.rule != "exact" or config.draft_runs or "draft_runs" in model_args:
-        return model_args
-    print(f"{name}: drafts from the outputs in {outputs}", flush=True)
-    return {**model_args, "draft_runs": [str(outputs)]}
-
-
-def _drafts_from_texts(config: FlyConfig) -> bool:
-    """Whether the mode drafts, and may draft from earlier outputs."""
-    drafts = config.drafter is None or registry.DRAFTERS[config.drafter].from_texts
-    return config.asks_earlier_runs and drafts
-
-
-def _mode(name: str, model_args: dict[str, Any], engine: str) -> Mode:
-    if name == "hf" and engine != "fly":
-        raise FlyError("--modes hf: lm-eval's hf goes with --model hf: run it by itself")
-    config, rest, target = checked_pair(model_args, engine)
-    models = partial(models_of, config, rest)
-    models()  # what is not there is refused now
-    if name == "hf":
-        models = partial(models_of, config.model_copy(update={"use_sd": False}), rest)
-        gguf = {"gguf_file": target.gguf_file} if target.gguf_file else {}
-        arguments = {"pretrained": target.path, **gguf, **rest}
-        identity = json.dumps(arguments, sort_keys=True, default=str)
-        return Mode(name, "hf", arguments, identity, models, "hf")
-    deciding: list[Any] = [config.hash(), rest]
-    if config.earlier_runs:
-        deciding.append(EarlierOutputs.read(config.earlier_runs).digest())
-    identity = json.dumps(deciding, sort_keys=True, default=str)
-    records = {key: getattr(config, key) for key in RECORDING_KEYS}
-    return Mode(name, engine, model_args, identity, models, config.mode, records)
-
-
-def run_missing(
-    modes: Mapping[str, Mode],
-    flags: Sequence[str],
-    output: Path,
-    files: Mapping[str, Mapping[str, str]] | None = None,
-) -> dict[str, Path]:
+def run_missing(planned: PlannedRuns) -> dict[str, Path]:
     """Run the modes that are not finished yet; returns the folder of each.
 
-    flags: of `fly run`, for all modes. files: fingerprints of the files that the flags name, by
-    flag. A mode is finished if its folder holds the results of a run of this command, with the
-    same files, models and versions, on the same kind of machine. Whether the run has ended is told
+    A mode is finished if its folder holds the results of a run of this command, with the same
+    input files, models and versions, on the same kind of machine. Whether the run has ended is told
     by what the run itself wrote, not by who saw it end. Raises FlyError if a run fails; the next
     call continues there, in the middle of a run if its records allow it.
     """
-    folders = {name: output / name for name in modes}
+    modes, flags = planned.modes, planned.flags
+    folders = {name: planned.output / name for name in modes}
     for number, (name, mode) in enumerate(modes.items(), 1):
         folder = folders[name]
         mark = {
             "command": of_value([mode.model, mode.identity, [*flags, *mode.flags]]),
-            "files": dict(files or {}),
+            "files": dict(planned.inputs),
             "models": mode.models(),
             "versions": versions(),
             "machine": machine_facts(),

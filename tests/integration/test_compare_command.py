@@ -18,8 +18,7 @@ import yaml
 from lm_eval._cli import HarnessCLI
 from lm_eval.utils import hash_string
 
-from fly.cli import compare as compare_command
-from fly.cli import run_modes
+from fly.cli import compare_plan, run_inputs, run_modes
 from fly.errors import FlyError
 from fly.runs import output_ids
 from fly.runs.manifest import Manifest
@@ -133,21 +132,23 @@ def test_a_mode_that_was_cut_short_goes_on(tmp_path, monkeypatch):
         return -9
 
     monkeypatch.setattr(run_modes, "run_child", cut_short)
-    mode = run_modes.Mode("fly", "fly", {}, "identity")
+    mode = compare_plan.Mode("fly", "fly", {}, "identity")
     folder = tmp_path / "fly"
     with pytest.raises(FlyError, match=r"killed by signal 9.*goes on with fly$"):
-        run_modes.run_missing({"fly": mode}, ["--limit", "1"], tmp_path)
+        run_modes.run_missing(compare_plan.PlannedRuns({"fly": mode}, tmp_path, ["--limit", "1"]))
     begun = Manifest.create(folder, {"output_path": str(folder)})
     begun.release()
     with pytest.raises(FlyError, match="goes on with fly; to start it anew, remove"):
-        run_modes.run_missing({"fly": mode}, ["--limit", "1"], tmp_path)
+        run_modes.run_missing(compare_plan.PlannedRuns({"fly": mode}, tmp_path, ["--limit", "1"]))
     with pytest.raises(FlyError, match=r"goes on with fly$"):
-        run_modes.run_missing({"fly": mode}, ["--limit", "2"], tmp_path)
+        run_modes.run_missing(compare_plan.PlannedRuns({"fly": mode}, tmp_path, ["--limit", "2"]))
     with pytest.raises(FlyError, match=r"goes on with fly$"):  # the first command's run is there
-        run_modes.run_missing({"fly": mode}, ["--limit", "2"], tmp_path)
-    changed = run_modes.Mode("fly", "fly", {}, "identity", lambda: {"target": {"path": "new"}})
+        run_modes.run_missing(compare_plan.PlannedRuns({"fly": mode}, tmp_path, ["--limit", "2"]))
+    changed = compare_plan.Mode("fly", "fly", {}, "identity", lambda: {"target": {"path": "new"}})
     with pytest.raises(FlyError, match=r"goes on with fly$"):
-        run_modes.run_missing({"fly": changed}, ["--limit", "1"], tmp_path)
+        run_modes.run_missing(
+            compare_plan.PlannedRuns({"fly": changed}, tmp_path, ["--limit", "1"])
+        )
     assert calls[0][:2] == ["--limit", "1"]
     # the whole command again, as secrets are not in the manifest
     assert calls[1] == [*calls[0], "--resume", str(begun.path)]
@@ -169,23 +170,23 @@ def test_a_hub_models_commit_becomes_known_while_it_runs(tmp_path, monkeypatch, 
         return status
 
     look = lambda: {"target": {"path": "org/model", "commit": commit[0]}}  # noqa: E731
-    mode = run_modes.Mode("fly", "fly", {}, "identity", look)
+    mode = compare_plan.Mode("fly", "fly", {}, "identity", look)
     monkeypatch.setattr(run_modes, "run_child", fetched)
     status = -9
     with pytest.raises(FlyError, match="killed by signal 9"):
-        run_modes.run_missing({"fly": mode}, [], tmp_path)
+        run_modes.run_missing(compare_plan.PlannedRuns({"fly": mode}, tmp_path, []))
     begun = Manifest.create(tmp_path / "fly", {"output_path": "fly"})
     begun.release()
     status = 0
-    run_modes.run_missing({"fly": mode}, [], tmp_path)
+    run_modes.run_missing(compare_plan.PlannedRuns({"fly": mode}, tmp_path, []))
     assert calls[1][-2:] == ["--resume", str(begun.path)]
     run = SimpleNamespace(rounds=[], requests=[1], path=tmp_path / "fly" / "results.json")
     monkeypatch.setattr(run_modes.reader, "load", lambda folder: run)
-    run_modes.run_missing({"fly": mode}, [], tmp_path)
+    run_modes.run_missing(compare_plan.PlannedRuns({"fly": mode}, tmp_path, []))
     assert len(calls) == 2
     commit[0] = "def"
     capsys.readouterr()
-    run_modes.run_missing({"fly": mode}, [], tmp_path)
+    run_modes.run_missing(compare_plan.PlannedRuns({"fly": mode}, tmp_path, []))
     assert len(calls) == 3
     assert 'made anew: models.target.commit was "abc", is now "def"' in capsys.readouterr().out
 
@@ -269,7 +270,9 @@ def test_a_mode_whose_end_nobody_saw_is_not_decoded_again(tmp_path, monkeypatch,
     def compare(limit):
         try:
             run_modes.run_missing(
-                {"hf": run_modes.Mode("hf", "hf", {}, "")}, ["--limit", limit], tmp_path
+                compare_plan.PlannedRuns(
+                    {"hf": compare_plan.Mode("hf", "hf", {}, "")}, tmp_path, ["--limit", limit]
+                )
             )
         except Killed:
             return "decoded"
@@ -310,7 +313,8 @@ def test_a_run_of_another_configuration_is_not_taken_for_finished(
         ({"spd_k": 5}, ["--limit", "3"], 3),
         ({"spd_k": 5}, ["--limit", "3"], 3),
     ]:
-        run_modes.run_missing(run_modes.plan(["fly"], [], {**values, **more}), given, out)
+        modes = compare_plan.plan_modes(["fly"], [], {**values, **more})
+        run_modes.run_missing(compare_plan.PlannedRuns(modes, out, given))
         assert len(calls) == expected
 
 
@@ -329,8 +333,10 @@ def test_what_has_changed_under_the_same_command_runs_again(
     files = {"--config": {"a.yaml": "1"}}
 
     def made(**more):
-        planned = run_modes.plan(["fly"], [], {**values, **more})
-        run_modes.run_missing(planned, ["--config", "a.yaml"], tmp_path / "out", files)
+        planned = compare_plan.plan_modes(["fly"], [], {**values, **more})
+        run_modes.run_missing(
+            compare_plan.PlannedRuns(planned, tmp_path / "out", ["--config", "a.yaml"], files)
+        )
         return len(calls), capsys.readouterr().out
 
     assert made()[0] == 1
@@ -368,7 +374,7 @@ def test_the_files_behind_a_command_are_known_by_content(tmp_path, monkeypatch):
     )
     output, samples = tasks / "runs", tmp_path / "samples.json"
     samples.write_text('{"t": [0]}')
-    files = functools.partial(compare_command._files, args, output, str(samples))
+    files = functools.partial(run_inputs.hash_inputs, args, output, str(samples))
     seen = [files()]
     changed = (config, tasks / "t.yaml", data / "gsm8k_test.jsonl", own / "utils.py", samples)
     for path in changed:
@@ -435,7 +441,7 @@ def test_which_modes_draft_from_earlier_outputs(saved_pair, config_file, tmp_pat
 
     def drafted(names=("target-only", "exact", "fly", "hf"), **more):
         custom = ["plain=drafter=model,enable_fly=false", "own=draft_sources=own,enable_fly=false"]
-        planned = run_modes.plan(names, custom, {**given, **more}, file)
+        planned = compare_plan.plan_modes(names, custom, {**given, **more}, file)
         return {
             name: (mode.rule, mode.model_args["draft_runs"])
             for name, mode in planned.items()
@@ -448,7 +454,7 @@ def test_which_modes_draft_from_earlier_outputs(saved_pair, config_file, tmp_pat
     other = str(baseline_of(tmp_path / "c.json"))
     with pytest.raises(FlyError, match="draft_runs with drafter='model'"):
         drafted(draft_runs=other)
-    planned = run_modes.plan(["exact", "fly"], [], {**given, "draft_runs": other}, file)
+    planned = compare_plan.plan_modes(["exact", "fly"], [], {**given, "draft_runs": other}, file)
     assert [(mode.rule, mode.model_args["draft_runs"]) for mode in planned.values()] == [
         ("exact", other),
         ("fly", other),
@@ -463,17 +469,17 @@ def test_a_mode_is_known_by_the_outputs_that_it_drafts_from(saved_pair, config_f
     identities = []
     for text in "aab":
         baseline_of(tmp_path / "b.json", text)
-        identities.append(run_modes.plan(["exact"], [], given)["exact"].identity)
+        identities.append(compare_plan.plan_modes(["exact"], [], given)["exact"].identity)
     assert identities[0] == identities[1] != identities[2]
-    alone = run_modes.plan(["target-only"], [], given)["target-only"].identity
+    alone = compare_plan.plan_modes(["target-only"], [], given)["target-only"].identity
     baseline_of(tmp_path / "b.json", "c")
-    assert run_modes.plan(["target-only"], [], given)["target-only"].identity == alone
+    assert compare_plan.plan_modes(["target-only"], [], given)["target-only"].identity == alone
 
 
 def test_hf_mode_is_lm_evals_backend_on_the_target(saved_pair, config_file):
     given = {"pretrained": "x", "config_path": str(config_file), "dtype": "float32", "spd_k": 6}
     given["pretrained"] = str(saved_pair / "draft")
-    mode = run_modes.plan(["hf"], [], given)["hf"]
+    mode = compare_plan.plan_modes(["hf"], [], given)["hf"]
     assert mode.model == "hf"
     assert mode.model_args == {"pretrained": str(saved_pair / "target"), "dtype": "float32"}
 

@@ -1,0 +1,288 @@
+"""What a comparison will run: its request, and the modes as planned, before anything decodes.
+
+flags -> Request -> plan_runs -> run_modes.run_missing -> the comparison: one way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fly import config as fly_config
+from fly import registry
+from fly.analysis import noise, scores
+from fly.cli import run_inputs
+from fly.config import FlyConfig
+from fly.errors import FlyError
+from fly.harness.arguments import as_dict, check_run, checked_pair, key_values, yaml_values
+from fly.models.fingerprint import of_value
+from fly.runs.earlier_outputs import EarlierOutputs
+from fly.runs.environment import deciding_versions, models_of
+from fly.settings import RECORDING_KEYS
+
+_FROM_CONFIG_FILE = (
+    "model", "tasks", "model_args", "output_path", "include_path", "batch_size", "use_cache",
+    "gen_kwargs",
+)  # fmt: skip
+
+# What each mode changes in the pair's file; `hf` is lm-eval's own backend on the target.
+NAMED: dict[str, dict[str, Any]] = {
+    "target-only": {"use_sd": False},
+    "exact": {"use_sd": True, "enable_fly": False, "verification": "exact"},
+    "fly": {},
+    "hf": {},
+}
+DEFAULT = ("target-only", "exact", "fly")
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One run to be made: `fly run` with `model` and these `model_args`.
+
+    identity: what the texts depend on; a run of another identity is not reused. models: looks up
+    the models' fingerprints, by role. rule: the mode that the run itself will report. records: the
+    configuration's RECORDING_KEYS, with their values. flags: of `fly run`, after all modes'.
+    """
+
+    name: str
+    model: str
+    model_args: dict[str, Any]
+    identity: str
+    models: Callable[..., dict[str, Any]] = dict
+    rule: str = ""
+    records: dict[str, bool] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Request:
+    """A comparison that makes runs: its flags, with those of --config.
+
+    flags: the command line's flags of `fly run`, for every mode. inputs: hashes of the files that
+    the flags name, by flag; see run_inputs. stored: the run of --baseline.
+    """
+
+    model: str
+    model_args: dict[str, Any]
+    gen_kwargs: dict[str, Any]
+    batch_size: Any
+    use_cache: str | None
+    output: Path
+    flags: tuple[str, ...]
+    inputs: dict[str, dict[str, str]]
+    modes: tuple[str, ...] | None
+    custom_modes: tuple[str, ...]
+    noise_floor: bool
+    baseline_run: str | None
+    baseline: Path | None
+    stored: scores.Measured | None
+    save_baseline: Path | None
+    with_outputs: bool
+
+    @classmethod
+    def from_flags(
+        cls, args: argparse.Namespace, flags: Sequence[str], stored: scores.Measured | None
+    ) -> Request:
+        """Check the flags, and read what --config says where the command line is silent."""
+        values = yaml_values(args.config)
+        samples = args.samples or values.get("samples")
+        check_run(args, values)  # replaces --samples by its content
+        for name in _FROM_CONFIG_FILE:
+            setattr(args, name, getattr(args, name, None) or values.get(name))
+        for flag in ("tasks", "model_args", "output_path"):
+            if not getattr(args, flag):
+                raise FlyError(
+                    f"fly compare needs --{flag}, or finished runs: fly compare RUN RUN ..."
+                )
+        output = Path(args.output_path)
+        return cls(
+            model=args.model or "hf",
+            model_args=as_dict(args.model_args),
+            gen_kwargs=as_dict(args.gen_kwargs),
+            batch_size=args.batch_size,
+            use_cache=args.use_cache,
+            output=output,
+            flags=tuple(flags),
+            inputs=run_inputs.hash_inputs(args, output, samples),
+            modes=args.modes and tuple(args.modes),
+            custom_modes=tuple(args.mode),
+            noise_floor=args.noise_floor,
+            baseline_run=args.baseline_run,
+            baseline=args.baseline,
+            stored=stored,
+            save_baseline=args.save_baseline,
+            with_outputs=args.with_outputs,
+        )
+
+
+@dataclass(frozen=True)
+class PlannedRuns:
+    """Runs to be made, in this order; modes by name. The rest is as in `Request`."""
+
+    modes: dict[str, Mode]
+    output: Path
+    flags: Sequence[str] = ()
+    inputs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+
+def plan_runs(request: Request) -> PlannedRuns:
+    """The runs that the request needs. Raises FlyError for what could not be compared or stored."""
+    stored = request.stored
+    engine = registry.IN_PLACE_OF.get(request.model, request.model)
+    if engine not in registry.ENGINES:
+        raise FlyError(f"--model {request.model}: fly compare makes runs of hf and vllm")
+    modes = plan_modes(
+        request.modes or [name for name in DEFAULT if not (stored and name == stored.mode)],
+        request.custom_modes,
+        request.model_args,
+        request.baseline if stored and stored.has_outputs else None,
+        engine,
+    )
+    if len(modes) < (1 if stored or request.save_baseline else 2):
+        raise FlyError("--modes: give at least two, or --baseline FILE")
+    if request.baseline_run and request.baseline_run not in modes:
+        raise FlyError(f"--baseline-run {request.baseline_run}: choose one of {', '.join(modes)}")
+    if stored:
+        _check_stored(request, stored)
+    if request.save_baseline:
+        _check_storable(_baseline_mode(request, modes), request)
+    if request.noise_floor:
+        modes[noise.NAME] = _noise_mode(request, modes)
+    if request.use_cache and "hf" in modes:
+        modes["hf"] = _with_own_cache(modes["hf"], request.use_cache)
+    return PlannedRuns(modes, request.output, request.flags, request.inputs)
+
+
+def _baseline_mode(request: Request, modes: Mapping[str, Mode]) -> Mode:
+    """The mode whose run the others will be compared with."""
+    target_only = [name for name, mode in modes.items() if mode.rule == "target-only"]
+    return modes[request.baseline_run or [*target_only, *modes][0]]
+
+
+def _check_stored(request: Request, stored: scores.Measured) -> None:
+    """Refuse before anything runs: another target, or other gen_kwargs on the command line."""
+    assert request.baseline is not None
+    config, _ = fly_config.of_model_args(request.model_args)
+    files = scores.fingerprint(config.target_model_path)
+    reason = scores.why_other_files(stored.target["files"], files)
+    before = stored.decoding.get("gen_kwargs")
+    if reason is None and before != request.gen_kwargs:
+        reason = f"decoded otherwise (gen_kwargs: {before}, now {request.gen_kwargs})"
+    if reason:
+        raise FlyError(scores.explain_not_reusable(request.baseline, reason))
+
+
+def _check_storable(mode: Mode, request: Request) -> None:
+    scores.check_storable(mode.rule, f"--save-baseline {request.save_baseline}")
+    if request.with_outputs and not mode.records.get("enable_statistics"):
+        raise FlyError(
+            f"--with-outputs: {mode.name} keeps no token ids: take a mode of fly's own backend, "
+            "with enable_statistics=true"
+        )
+
+
+def _noise_mode(request: Request, modes: Mapping[str, Mode]) -> Mode:
+    """The baseline's decoding with another number of running sequences, whose passes round
+    otherwise."""
+    if request.stored:
+        raise FlyError("--noise-floor: needs the baseline made here: leave --baseline out")
+    if request.use_cache:
+        raise FlyError(
+            "--noise-floor with --use_cache: the noise run would get the baseline's texts "
+            "instead of decoding: leave one of them out"
+        )
+    if noise.NAME in modes:
+        raise FlyError(f"--mode {noise.NAME}: --noise-floor makes it: choose another name")
+    baseline = _baseline_mode(request, modes)
+    if baseline.rule == "hf":
+        raise FlyError(
+            "--noise-floor with hf as the baseline: its batch size is not fly's to choose: "
+            "add target-only to --modes, or name another --baseline-run"
+        )
+    other = "8" if str(request.batch_size or 1) == "1" else "1"
+    return replace(baseline, name=noise.NAME, flags=("--batch_size", other))
+
+
+def plan_modes(
+    names: Sequence[str],
+    custom: Sequence[str],
+    model_args: Mapping[str, Any],
+    outputs: Path | None = None,
+    engine: str = "fly",
+) -> dict[str, Mode]:
+    """The modes by name, checked before anything runs. custom: more of them, NAME=key=value,...
+
+    outputs: a baseline file with outputs, from which exact modes draft unless they say otherwise.
+    engine: what decodes them, a name in registry.ENGINES.
+    """
+    overrides = {}
+    for name in names:
+        if name not in NAMED:
+            raise FlyError(f"--modes {name}: choose from {', '.join(NAMED)}, or define a --mode")
+        overrides[name] = NAMED[name]
+    for text in custom:
+        name, _, rest = text.partition("=")
+        if not re.fullmatch(r"[\w.-]+", name) or "=" not in rest:
+            raise FlyError(f"--mode {text}: write it as NAME=key=value,key=value")
+        if name in overrides or name in NAMED:
+            raise FlyError(f"--mode {text}: the name {name} is taken: choose another")
+        overrides[name] = key_values(rest, f"--mode {name}")
+    resolved = {
+        name: _resolve_drafts(name, {**model_args, **changes}, outputs)
+        for name, changes in overrides.items()
+    }
+    return {name: _build_mode(name, model_args, engine) for name, model_args in resolved.items()}
+
+
+def _resolve_drafts(name: str, model_args: dict[str, Any], outputs: Path | None) -> dict[str, Any]:
+    """A mode's model_args, with what earlier runs' outputs change in them."""
+    config, _ = fly_config.of_model_args(model_args)
+    is_loose = config.enable_fly and config.verification is None
+    if name == "fly" and config.draft_runs and is_loose:  # who names the mode asks for its rule
+        return {**model_args, "verification": "fly"}
+    if outputs is None or name == "hf" or not _drafts_from_texts(config):
+        return model_args
+    if config.rule != "exact" or config.draft_runs or "draft_runs" in model_args:
+        return model_args
+    print(f"{name}: drafts from the outputs in {outputs}", flush=True)
+    return {**model_args, "draft_runs": [str(outputs)]}
+
+
+def _drafts_from_texts(config: FlyConfig) -> bool:
+    """Whether the mode drafts, and may draft from earlier outputs."""
+    drafts = config.drafter is None or registry.DRAFTERS[config.drafter].from_texts
+    return config.asks_earlier_runs and drafts
+
+
+def _build_mode(name: str, model_args: dict[str, Any], engine: str) -> Mode:
+    if name == "hf" and engine != "fly":
+        raise FlyError("--modes hf: lm-eval's hf goes with --model hf: run it by itself")
+    config, rest, target = checked_pair(model_args, engine)
+    models = partial(models_of, config, rest)
+    models()  # what is not there is refused now
+    if name == "hf":
+        models = partial(models_of, config.model_copy(update={"use_sd": False}), rest)
+        gguf = {"gguf_file": target.gguf_file} if target.gguf_file else {}
+        arguments = {"pretrained": target.path, **gguf, **rest}
+        identity = json.dumps(arguments, sort_keys=True, default=str)
+        return Mode(name, "hf", arguments, identity, models, "hf")
+    deciding: list[Any] = [config.hash(), rest]
+    if config.earlier_runs:
+        deciding.append(EarlierOutputs.read(config.earlier_runs).digest())
+    identity = json.dumps(deciding, sort_keys=True, default=str)
+    records = {key: getattr(config, key) for key in RECORDING_KEYS}
+    return Mode(name, engine, model_args, identity, models, config.mode, records)
+
+
+def _with_own_cache(mode: Mode, cache: str) -> Mode:
+    """lm-eval's cache knows a request by its prompt alone: the name gets what else decides a text,
+    as `fly run` does for fly's own modes."""
+    # fetch: the next call must find this one's cache
+    deciding = [mode.identity, mode.models(fetch=True), deciding_versions()]
+    return replace(mode, flags=("--use_cache", f"{cache}_{of_value(deciding)[:12]}"))
