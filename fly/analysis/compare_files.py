@@ -8,7 +8,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from fly.analysis.compare import Against, Result, ScoreRow
-from fly.analysis.compare_table import in_words, visible
+from fly.analysis.tables import in_words, score_texts, visible
 
 
 def as_json(result: Result) -> str:
@@ -21,14 +21,15 @@ def as_json(result: Result) -> str:
             "name": result.baseline,
             "speeds": [asdict(speed) for speed in result.baseline_speeds],
         },
-        "others": [_against(other) for other in result.others],
+        "others": [against_as_dict(other) for other in result.others],
         "noise_floor": [asdict(row) for row in result.noise],
         "notes": result.notes,
     }
     return json.dumps(entry, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _against(other: Against) -> dict[str, Any]:
+def against_as_dict(other: Against) -> dict[str, Any]:
+    """One run's rows and speeds, for `--json` and for the page."""
     rows = [{**asdict(row), "verdict": row.verdict} for row in other.all_rows]
     overall = rows.pop() if other.overall else None
     return {**asdict(other), "rows": rows, "overall": overall, "verdict": other.verdict}
@@ -59,14 +60,12 @@ def _add_test(
         suite, "testcase", classname=f"{run}.{row.task}", name=row.metric, time="0"
     )
     scores = row.scores
-    recovery = "undefined" if scores.recovery is None else f"{scores.recovery:.4f}"
-    other = "none"
-    if scores.other is not None:
-        other = (
-            f"{scores.other:.4g}, recovery {recovery}, lost {scores.lost}, won {scores.won} of "
-            f"{scores.documents}, p {scores.p:.4g}"
-        )
-    numbers = f"{result.baseline} {scores.baseline:.4g}, {run} {other}"
+    texts = score_texts(scores)
+    numbers = (
+        f"{result.baseline} {scores.baseline:.4g}, {run} {texts.score}, "
+        f"recovery {texts.recovery}{texts.interval}, lost / won {texts.changed} of "
+        f"{scores.documents}, p {texts.p}"
+    )
     if scores.verdict in ("held", "unchanged"):
         ElementTree.SubElement(case, "system-out").text = numbers
         return

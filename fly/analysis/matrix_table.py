@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 
-from rich.console import Console
-
-from fly.analysis.compare_table import WIDTH, interval_text, markdown_table, table, visible
 from fly.analysis.matrix import Cell, Matrix
+from fly.analysis.tables import Table, as_markdown, print_tables, ratio_text, score_texts
 
 _CELL = 22  # columns of the terminal; the drafters' column takes the rest
 _AT_ONCE = 3  # rules beside each other: more do not fit
@@ -18,27 +15,12 @@ _DRAFTER = "target, drafter"
 
 def print_matrix(matrix: Matrix) -> None:
     """A table per task and three rules, and the notes. 100 columns suffice."""
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
-    for title, cells in _titled(matrix):
-        rules = list(dict.fromkeys(cell.rule for cell in cells))
-        for start in range(0, len(rules), _AT_ONCE):
-            shown = rules[start : start + _AT_ONCE]
-            columns: dict[str, int | None] = {_DRAFTER: None, **dict.fromkeys(shown, _CELL)}
-            console.print(table(title, columns, list(_rows(cells, shown))))
-    for line in _notes(matrix):
-        console.print(line, markup=False)
+    print_tables([*_tables(matrix, _AT_ONCE)], _notes(matrix))
 
 
 def markdown(matrix: Matrix) -> str:
     """The tables for a pull request or a job's summary."""
-    parts = []
-    for title, cells in _titled(matrix):
-        rules = list(dict.fromkeys(cell.rule for cell in cells))
-        parts += [
-            f"### {visible(title)}",
-            markdown_table([_DRAFTER, *rules], [*_rows(cells, rules)]),
-        ]
-    return "\n\n".join([*parts, "\n".join(f"- {line}" for line in _notes(matrix))]) + "\n"
+    return as_markdown([*_tables(matrix, len(matrix.cells))], _notes(matrix))
 
 
 def as_json(matrix: Matrix) -> str:
@@ -46,10 +28,15 @@ def as_json(matrix: Matrix) -> str:
     return json.dumps(matrix.as_dict, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _titled(matrix: Matrix) -> Iterator[tuple[str, list[Cell]]]:
+def _tables(matrix: Matrix, at_once: int) -> Iterator[Table]:
+    """at_once: the rules beside each other in one table."""
     for (task, metric), cells in matrix.tables.items():
         lower = "" if cells[0].row.higher_is_better else " (lower is better)"
-        yield f"{task}: {metric}{lower}", cells
+        rules = list(dict.fromkeys(cell.rule for cell in cells))
+        for start in range(0, len(rules), at_once):
+            shown = rules[start : start + at_once]
+            columns: dict[str, int | None] = {_DRAFTER: None, **dict.fromkeys(shown, _CELL)}
+            yield Table(f"{task}: {metric}{lower}", columns, [*_rows(cells, shown)])
 
 
 def _rows(cells: list[Cell], rules: list[str]) -> Iterator[list[str]]:
@@ -75,17 +62,12 @@ def _text(cell: Cell) -> str:
     scores, speed = cell.row.scores, cell.speed
     if cell.p is None:
         return f"-\n{scores.reason}"
-    recovery = "undefined"
-    if scores.recovery is not None:
-        recovery = f"{scores.recovery:.3f}"
-        recovery += "" if scores.bound else interval_text(scores.interval, 3)
-    p = f"{cell.p:.3f}" if cell.p >= 0.001 else "<0.001"
-    lines = [recovery, f"{scores.lost} / {scores.won}, p {p}"]
-    if scores.bound:
-        lines.insert(1, f"loss <= {scores.bound:.1%}")
+    texts = score_texts(scores, cell.p)
+    lines = [texts.recovery + ("" if texts.bound else texts.interval)]
+    lines += [f"loss <= {texts.bound}"] if texts.bound else []
+    lines.append(f"{texts.changed}, p {texts.p}")
     if speed:
-        ratio = speed.end_to_end
-        lines.append(f"x {ratio.value:.2f}{interval_text(ratio.interval, 2)}" if ratio else "x -")
+        lines.append(f"x {ratio_text(speed.end_to_end)}")
         lines.append(f"tau {speed.pace.tau:.2f}" if speed.pace.tau else "tau -")
     return "\n".join(lines)
 
@@ -100,4 +82,4 @@ def _notes(matrix: Matrix) -> list[str]:
         "`loss <=` the share of the score that so few documents leave possible [95 %].",
         "x: seconds of the target alone over the run's, end to end [95 %]; tau: tokens per round.",
     ]
-    return [visible(line) for line in [*lines, *matrix.notes]]
+    return [*lines, *matrix.notes]

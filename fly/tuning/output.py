@@ -13,8 +13,8 @@ from rich.table import Table
 
 import fly
 from fly import config as fly_config
-from fly.analysis.compare_table import interval_text
 from fly.analysis.statistics import Ratio
+from fly.analysis.tables import interval_text
 from fly.execution.device import device_facts
 from fly.paths import write_output
 from fly.runs.environment import versions

@@ -72,9 +72,10 @@ def test_two_runs(written, tmp_path):
     assert [cell["change"] for cell in cells] == ["same", "lost", "won"]
     assert [cell["same"] for cell in cells] == [True, False, False]
     (compared,) = data["summary"]["comparisons"]
-    assert (compared["main"]["lost"], compared["main"]["won"]) == (1, 1)
+    main = compared["rows"][compared["main"]]["scores"]
+    assert (main["lost"], main["won"]) == (1, 1)
     assert compared["verdict"] == "not enough evidence"
-    assert compared["speed"]["end_to_end"]["value"] == pytest.approx(2.0)
+    assert compared["speeds"][-1]["end_to_end"]["value"] == pytest.approx(2.0)
     (entry,) = data["summary"]["scores"]
     low, high = (entry["runs"][0]["interval"][key] for key in ("low", "high"))
     assert (low, high) == pytest.approx((0.2077, 0.9385), abs=1e-4)  # Wilson, 2 of 3
@@ -161,7 +162,7 @@ def test_a_run_of_another_backend_has_scores_and_no_times(written, tmp_path):
     hf = data["summary"]["runs"][0]
     assert (hf["mode"], hf["stats"], hf["blocks"]) == ("hf", None, None)
     assert hf["positions"]["drafted"] == []
-    assert data["summary"]["comparisons"][0]["speed"]["end_to_end"] is None
+    assert data["summary"]["comparisons"][0]["speeds"][-1]["end_to_end"] is None
     assert "tokens" not in data["documents"][0]["runs"][0]
 
 

@@ -69,7 +69,7 @@ def test_the_table_fits_100_columns_and_says_all(folders, capsys):
     for expected in ("0.7", "1.000 [1.000, 1.000]", "0 / 0", "21 / 0", "<0.001", "held",
                      "fell", "300 documents",
                      "2.00 [2.00, 2.00]", "4.00", "75%",
-                     "time x, against target-only"):  # fmt: skip
+                     "Time x, against target-only"):  # fmt: skip
         assert expected in printed, expected
     assert "fly-2" in printed  # two runs of one mode have names of their own
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from fly.analysis import matrix
-from fly.analysis.compare import Against, ScoreRow, check_pairs, compare
-from fly.analysis.compare_table import in_words
+from fly.analysis.compare import Against, check_pairs, compare
+from fly.analysis.compare_files import against_as_dict
 from fly.analysis.scores import Measured
 from fly.analysis.statistics import Comparison, Demand
+from fly.analysis.tables import in_words
 from fly.errors import FlyError
 
 
@@ -18,7 +18,9 @@ def against_first(runs: Sequence[Measured]) -> tuple[list[dict[str, Any]], list[
     """One entry per other run, all judged together, as `fly compare` judges them; and its notes
     that are of no one run.
 
-    `refused` says why a run cannot be compared.
+    An entry has the keys of `--json` (docs/compare.md), `main`, the number of the row that stands
+    for the run, and `reason`, why its verdict is what it is; or only `refused`, why the run cannot
+    be compared.
     """
     baseline, *others = runs
     refused = {run.name: why for run in others if (why := _why_not(baseline, run))}
@@ -86,21 +88,12 @@ def _entry(against: Against, demand: Demand) -> dict[str, Any]:
     if deciding is not main:
         reason = f"{deciding.label}: {reason}"
     return {
-        "name": against.name,
-        "main": _row(main),
-        "verdict": against.verdict,
+        **against_as_dict(against),
+        "main": against.all_rows.index(main),
         "reason": reason,
-        "rows": [_row(row) for row in against.all_rows],
-        # over all tasks, if there are several
-        "speed": asdict(against.speeds[-1]) if against.speeds else None,
-        "notes": against.notes,
     }
 
 
 def _reason(scores: Comparison, demand: Demand) -> str:
     """Why, and what `fly compare` says below the verdict."""
     return "; ".join(dict.fromkeys([scores.reason, *in_words(scores, demand)]))
-
-
-def _row(row: ScoreRow) -> dict[str, Any]:
-    return {"label": row.label, **asdict(row.scores), "verdict": row.verdict}

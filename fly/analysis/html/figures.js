@@ -49,12 +49,23 @@ function acceptanceLengths(stats) {
   return al + (means.length ? `; means over documents: ${means.map(([name, mean]) => `${name} ${fixed(mean)}`).join(", ")}` : "");
 }
 
+/** All rows of a comparison, the one over all tasks last. */
+function rowsOf({ rows = [], overall = null }) {
+  return overall ? [...rows, overall] : rows;
+}
+
+/** A compared run's speed over all tasks; null where there is none. */
+function speedOf({ speeds = [] }) {
+  return speeds.at(-1) ?? null;
+}
+
 function comparedCards(comparison) {
   if (comparison.refused) return [card("Not comparable", NONE, comparison.refused)];
   return [recoveryCard(comparison), timeCard(comparison)];
 }
 
-function timeCard({ speed }) {
+function timeCard(comparison) {
+  const speed = speedOf(comparison);
   if (speed?.withheld) return card("Time x", NONE, `The runs differ in what times depend on: ${speed.withheld}.`);
   if (!speed?.end_to_end) return card("Time x", NONE, "Both runs need fly\u2019s records of the same documents.");
   return card("Time x, end to end", times(speed.end_to_end.value),
@@ -65,7 +76,8 @@ function intervalNote({ interval }, format) {
   return interval ? `95 % interval ${between(interval, format)}; ` : "";
 }
 
-function recoveryCard({ main, verdict, reason }) {
+function recoveryCard(comparison) {
+  const { verdict, reason } = comparison, main = rowsOf(comparison)[comparison.main].scores;
   const [sign, style] = SIGNS[verdict] || UNDECIDED;
   const documents = plural(main.documents, "document");
   const result = card("Recovery of the score", percent(main.recovery),
@@ -116,7 +128,8 @@ function scoreFigures({ runs, scores }) {
 
 /** Every metric of every compared run: the pairs and their verdict. Null for one run. */
 function comparisonFigure({ runs: [base], comparisons, notes }) {
-  const all = comparisons.flatMap(({ name, rows = [] }) => rows.map((row) => ({ ...row, label: `${name}: ${row.label.replace(",", ", ")}` })));
+  const all = comparisons.flatMap((comparison) => rowsOf(comparison).map(({ task, metric, verdict, scores }) => ({
+    ...scores, verdict, label: `${comparison.name}: ${task} ${metric.replace(",", ", ")}` })));
   if (!all.length) return null;
   const lines = all.map((row) => {
     const isMissing = row.other === null, [sign, style] = SIGNS[row.verdict] || UNDECIDED;
@@ -235,12 +248,12 @@ function matrixCell(cell) {
 function speedFigure({ runs: [base, ...others], comparisons }) {
   const timed = [base, ...others].filter((run) => run.stats);
   if (!timed.length) return missing("No run has fly\u2019s records: lm-eval\u2019s own backends, and enable_statistics=false, keep no times.");
-  const speedOf = (run) => run === base ? null : comparisons[run.number - 1].speed;
-  const related = timed.filter((run) => speedOf(run)?.end_to_end), isRelative = related.length > 0;
+  const against = (run) => run === base ? null : speedOf(comparisons[run.number - 1]);
+  const related = timed.filter((run) => against(run)?.end_to_end), isRelative = related.length > 0;
   if (!isRelative && timed.length > 1) return missing("The runs\u2019 times do not compare: see the cards above.");
   const kinds = [["end_to_end", "end to end"], ["decode", "decoding"]], ratios = isRelative ? kinds : [];
   const rows = (isRelative ? related : timed).flatMap((run) => kinds.map(([key, name]) => {
-    const rate = run.stats[`${key}_tok_s`], value = isRelative ? speedOf(run)[key]?.value : rate;
+    const rate = run.stats[`${key}_tok_s`], value = isRelative ? against(run)[key]?.value : rate;
     return { label: `${run.name}, ${name}`, text: isRelative ? times(value) : `${fixed(value)} tok/s`,
       parts: [{ value: value || 0, kind: kindOf(run), title: `${fixed(rate)} tok/s` }] };
   }));
@@ -252,7 +265,7 @@ function speedFigure({ runs: [base, ...others], comparisons }) {
       columns: [["run", text], ...ratios.flatMap(([, name]) => [[`time x, ${name}`, times], [`${name}, 95 %`, (interval) => between(interval, times)]]),
         ["end to end, tok/s", fixed], ["decoding, tok/s", fixed], ["tau", fixed], ["tokens", whole], ["rounds", whole], ["peak memory, GiB", (value) => fixed(value, 1)]],
       rows: timed.map((run) => {
-        const { stats } = run, speed = speedOf(run), peak = stats.peak_memory_bytes;
+        const { stats } = run, speed = against(run), peak = stats.peak_memory_bytes;
         return [run.name, ...ratios.flatMap(([key]) => [speed?.[key]?.value, speed?.[key]?.interval]),
           stats.end_to_end_tok_s, stats.decode_tok_s, stats.tau, stats.emitted, stats.rounds, isNumber(peak) ? peak / 2 ** 30 : null];
       }) });

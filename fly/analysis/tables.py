@@ -1,0 +1,164 @@
+"""Tables for people, in the terminal and as Markdown, and a comparison's numbers in words."""
+
+from __future__ import annotations
+
+import sys
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from fly.analysis.statistics import Comparison, Demand, Interval, Ratio
+
+WIDTH = 100
+_COLOURS = {
+    "held": "green", "unchanged": "green", "fell": "red", "not enough evidence": "yellow",
+}  # fmt: skip
+# a task name may fold, an interval may not
+_UNFOLDED = ("decoding x", "end to end x", "accepted by position")
+_NUMBERS = (
+    "score", "lost/won", "p", "tokens x", "tok/s", "saved", "tau", "tau/doc", "AL", "AL/doc",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Table:
+    """columns: names, with their widths where they are fixed. In a grouped table the first cell of
+    a group's first row names the group, and is empty in its other rows."""
+
+    title: str
+    columns: dict[str, int | None]
+    rows: list[list[str]]
+
+    def groups(self) -> list[Table]:
+        """A table per group, whose title is the group's name."""
+        columns = dict([*self.columns.items()][1:])
+        found: list[Table] = []
+        for name, *cells in self.rows:
+            if name or not found:
+                found.append(Table(name, columns, []))
+            found[-1].rows.append(cells)
+        return found
+
+    def in_terminal(self) -> RichTable:
+        table = RichTable(
+            title=Text(visible(self.title), style="bold"),  # names are no markup
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+        )
+        for name, width in self.columns.items():
+            table.add_column(
+                name,
+                justify="right" if name in _NUMBERS else "left",
+                overflow="fold",
+                width=width,
+                no_wrap=name in _UNFOLDED,
+            )
+        for row in self.rows:
+            table.add_row(*map(_coloured, row))
+        return table
+
+    def as_markdown(self) -> str:
+        def line(cells: Sequence[str]) -> str:
+            shown = (visible(cell).replace("\n", "<br>").replace("|", "\\|") for cell in cells)
+            return f"| {' | '.join(shown)} |"
+
+        head = [line([*self.columns]), "|" + "---|" * len(self.columns)]
+        return "\n".join([f"### {visible(self.title)}", "", *head, *map(line, self.rows)])
+
+
+def print_tables(tables: Sequence[Table], notes: Sequence[str], heading: str = "") -> None:
+    """100 columns suffice."""
+    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    if heading:
+        console.print(f"\n{visible(heading)}\n", markup=False)
+    for table in tables:
+        console.print(table.in_terminal())
+    for line in notes:
+        console.print(visible(line), markup=False)
+
+
+def as_markdown(tables: Sequence[Table], notes: Sequence[str]) -> str:
+    """For a pull request or a job's summary."""
+    lines = "\n".join(f"- {visible(line)}" for line in notes)
+    return "\n\n".join([*(table.as_markdown() for table in tables), lines]) + "\n"
+
+
+def visible(text: str) -> str:
+    """The text without what terminals obey and XML refuses: control characters, lone surrogates."""
+    return "".join(
+        "\ufffd" if unicodedata.category(c) in ("Cc", "Cs", "Cn") and c != "\n" else c for c in text
+    )
+
+
+def _coloured(cell: str) -> Text:
+    text = Text(visible(cell))
+    for verdict, colour in _COLOURS.items():
+        if cell.startswith(verdict):
+            text.stylize(colour, 0, len(verdict))
+    return text
+
+
+# --------------------------------------------------------------------------- numbers in words
+
+
+@dataclass(frozen=True)
+class ScoreTexts:
+    """One row's numbers, as every table and file for people writes them.
+
+    interval: of the recovery, with a space before it; empty where there is none. changed: documents
+    lost and won. bound: the largest loss that scores without any leave possible; else empty.
+    """
+
+    score: str = "-"
+    recovery: str = "-"
+    interval: str = ""
+    changed: str = "-"
+    p: str = "-"
+    bound: str = ""
+
+
+def score_texts(scores: Comparison, p: float | None = None) -> ScoreTexts:
+    """p: instead of the row's own, corrected for more rows."""
+    if scores.other is None:
+        return ScoreTexts()
+    p = scores.p if p is None else p
+    return ScoreTexts(
+        score=f"{scores.other:.4g}",
+        recovery="undefined" if scores.recovery is None else f"{scores.recovery:.3f}",
+        interval=interval_text(scores.interval, 3) if scores.recovery is not None else "",
+        changed=f"{scores.lost} / {scores.won}",
+        p=f"{p:.3f}" if p >= 0.001 else "<0.001",
+        bound=f"{scores.bound:.1%}" if scores.bound else "",
+    )
+
+
+def ratio_text(ratio: Ratio | None) -> str:
+    return f"{ratio.value:.2f}{interval_text(ratio.interval, 2)}" if ratio else "-"
+
+
+def interval_text(interval: Interval | None, digits: int) -> str:
+    return f" [{interval.low:.{digits}f}, {interval.high:.{digits}f}]" if interval else ""
+
+
+def in_words(scores: Comparison, demand: Demand) -> list[str]:
+    """What stands below a verdict: why, or how many documents would decide."""
+    if scores.recovery is None or scores.withheld:
+        return [scores.reason]
+    if scores.bound is not None and scores.verdict != "held":
+        lines = [scores.reason]
+        if scores.bound < 1:
+            lines.append(f"this rules out a loss above {scores.bound:.1%} of the score")
+        if scores.decides is not None and scores.decides > scores.documents:
+            lines.append(f"{scores.decides:,} documents would show {demand.min_recovery:g}")
+        return lines
+    if scores.verdict != "not enough evidence":
+        return []
+    if scores.decides is None:
+        return ["no number would decide"]
+    return [f"~{scores.decides:,} documents would decide"]

@@ -1,0 +1,48 @@
+"""One row of a comparison is the same in the terminal, in Markdown, JUnit, JSON and the page."""
+
+import json
+from xml.etree import ElementTree
+
+from fly.analysis import compare, compare_files, compare_table, scores
+from fly.analysis.html import comparison
+from fly.analysis.tables import Table, score_texts
+from fly.runs import reader
+from tests.written_runs import write
+
+
+def load(folder):
+    return scores.measure(reader.load(folder))
+
+
+def test_a_row_is_the_same_everywhere(tmp_path, capsys):
+    """JUnit had its own recovery, without an interval, and its own p."""
+    base = load(write(tmp_path / "a", "target-only", [1] * 50 + [0] * 10))
+    other = load(write(tmp_path / "b", "fly", [0] * 3 + [1] * 47 + [1] * 2 + [0] * 8))
+    result = compare.compare(base, [other])
+    (row,) = result.others[0].rows
+    texts = score_texts(row.scores)
+    recovery = texts.recovery + texts.interval
+    assert (texts.score, texts.changed) == ("0.8167", "3 / 2")
+    assert recovery.startswith("0.980 [")
+    compare_table.print_result(result)
+    (printed,) = (line for line in capsys.readouterr().out.splitlines() if "0.8167" in line)
+    (line,) = (line for line in compare_table.markdown(result).splitlines() if "0.8167" in line)
+    case = ElementTree.fromstring(compare_files.as_junit(result, False)).find(".//testcase")
+    for text in (texts.score, recovery, texts.changed, texts.p):
+        for shown in (printed, line, case.find("failure").text):
+            assert text in shown
+    (entry,), _ = comparison.against_first([base, other])
+    (stored,) = json.loads(compare_files.as_json(result))["others"]
+    assert json.loads(json.dumps({key: entry[key] for key in stored})) == stored
+
+
+def test_a_grouped_table_is_a_table_per_group():
+    rows = [["t", "a", "1"], ["", "b", "2"], ["u", "a", "3"]]
+    table = Table("scores", {"task": None, "run": 9, "score": None}, rows)
+    assert table.groups() == [
+        Table("t", {"run": 9, "score": None}, [["a", "1"], ["b", "2"]]),
+        Table("u", {"run": 9, "score": None}, [["a", "3"]]),
+    ]
+    assert table.as_markdown().splitlines()[2:] == [
+        "| task | run | score |", "|---|---|---|", "| t | a | 1 |", "|  | b | 2 |", "| u | a | 3 |",
+    ]  # fmt: skip
