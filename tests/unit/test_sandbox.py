@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from fly.harness.sandbox import (
     Outcome,
     Program,
     isolation_level,
+    linux,
     process,
     run_programs,
     runner,
@@ -506,6 +508,34 @@ def test_a_reply_that_is_not_the_supervisors_counts_for_nothing(
     outcome = execute(Program("x"), SHORT, Launch(namespaces=False))
     assert not outcome.passed
     assert outcome.reason in ("sandbox", "gone")
+
+
+def test_programs_are_killed_before_fly(run):
+    """Written after PR_SET_DUMPABLE 0, as an ordinary user, the score never took hold."""
+    need(run, "killed before fly")
+    outcome = run("raise RuntimeError(open('/proc/self/oom_score_adj').read())")
+    assert outcome.detail.strip() == "RuntimeError: 1000" or "own /proc" not in outcome.features
+
+    child = os.fork()
+    if child == 0:
+        with suppress(BaseException):
+            if os.geteuid() == 0:
+                os.setresuid(65534, 65534, 65534)
+                linux.prctl(4, 1)  # PR_SET_DUMPABLE, as in a process that this user started
+            done = linux.harden_supervisor()
+            score = Path("/proc/self/oom_score_adj").read_text()
+            os._exit(0 if (score, done) == ("1000\n", ["killed before fly"]) else 1)
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_score_that_cannot_be_written_is_a_gap(monkeypatch):
+    """The failed write was suppressed, and the log still promised it."""
+    monkeypatch.setattr(linux, "open", lambda *_: (_ for _ in ()).throw(OSError), raising=False)
+    monkeypatch.setattr(linux, "prctl", lambda *_: True)
+    assert linux.harden_supervisor() == []
+    gaps = [text for text, covered_by in runner._GAPS if set(covered_by) == {"killed before fly"}]
+    assert gaps == ["can have fly killed when memory runs out"]
 
 
 def test_no_capability_is_left(run):

@@ -54,7 +54,7 @@ def main() -> None:
     features = [*_OF_BUBBLEWRAP] if request.launch.bwrap else []
     own_table = False
     if LINUX:
-        linux.harden_supervisor()
+        features += linux.harden_supervisor()
         own_table = request.launch.namespaces and linux.enter_namespaces()
         features += _OF_NAMESPACES if own_table else []
     receive, send = os.pipe()

@@ -38,12 +38,17 @@ def prctl(option: int, *args: int) -> bool:
     return _libc.prctl(ctypes.c_int(option), *wide) == 0
 
 
-def harden_supervisor() -> None:
-    """Hide this process from ptrace and /proc/<pid>/, and adopt orphaned descendants."""
-    prctl(_PR_SET_DUMPABLE, 0)
-    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+def harden_supervisor() -> list[str]:
+    """Have the kernel kill this process and what it starts before fly when memory runs out, hide
+    it from ptrace and /proc/<pid>/, and adopt orphaned descendants. Returns what took hold."""
+    done: list[str] = []
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # if memory runs out, the kernel takes the program and not fly
+        file.write("1000")
+        file.flush()
+        done.append("killed before fly")
+    prctl(_PR_SET_DUMPABLE, 0)  # after the above: it makes the files of /proc/self root's
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    return done
 
 
 def die_with_parent() -> None:

@@ -24,6 +24,7 @@ _GAPS = (
     ("can signal fly's processes", ("own process table", "Landlock signals", "powerless user")),
     ("can start processes without end until the time limit", ("process limit",)),
     ("can use memory without limit", ("memory limit",)),
+    ("can have fly killed when memory runs out", ("killed before fly",)),
     ("can fill the disk until the time limit", ("size-limited folder",)),
 )
 
