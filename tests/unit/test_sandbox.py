@@ -1,5 +1,7 @@
 """Programs that misbehave end as failed samples, and the run goes on."""
 
+import ast
+import importlib
 import logging
 import os
 import sys
@@ -382,6 +384,13 @@ HONEST = {
     "a name of Python's own": ("def sum(a, b):\n    return a - b\n", "assert sum(3, 1) == 2"),
     "a name of Python's own, and tests with names": (
         "def sum(a, b):\n    return a - b\n", "x = 3\nassert sum(x, 1) == 2"),
+    "a name of Python's own, beside others that the tests use": (
+        "def sum(a, b):\n    return a - b\ndef abs(x):\n    return 5\n",
+        "import math\n"
+        "def check(candidate):\n    assert abs(candidate(3.0, 1.0) - 2.0) < 1e-6\n"
+        "    assert math.isclose(max([candidate(3, 1), 1]), 2)\ncheck(sum)"),
+    "a name of Python's own, and a module that it imports": (
+        "import math\ndef sum(a, b):\n    return a - b\n", "assert math.isclose(sum(3, 1), 2)"),
     "a name that the tests use again": (
         "def f(x): return x + 1\n",
         "assert [f for f in map(f, [3])] == [4]\nf = f(1)\nassert f == 2"),
@@ -419,7 +428,21 @@ HONEST = {
     "recursion": ("import sys\nsys.setrecursionlimit(5000)\n"
                   "def f(n): return n and 1 + f(n - 1)\n", "assert f(3000) == 3000"),
 }  # fmt: skip
+_SORTED_MAX = "assert sorted(max([[1, 2], [2, 3]])) == sorted([2, 3])"
+_ABS_SUM = "def check(candidate):\n    assert abs(candidate([3]) - 3.5) < 1e-6\ncheck(sum)"
 DISHONEST = {
+    "a built-in of its own beside the tested one": (
+        "def max(x): return 0\ndef sorted(x): return 0\n", _SORTED_MAX),
+    "... without the tested one": ("def sorted(x): return 0\n", _SORTED_MAX),
+    "... where the tests are handed the tested one": (
+        "def sum(*a): return 0\ndef abs(x): return 0\n", _ABS_SUM),
+    "... without the one that the tests are handed": (
+        "def abs(x): return 0\n", _ABS_SUM.replace("3.5", "3")),
+    "... and a name that the tests define": (
+        "def sum(*a): return 0\ndef abs(x): return 0\ncandidate = check = sum\n", _ABS_SUM),
+    "... and an exception": (
+        "def sum(x): raise KeyError\nTypeError = Exception\n",
+        "try: sum(None)\nexcept TypeError: pass\nelse: assert False"),
     "a built-in of its own": (
         "def abs(x): return 0\ndef f(x): return 0\n", "assert abs(f(1) - 1) < 0.1"),
     "a module of its own": (
@@ -449,6 +472,42 @@ def test_what_honest_programs_do_crosses_to_their_tests(name):
     outcome = run_program(source, tests, SHORT)
     assert outcome.passed, outcome
     assert not run_program(source, f"{tests}\nassert False", SHORT).passed
+
+
+# The tests, and which of Python's names they take from the program.
+UNDER_TEST = {
+    _SORTED_MAX: "max",
+    "assert sorted([2, 3]) == sorted(max([[1, 2], [2, 3]]))": "max",
+    _ABS_SUM: "sum",
+    _ABS_SUM.replace("check(sum)", "check(candidate=sum)"): "sum",
+    _ABS_SUM.replace("check(sum)", "def test():\n    check(list)\ntest()"): "list",
+    "candidate = sum\nassert abs(candidate([3]) - 3) < 1": "sum",
+    "assert sum(10, 15) == 6\nassert sum(100, 150) == 93": "sum",
+    "assert sum(list(range(3))) == 3": "sum",
+    "assert list(reversed([1])) == [1]": "reversed",
+    "assert len(sorted(filter(None, [1]))) == 1": "filter",
+    "assert isinstance(sum(1), int)": "sum",
+    "assert all(sum(x) == y for x, y in zip([[1]], [1]))": "sum",
+    "for x, y in zip([[1]], [1]):\n    assert sum(x) == y": "sum",
+    "try: sum(None)\nexcept TypeError: pass\nelse: raise AssertionError": "sum",
+    "def same(x, y):\n    assert abs(x - y) == 0\n"
+    "for x, y in zip([[1]], [1]): same(sum(x), y)": "sum",
+    "import unittest\nclass T(unittest.TestCase):\n"
+    "    def test(self): self.assertEqual(sorted(max([1])), sorted([1]))": "max",
+    "assert len(f([1])) == 1": None,
+    "assert [f for f in map(f, [3])] == [4]\nf = f(1)\nassert f == 2": None,
+    "sum = 3\nassert sum == 3": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tests", UNDER_TEST)
+def test_one_name_of_pythons_own_comes_from_the_program(tests, monkeypatch):
+    """All of them came from it where one did: wrong solutions brought an `abs` and a `sorted`."""
+    monkeypatch.syspath_prepend(str(Path(runner.__file__).parent))
+    judge = importlib.import_module("judge")
+    tree = ast.parse(tests)
+    _, tested = judge._names_of_the_program(tree, compile(tree, "<tests>", "exec"))
+    assert tested == ({UNDER_TEST[tests]} - {None})
 
 
 @pytest.mark.parametrize("name", DISHONEST)

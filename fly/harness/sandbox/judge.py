@@ -7,6 +7,7 @@ with the program; a `Remote` represents each of them here, and is equal to nothi
 
 import ast
 import builtins
+import dis
 import importlib
 import sys
 import types
@@ -15,6 +16,12 @@ from functools import partialmethod
 from typing import Any
 
 from wire import CannotBeAsked, Garbled, Gone, Peer, Pipes, encode, printable, text_of
+
+_READS = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")
+# Built-in types, except those whose results are read from others (`map`): helpers of tests.
+_TYPES = {name for name, value in vars(builtins).items() if isinstance(value, type)} - {
+    "enumerate", "filter", "map", "reversed", "zip",
+}  # fmt: skip
 
 
 class Judge(Peer):
@@ -83,14 +90,16 @@ def run(tests: str, pipes: Pipes) -> tuple[str, str]:
     try:
         judge.receive()
         tree = ast.parse(tests)
-        wanted = _names_left_open(tree)
-        modules = wanted & sys.stdlib_module_names & _names_with_attributes(tree)
-        for name, value in judge.ask("globals", None, sorted(wanted)).items():
-            if isinstance(value, Remote) and name in modules:
-                value = importlib.import_module(name)  # the judge's own, not the program's
-            if name in wanted:
-                vars(module)[name] = value
-        exec(compile(tree, "<tests>", "exec"), vars(module))
+        code = compile(tree, "<tests>", "exec")
+        lacking, tested = _names_of_the_program(tree, code)
+        given = judge.ask("globals", None, sorted(lacking | tested))
+        for name in tested - given.keys():
+            raise NameError(f"name '{name}' is not defined by the program")
+        for name in _modules(tree, lacking):
+            if isinstance(given.get(name), Remote):
+                given[name] = importlib.import_module(name)  # the judge's own, not the program's
+        vars(module).update((name, given[name]) for name in lacking | tested if name in given)
+        exec(code, vars(module))
         if judge.ask("threads", None, ()):
             return "threads", "a thread was still running at the end"
     except Gone:
@@ -106,26 +115,81 @@ def run(tests: str, pipes: Pipes) -> tuple[str, str]:
     return "passed", ""
 
 
-def _names_left_open(tests: ast.Module) -> set[str]:
-    """The names that the tests take from the program, before their own definitions replace any.
-
-    Built-in names are among them only where the tests need no other name of the program, as when
-    they test a function called `sum`.
+def _names_of_the_program(tests: ast.Module, code: types.CodeType) -> tuple[set[str], set[str]]:
+    """The names that the tests take from the program: those that Python lacks, and at most one of
+    Python's own, where the tests need no other and so test a function called `sum`, say.
     """
-    used: set[str] = set()
-    defined: set[str] = set()
-    for node in ast.walk(tests):
-        if isinstance(node, ast.Name):
-            (used if isinstance(node.ctx, ast.Load) else defined).add(node.id)
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            defined.add(node.name)
-        elif isinstance(node, ast.arg):
-            defined.add(node.arg)
-    own = {name for name in used if not hasattr(builtins, name)}
-    return own if own - defined else used
+    unset = _names_unset(code)
+    lacking = {name for name in unset if not hasattr(builtins, name)}
+    needed = lacking - _modules(tests, lacking)
+    return lacking, set() if needed else _name_under_test(tests, unset - lacking)
 
 
-def _names_with_attributes(tests: ast.Module) -> set[str]:
-    """`math` of `math.isclose(...)`."""
-    nodes = (node.value for node in ast.walk(tests) if isinstance(node, ast.Attribute))
-    return {node.id for node in nodes if isinstance(node, ast.Name)}
+def _names_unset(code: types.CodeType) -> set[str]:
+    """The names that the tests read from their module before they have set them themselves."""
+    found, own = _reads_and_sets(code)
+    parts = [code]
+    for part in parts:
+        parts += [inner for inner in part.co_consts if isinstance(inner, types.CodeType)]
+    return found.union(*(_reads_and_sets(part)[0] - own for part in parts[1:]))
+
+
+def _reads_and_sets(code: types.CodeType) -> tuple[set[str], set[str]]:
+    """The names that a piece of code reads before it has set them, and those that it sets."""
+    reads: set[str] = set()
+    sets: set[str] = set()
+    for step in dis.get_instructions(code):
+        if step.opname in ("STORE_NAME", "STORE_GLOBAL"):
+            sets.add(step.argval)
+        elif step.opname in _READS and step.argval not in sets:
+            reads.add(step.argval)
+    return reads, sets
+
+
+def _name_under_test(tests: ast.Module, names: set[str]) -> set[str]:
+    """Which of the built-in names the tested function bears: one, or none if none is called.
+
+    The one that the tests hand to a function of their own (`check(sum)`) or give a name of theirs;
+    else the first that they call for such an argument, in an assertion or anywhere. Functions that
+    are applied to another's result (`sorted` in `sorted(max(x))`) and types are only helpers.
+    """
+    nodes = list(ast.walk(tests))
+    own = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
+    arguments = [
+        value
+        for call in _calls(tests)
+        if _name(call.func) in own
+        for value in (*call.args, *(keyword.value for keyword in call.keywords))
+    ]
+    assigned = [node.value for node in nodes if isinstance(node, ast.Assign)]
+    asserted = [node.test for node in nodes if isinstance(node, ast.Assert)]
+    if handed := [name for name in map(_name, (*arguments, *assigned)) if name in names]:
+        return {min(handed, key=_TYPES.__contains__)}
+    for places in (arguments, asserted, [tests]):
+        calls = [call for place in places for call in _calls(place) if _name(call.func) in names]
+        inner = {call: {_name(other.func) for other in _calls(call)} for call in calls}
+        helpers = {
+            _name(call.func) for call in calls if inner[call] & names - _TYPES - {_name(call.func)}
+        }
+        if calls:
+            return {min((_name(call.func) for call in calls), key=(helpers | _TYPES).__contains__)}
+    return set()
+
+
+def _calls(node: ast.AST) -> Iterator[ast.Call]:
+    """The calls in a piece of the tests, each after those in its arguments."""
+    for child in ast.iter_child_nodes(node):
+        yield from _calls(child)
+    if isinstance(node, ast.Call):
+        yield node
+
+
+def _name(node: ast.AST) -> str:
+    """`f` of `f`; nothing of other expressions."""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _modules(tests: ast.Module, names: set[str]) -> set[str]:
+    """Python's modules among the names: `math` of `math.isclose(...)`."""
+    owners = {_name(node.value) for node in ast.walk(tests) if isinstance(node, ast.Attribute)}
+    return names & sys.stdlib_module_names & owners
