@@ -12,7 +12,14 @@ def say(*messages):
 _TEXTS = {
     "answers ahead of the questions": "say(*[['value', True, {}]] * 50)",
     "an answer without a fault": "say(['value', None, {}], ['value', ['dict', []], {}])",
-    "raises in the judge": "say(['raised', 'SystemExit', '0'], ['raised', 'GeneratorExit', ''])",
+    "raises in the judge": (
+        "say(*[['raised', ['error', [name], ['list', [0]]]] for name in"
+        " ('SystemExit', 'GeneratorExit', 'Passed', 'type')])"
+    ),
+    "errors and coroutines as answers": (
+        "say(['value', None, {}], ['value', ['dict', [['add', ['coroutine', 0]], ['check',"
+        " ['error', ['SystemExit'], ['list', []]]], ['assert', ['error', ['object'], 0]]]], {}])"
+    ),
     "calls what the judge never gave": "say(['ask', 'call', 0, [], {}])",
     "asks the judge for attributes": "say(['ask', 'getattr', 0, ['__globals__'], {}])",
     "built-in functions as answers": "say(['value', ['dict', [['add', ['type', 'eval']]]], {}])",

@@ -72,6 +72,12 @@ MISBEHAVIOUR = {
         "threads",
         SHORT,
     ),
+    "busy executor": (
+        "import concurrent.futures, time\n"
+        "concurrent.futures.ThreadPoolExecutor().submit(time.sleep, 60)",
+        "threads",
+        SHORT,
+    ),
     "bad message": (
         "class E(Exception):\n    def __str__(self): raise E\nraise E",
         "exception",
@@ -425,6 +431,54 @@ HONEST = {
                             "def check(candidate):\n    assert candidate(3) == g(3)\ncheck(f)"),
     "asyncio": ("import asyncio\nasync def g(): return 3\ndef f(): return asyncio.run(g())\n",
                 "assert f() == 3"),
+    "surrogates": (
+        "def f(x): print(x, '\\ud800'); return x, {'\\ud83d\\ude00': len(x)}\n"
+        "def g(): raise ValueError('\\ud83d\\ude00')\n",
+        "pair = '\\ud83d\\ude00'\nprint(pair)\nassert f(pair) == (pair, {pair: 2})\n"
+        "try: g()\nexcept ValueError as error: assert str(error) == pair"),
+    "an error of the system": (
+        "import os\ndef f(): open('a')\ndef g(): os.rename('a', 'b')\n",
+        "try: f()\nexcept OSError as error: first = error\n"
+        "try: g()\nexcept FileNotFoundError as error: second = error\n"
+        "assert str(first) == \"[Errno 2] No such file or directory: 'a'\"\n"
+        "assert (second.filename, second.filename2) == ('a', 'b')"),
+    "errors as values": (
+        "def f(x): return x.args, ValueError(3)\n",
+        "a, error = f(KeyError(1))\n"
+        "assert a == (1,) and isinstance(error, ValueError) and error.args == (3,)"),
+    "lists in lists": (
+        "def f(x, n):\n    for _ in range(n): x = [x]\n    return x\n"
+        "def g(x):\n    n = 0\n    while x: x, n = x[0], n + 1\n    x.append(n)\n",
+        "x = f([], 600)\nassert x == f([], 600)\ng(x)\n"
+        "for _ in range(600): [x] = x\nassert x == [600]\nassert f((), 900)"),
+    "coroutines": (
+        "async def f(x): return x + 1\nasync def g(): raise KeyError(3)\n",
+        "import asyncio\nassert asyncio.run(f(1)) == 2\n"
+        "async def main(): return await f(1), await asyncio.gather(f(2), f(3))\n"
+        "assert asyncio.run(main()) == (2, [3, 4])\n"
+        "try: asyncio.run(g())\nexcept KeyError as error: assert error.args == (3,)"),
+    "context managers": (
+        "from contextlib import contextmanager\nclass M:\n    left = []\n"
+        "    def __enter__(self): return 5\n"
+        "    def __exit__(self, kind, error, trace):\n"
+        "        self.left.append(kind and kind.__name__)\n        return kind is KeyError\n"
+        "class E(ValueError): pass\ndef fail(): raise E('a')\n"
+        "@contextmanager\ndef g():\n    try: yield 3\n"
+        "    except ValueError as error: raise KeyError(*error.args)\n",
+        "m = M()\nwith m as x: assert x == 5\nwith m: {}['a']\n"
+        "try:\n    with m: 1 / 0\nexcept ZeroDivisionError: pass\nelse: assert False\n"
+        "assert m.left == [None, 'KeyError', 'ZeroDivisionError']\n"
+        "with g() as x: assert x == 3\n"
+        "try:\n    with g(): fail()\nexcept KeyError as error: assert error.args == ('a',)"),
+    "parts of an object": (
+        "class Box:\n    def __init__(self): self.x = {1: 2}; self.y = 3\n"
+        "    def __delitem__(self, key): del self.x[key]\n"
+        "    def __getitem__(self, key): return key\n",
+        "b = Box()\ndel b[1], b.y\nassert b.x == {} and not hasattr(b, 'y')\n"
+        "assert b[1:2] == slice(1, 2) and b[..., ::3] == (..., slice(None, None, 3))"),
+    "an executor that is left open": (
+        "from concurrent.futures import ThreadPoolExecutor\npool = ThreadPoolExecutor(2)\n"
+        "def f(xs): return list(pool.map(abs, xs))\n", "assert f([-1, 2]) == [1, 2]"),
     "recursion": ("import sys\nsys.setrecursionlimit(5000)\n"
                   "def f(n): return n and 1 + f(n - 1)\n", "assert f(3000) == 3000"),
 }  # fmt: skip

@@ -15,7 +15,7 @@ from collections.abc import Iterator, ValuesView
 from functools import partialmethod
 from typing import Any
 
-from wire import CannotBeAsked, Garbled, Gone, Peer, Pipes, encode, printable, text_of
+from wire import CannotBeAsked, Garbled, Gone, Peer, Pipes, encode, encode_error, printable, text_of
 
 _READS = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")
 # Built-in types, except those whose results are read from others (`map`): helpers of tests.
@@ -41,17 +41,20 @@ class Judge(Peer):
         kind, number = data
         if kind == "yours":
             return self.found(number)
-        if kind != "object" or type(number) is not int:
+        if kind not in ("object", "coroutine") or type(number) is not int:
             raise Garbled("not a value")
         if number not in self._remotes:
             self._remotes[number] = Remote(self, number)
-        return self._remotes[number]
+        remote = self._remotes[number]
+        return _run_coroutine(remote) if kind == "coroutine" else remote
 
     def refer(self, value: Any) -> list:
         if isinstance(value, Remote):
             return ["yours", vars(value)["_number"]]
         if isinstance(value, (Iterator, ValuesView)):
             return ["iterator", encode(list(value), self.refer)]
+        if isinstance(value, BaseException):
+            return encode_error(value)
         if not callable(value):
             raise CannotBeAsked(
                 f"the tests hand over a {type(value).__name__}: no data, no function"
@@ -71,6 +74,9 @@ class Remote:
     def __instancecheck__(self, value: Any) -> bool:
         return isinstance(value, Remote) and bool(_ask(self, "isinstance", value))
 
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        return bool(_ask(self, "exit", error))
+
 
 def _ask(remote: Remote, operation: str, /, *args: Any, **kwargs: Any) -> Any:
     own = vars(remote)
@@ -78,8 +84,14 @@ def _ask(remote: Remote, operation: str, /, *args: Any, **kwargs: Any) -> Any:
 
 
 for _name in ("call", "getattr", "setattr", "getitem", "setitem", "contains", "iter", "next",
-              "len", "bool", "int", "float", "str", "repr"):  # fmt: skip
+              "len", "bool", "int", "float", "str", "repr", "delattr", "delitem",
+              "enter"):  # fmt: skip
     setattr(Remote, f"__{_name}__", partialmethod(_ask, _name))
+
+
+async def _run_coroutine(remote: Remote) -> Any:
+    """A coroutine of the program's: it runs there, to its end, when the tests await it."""
+    return _ask(remote, "run")
 
 
 def run(tests: str, pipes: Pipes) -> tuple[str, str]:
@@ -158,21 +170,21 @@ def _name_under_test(tests: ast.Module, names: set[str]) -> set[str]:
     arguments = [
         value
         for call in _calls(tests)
-        if _name(call.func) in own
+        if _id(call.func) in own
         for value in (*call.args, *(keyword.value for keyword in call.keywords))
     ]
     assigned = [node.value for node in nodes if isinstance(node, ast.Assign)]
     asserted = [node.test for node in nodes if isinstance(node, ast.Assert)]
-    if handed := [name for name in map(_name, (*arguments, *assigned)) if name in names]:
+    if handed := [name for name in map(_id, (*arguments, *assigned)) if name in names]:
         return {min(handed, key=_TYPES.__contains__)}
     for places in (arguments, asserted, [tests]):
-        calls = [call for place in places for call in _calls(place) if _name(call.func) in names]
-        inner = {call: {_name(other.func) for other in _calls(call)} for call in calls}
+        calls = [call for place in places for call in _calls(place) if _id(call.func) in names]
+        inner = {call: {_id(other.func) for other in _calls(call)} for call in calls}
         helpers = {
-            _name(call.func) for call in calls if inner[call] & names - _TYPES - {_name(call.func)}
+            _id(call.func) for call in calls if inner[call] & names - _TYPES - {_id(call.func)}
         }
         if calls:
-            return {min((_name(call.func) for call in calls), key=(helpers | _TYPES).__contains__)}
+            return {min((_id(call.func) for call in calls), key=(helpers | _TYPES).__contains__)}
     return set()
 
 
@@ -184,12 +196,12 @@ def _calls(node: ast.AST) -> Iterator[ast.Call]:
         yield node
 
 
-def _name(node: ast.AST) -> str:
+def _id(node: ast.AST) -> str:
     """`f` of `f`; nothing of other expressions."""
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def _modules(tests: ast.Module, names: set[str]) -> set[str]:
     """Python's modules among the names: `math` of `math.isclose(...)`."""
-    owners = {_name(node.value) for node in ast.walk(tests) if isinstance(node, ast.Attribute)}
+    owners = {_id(node.value) for node in ast.walk(tests) if isinstance(node, ast.Attribute)}
     return names & sys.stdlib_module_names & owners

@@ -25,8 +25,9 @@ _logger = logging.getLogger("fly.harness.sandbox")
 _BOOTSTRAP = str(Path(__file__).with_name("bootstrap.py"))
 _STARTUP_SECONDS = 30.0  # on top of the wall limit: interpreter start on an overloaded machine
 _BESIDE = 8  # processes per core that programs started at the same time may add
-# Sets and dictionaries of texts in one order: the same program gets the same verdict.
-_ENVIRONMENT = {"PYTHONHASHSEED": "0"}
+# Sets and dictionaries of texts in one order: the same program gets the same verdict. Any text
+# can be printed, as under code_eval.
+_ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONIOENCODING": "utf-8:replace"}
 _USERS = range(1_500_000_000, 2_500_000_000)  # ids that root's programs get
 _NOBODY = 65534  # bootstrap's last resort
 _numbers = itertools.count()

@@ -5,21 +5,40 @@ Whatever the program does to this code, it can only change what it answers.
 """
 
 import _thread
+import gc
 import operator
 import os
 import sys
 import time
 import types
+from collections.abc import Callable
 from typing import Any
 
 from wire import CannotBeAsked, Garbled, Gone, Peer, Pipes, decode
 
-_THREAD_GRACE = 0.1  # seconds a thread that is just finishing may still take
-_OPERATIONS = {
-    function.__name__: function
+_THREAD_GRACE = 0.5  # seconds a thread that is just finishing may still take
+
+
+def _enter(manager: Any) -> Any:
+    return type(manager).__enter__(manager)
+
+
+def _exit(manager: Any, error: BaseException | None) -> Any:
+    trace = error and error.__traceback__
+    return type(manager).__exit__(manager, error and type(error), error, trace)
+
+
+def _run(coroutine: types.CoroutineType) -> Any:
+    import asyncio  # which few programs need
+
+    return asyncio.run(coroutine)
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    function.__name__.lstrip("_"): function
     for function in (
-        getattr, setattr, operator.getitem, operator.setitem, operator.contains,
-        iter, next, len, bool, int, float, str, repr,
+        getattr, setattr, delattr, operator.getitem, operator.setitem, operator.delitem,
+        operator.contains, iter, next, len, bool, int, float, str, repr, _enter, _exit, _run,
     )
 }  # fmt: skip
 
@@ -36,6 +55,7 @@ class Program(Peer):
         if operation == "globals":
             return {name: vars(self.module)[name] for name in args if name in vars(self.module)}
         if operation == "threads":
+            _close_executors()
             deadline = time.monotonic() + _THREAD_GRACE
             while _thread._count() and time.monotonic() < deadline:
                 time.sleep(0.002)
@@ -56,7 +76,10 @@ class Program(Peer):
         return _Tests(self, number)
 
     def refer(self, value: Any) -> list:
-        return value.reference if isinstance(value, _Tests) else super().refer(value)
+        if isinstance(value, _Tests):
+            return value.reference
+        reference = super().refer(value)
+        return ["coroutine", reference[1]] if type(value) is types.CoroutineType else reference
 
 
 class _Tests:
@@ -68,6 +91,14 @@ class _Tests:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._program.ask("call", self.reference[1], args, kwargs)
+
+
+def _close_executors() -> None:
+    """Close what Python closes at its end: executors that were left open, and are idle or not."""
+    if futures := sys.modules.get("concurrent.futures"):
+        for value in gc.get_objects():
+            if issubclass(type(value), futures.Executor):
+                value.shutdown(wait=False)
 
 
 def run(source: str, pipes: Pipes) -> None:

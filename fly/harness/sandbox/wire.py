@@ -12,16 +12,20 @@ import sys
 import types
 from abc import ABC, abstractmethod
 from collections import ChainMap, UserDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 MOST_BYTES = 64 << 20  # of one message
+_RECURSION = 5000  # the limit while a value crosses; a list in a list takes two to four
 
 # Types whose values cross as their constructor's arguments. They are found by module and name,
 # because a sender that has not loaded the module has no such values.
 _VALUES: dict[tuple[str, str], Callable[[Any], list]] = {
     ("builtins", "complex"): lambda x: [x.real, x.imag],
     ("builtins", "range"): lambda x: [x.start, x.stop, x.step],
+    ("builtins", "slice"): lambda x: [x.start, x.stop, x.step],
+    ("types", "EllipsisType"): lambda x: [],
     ("decimal", "Decimal"): lambda x: [str(x)],
     ("fractions", "Fraction"): lambda x: [x.numerator, x.denominator],
     ("datetime", "timedelta"): lambda x: [x.days, x.seconds, x.microseconds],
@@ -54,6 +58,17 @@ class CannotBeAsked(BaseException):
     """The tests need something that another process cannot be asked for."""
 
 
+@contextmanager
+def deep_recursion() -> Iterator[None]:
+    """Let values cross that are nested as deep as a program of the usual limit can make them."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, _RECURSION))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(limit)
+
+
 def encode(value: Any, refer: Callable[[Any], list]) -> Any:
     """`value` as JSON. Subclasses cross as their base type; `refer` names what is not data."""
     if value is None or value is True or value is False:
@@ -64,7 +79,12 @@ def encode(value: Any, refer: Callable[[Any], list]) -> Any:
     if isinstance(value, float):
         return float.__float__(value)
     if isinstance(value, str):
-        return str.__str__(value)
+        text = str.__str__(value)
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # JSON would join a pair of surrogates into one letter
+            return ["text", text.encode("utf-8", "surrogatepass").hex()]
+        return text
     if isinstance(value, (bytes, bytearray)):
         return ["bytearray" if isinstance(value, bytearray) else "bytes", bytes(value).hex()]
     for name, (kind, _) in _ITERATED.items():
@@ -80,7 +100,20 @@ def encode(value: Any, refer: Callable[[Any], list]) -> Any:
         return encode(value.item(), refer)
     if isinstance(value, type) and value in vars(builtins).values():
         return ["type", value.__name__]
+    if isinstance(value, BaseException) and type(value) in vars(builtins).values():
+        return encode_error(value)
     return refer(value)
+
+
+def encode_error(error: BaseException) -> list:
+    """An exception as JSON: its type's name and those of its bases, and its arguments."""
+    try:
+        # An OSError's arguments lack the names of its files.
+        given = OSError.__reduce__(error)[1] if isinstance(error, OSError) else error.args
+        arguments = encode(list(given), _refuse)
+    except BaseException:
+        arguments = ["list", [text_of(error)]]
+    return ["error", [str(base.__name__) for base in type(error).__mro__], arguments]
 
 
 def decode(data: Any, resolve: Callable[[list], Any]) -> Any:
@@ -93,6 +126,10 @@ def decode(data: Any, resolve: Callable[[list], Any]) -> Any:
             return int(rest[0], 16)
         if kind in ("bytes", "bytearray"):
             return getattr(builtins, kind).fromhex(rest[0])
+        if kind == "text":
+            return bytes.fromhex(rest[0]).decode("utf-8", "surrogatepass")
+        if kind == "error":
+            return _exception(rest[0], decode(rest[1], resolve))
         if kind in _ITERATED:
             return _ITERATED[kind][1](decode(item, resolve) for item in rest[0])
         if kind == "dict":
@@ -135,6 +172,7 @@ class Pipes:
         self._send = send
         self._write = os.write  # which a program may replace
 
+    @deep_recursion()
     def put(self, message: list) -> None:
         """Raises Gone."""
         data = json.dumps(message).encode() + b"\n"
@@ -144,6 +182,7 @@ class Pipes:
         except OSError:
             raise Gone from None
 
+    @deep_recursion()
     def get(self) -> list:
         """The next message. Raises Gone, Garbled."""
         try:
@@ -168,7 +207,7 @@ class Peer(ABC):
 
     A message is ["ask", operation, object, arguments, keywords], or an answer to the last one
     open: ["value", value, {position or name: argument that was changed}] or
-    ["raised", [names of the type and its bases], arguments].
+    ["raised", the exception, as `encode_error` writes it].
     """
 
     def __init__(self, pipes: Pipes) -> None:
@@ -200,8 +239,9 @@ class Peer(ABC):
 
     def ask(self, operation: str, target: Any, args: Sequence, kwargs: dict | None = None) -> Any:
         """Have the other side perform something. Raises what it raised there, Gone, Garbled."""
-        sent = [encode(argument, self.refer) for argument in args]
-        named = {name: encode(value, self.refer) for name, value in (kwargs or {}).items()}
+        with deep_recursion():
+            sent = [encode(argument, self.refer) for argument in args]
+            named = {name: encode(value, self.refer) for name, value in (kwargs or {}).items()}
         self._pipes.put(["ask", operation, target, sent, named])
         while (message := self._pipes.get())[0] == "ask":
             self.answer(message)
@@ -216,15 +256,17 @@ class Peer(ABC):
         """The first answer, to the question that starting the other side amounts to."""
         return self._read_answer(self._pipes.get(), {})
 
+    @deep_recursion()
     def _read_answer(self, message: list, given: dict) -> Any:
         try:
-            kind, first, second = message
+            kind, answer, *rest = message
             if kind == "value":
-                for place, changed in second.items():
+                for place, changed in rest[0].items():
                     place = int(place) if place.isdigit() else place
                     rebuild(given[place], decode(changed, self.resolve))
-                return decode(first, self.resolve)
-            error = _exception(first, decode(second, self.resolve))
+                return decode(answer, self.resolve)
+            _, names, arguments = answer
+            error = _exception(names, decode(arguments, self.resolve))
         except (ValueError, TypeError, LookupError, AttributeError) as problem:
             raise Garbled(text_of(problem)) from None
         raise error
@@ -238,13 +280,16 @@ class Peer(ABC):
         """Perform one question and send what came of it."""
         try:
             _, operation, target, sent, named = message
-            args = [decode(argument, self.resolve) for argument in sent]
-            kwargs = {name: decode(value, self.resolve) for name, value in named.items()}
-            value = encode(self.perform(operation, target, args, kwargs), self.refer)
-            before = dict(enumerate(sent)) | named
-            after = dict(enumerate(args)) | kwargs
-            now = {place: encode(argument, self.refer) for place, argument in after.items()}
-            changed = {place: new for place, new in now.items() if new != before[place]}
+            with deep_recursion():
+                args = [decode(argument, self.resolve) for argument in sent]
+                kwargs = {name: decode(value, self.resolve) for name, value in named.items()}
+            result = self.perform(operation, target, args, kwargs)
+            with deep_recursion():
+                value = encode(result, self.refer)
+                before = dict(enumerate(sent)) | named
+                after = dict(enumerate(args)) | kwargs
+                now = {place: encode(argument, self.refer) for place, argument in after.items()}
+                changed = {place: new for place, new in now.items() if new != before[place]}
         except (Gone, Garbled, CannotBeAsked):
             raise
         except BaseException as error:
@@ -253,13 +298,10 @@ class Peer(ABC):
             self._pipes.put(["value", value, changed])
 
     def tell(self, error: BaseException) -> None:
-        """Send an exception: its type's name and those of its bases, and its arguments."""
-        try:
-            arguments = encode(list(error.args), _refuse)
-        except BaseException:
-            arguments = ["list", [text_of(error)]]
-        names = [str(base.__name__) for base in type(error).__mro__]
-        self._pipes.put(["raised", names, arguments])
+        """Send an exception."""
+        with deep_recursion():
+            data = encode_error(error)
+        self._pipes.put(["raised", data])
 
     def finish_start(self) -> None:
         """Answer the question that starting this side amounts to (see `receive`)."""
