@@ -39,7 +39,7 @@ class Table:
         columns = dict([*self.columns.items()][1:])
         found: list[Table] = []
         for name, *cells in self.rows:
-            if name or not found:
+            if name:
                 found.append(Table(name, columns, []))
             found[-1].rows.append(cells)
         return found
