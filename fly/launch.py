@@ -6,12 +6,37 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from fly.errors import FlyError
+
 _RANK = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 _SIZE = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 _SIZE_HERE = (
     "LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE",
     "MV2_COMM_WORLD_LOCAL_SIZE",
 )  # fmt: skip
+
+
+def check() -> None:
+    """Raise FlyError for variables that no launcher sets so: the processes of such a run would wait
+    for each other without a word."""
+    given = {name: os.environ[name] for name in _RANK + _SIZE + _SIZE_HERE if os.environ.get(name)}
+    fix = "start with torchrun or accelerate launch, or unset it"
+    for name, value in given.items():
+        if not (value.isascii() and value.isdigit()):
+            raise FlyError(f"{name}={value}: must be a whole number: {fix}")
+    for rank, size, size_here in zip(_RANK, _SIZE, _SIZE_HERE):
+        if size not in given:
+            continue
+        count = int(given[size])
+        if count < 1:
+            raise FlyError(f"{size}={count}: must be at least 1: {fix}")
+        if count > 1 and rank not in given:
+            raise FlyError(f"{size}={count}: without {rank}, no process knows its number: {fix}")
+        if int(given.get(rank, 0)) >= count:
+            last = count - 1
+            raise FlyError(f"{rank}={given[rank]}: {size}={count} has ranks 0 to {last}: {fix}")
+        if int(given.get(size_here, 0)) > count:
+            raise FlyError(f"{size_here}={given[size_here]}: more than {size}={count}: {fix}")
 
 
 def processes() -> int:

@@ -285,6 +285,10 @@ def _set_up_logging() -> None:
 
 
 def _main() -> None:
+    try:
+        launch.check()
+    except FlyError as error:
+        _fail(str(error))
     _set_up_logging()
     try:
         cli = FlyCLI()
@@ -298,10 +302,15 @@ def _main() -> None:
             sys.exit(2)  # 1 would say that the scores fell
         if launch.rank() > 0 or isinstance(error, LostProcessError):
             time.sleep(_LAUNCHER_SECONDS)  # the launcher ends this process if another has said why
-        print(f"fly: error: {message}", file=sys.stderr)
-        sys.exit(2)
+        _fail(message)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _fail(message: str) -> NoReturn:
+    """End with one line on stderr and status 2."""
+    print(f"fly: error: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 def _in_one_line(error: Exception) -> str | None:

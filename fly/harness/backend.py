@@ -391,11 +391,11 @@ def _earlier_outputs(config: FlyConfig, run: context.RunContext) -> EarlierOutpu
 
 
 def _report_interruption(log: JsonLines, total: int, finished: int, resume_hint: str) -> None:
-    if log.count or finished:
-        log.flush()
+    log.flush()
+    if kept := log.count() + finished:
         logger.warning(
             "interrupted: %d of %d responses are kept in %s; %s",
-            log.count + finished,
+            kept,
             total,
             log.path,
             resume_hint,

@@ -34,14 +34,22 @@ class JsonLines:
         self._run = run
         self._file: IO[str] | None = None
         self._unsaved: list[str] = []
-        self.count = 0
+        self._start = 0
 
     @property
     def path(self) -> Path:
         return (self._folder or fly_home() / "interrupted") / self._name
 
+    def count(self) -> int:
+        """Whole lines of this object's in the file: a full disk may have cut the last one."""
+        if self._file is None:
+            return 0
+        # its own buffer may hold what a full disk refused
+        with open(os.dup(self._file.fileno()), "rb") as file:
+            file.seek(self._start)
+            return file.read().count(b"\n")
+
     def write(self, record: Mapping[str, Any]) -> None:
-        self.count += 1
         self._unsaved.append(json.dumps(record, ensure_ascii=False) + "\n")
         if self._folder is not None:
             self.flush()
@@ -54,6 +62,7 @@ class JsonLines:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115
+            self._start = os.fstat(self._file.fileno()).st_size
         text, self._unsaved = "".join(self._unsaved), []  # first: a signal may flush once more
         self._file.write(text)
         self._file.flush()

@@ -1,6 +1,8 @@
 """Records of a run reach the disk, whatever happens to it, to its folder or to the process."""
 
+import errno
 import json
+import os
 import shutil
 
 import pytest
@@ -66,3 +68,22 @@ def test_a_signal_in_the_middle_of_a_write_does_not_write_it_twice(run, monkeypa
     lines.flush()
     lines.close()
     assert numbers(lines.path) == [1, 2]
+
+
+def test_lines_that_a_full_disk_cut_are_not_counted(run, monkeypatch):
+    """15 responses were said to be kept where 14 were: a record was counted before it was written.
+    What an earlier process wrote is not this one's."""
+    (run.output_dir / f"fly_requests_{run.started}.jsonl").write_text('{"n": 0}\n')
+    lines = JsonLines(run, "fly_requests", 0)
+    assert lines.count() == 0
+    lines.write({"n": 1})
+
+    def full(file):
+        os.truncate(lines.path, lines.path.stat().st_size - 3)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(lines, "_is_in_place", full)
+    with pytest.raises(OSError, match="No space left"):
+        lines.write({"n": 2})
+    assert lines.count() == 1
+    assert lines.path.read_text() == '{"n": 0}\n{"n": 1}\n{"n": '

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fly import launch
+from fly.cli import main
 from fly.harness.backend import _in_order
 from fly.paths import run_files
 
@@ -30,6 +31,50 @@ def test_a_launcher_says_which_process_this_is(monkeypatch, environment, found):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert (launch.rank(), launch.processes(), launch.processes_here()) == found
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"RANK": "3", "WORLD_SIZE": "2"}, "RANK=3: WORLD_SIZE=2 has ranks 0 to 1: start with"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2: WORLD_SIZE=2 has ranks 0 to 1"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1: must be a whole number"),
+        ({"RANK": "\u0663", "WORLD_SIZE": "8"}, "must be a whole number"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2: without RANK"),
+        ({"WORLD_SIZE": "2", "RANK": ""}, "WORLD_SIZE=2: without RANK"),
+        ({"WORLD_SIZE": "abc", "RANK": "0"}, "WORLD_SIZE=abc: must be a whole number"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0: must be at least 1"),
+        ({"RANK": "abc"}, "RANK=abc: must be a whole number"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE=8: more than"),
+        ({"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE=8: more than WORLD_SIZE=1"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2: without OMPI_COMM_WORLD_RANK"),
+    ],
+)
+def test_variables_that_no_launcher_sets_are_refused_before_all_else(
+    monkeypatch, capsys, environment, words
+):
+    """The first process waited for others for ever, or the target's path was blamed."""
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(main, "_set_up_logging", lambda: pytest.fail("went on"))
+    monkeypatch.setattr(main.time, "sleep", lambda seconds: pytest.fail("waited"))
+    with pytest.raises(SystemExit) as caught:
+        main.main(["run", "--tasks", "x"])
+    assert caught.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("names", zip(launch._RANK, launch._SIZE, launch._SIZE_HERE))
+@pytest.mark.parametrize("values", [("0", "1", "1"), ("7", "8", "4"), ("1", "2", ""), ("3", "", "")])
+def test_what_launchers_set_is_accepted(monkeypatch, names, values):
+    """A RANK alone is of something else."""
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in zip(names, values):
+        monkeypatch.setenv(name, value)
+    launch.check()
 
 
 @given(documents=st.integers(1, 9), processes=st.integers(1, 4), filters=st.integers(1, 2))
