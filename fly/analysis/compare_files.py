@@ -50,7 +50,7 @@ def as_junit(result: Result, allow_inconclusive: bool) -> str:
         element.attrib = {key: visible(value) for key, value in element.attrib.items()}
         element.text = element.text and visible(element.text)
     ElementTree.indent(root)
-    return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+    return ElementTree.tostring(root, encoding="utf-8", xml_declaration=True).decode() + "\n"
 
 
 def _add_test(

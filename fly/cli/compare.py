@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fly.cli import outputs
 from fly.errors import FlyError
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     for name in _FILES:
         group.add_argument(f"--{name}", type=Path, metavar="FILE", help=f"write {name} there")
+    outputs.add_force(group)
 
 
 def _execute(args: argparse.Namespace) -> None:
@@ -187,20 +189,12 @@ def _demand(args: argparse.Namespace) -> Demand:
 
 def _check_outputs(args: argparse.Namespace) -> None:
     """Before hours of decoding, not after."""
-    from fly.runs import context
-
     if args.with_outputs and not args.save_baseline:
         raise FlyError(
             "--with-outputs: says what a stored baseline holds: add --save-baseline FILE"
         )
-    for name in (*_FILES, "save_baseline"):
-        path = getattr(args, name)
-        if path is None:
-            continue
-        flag = f"--{name.replace('_', '-')}"
-        if path.is_dir():
-            raise FlyError(f"{flag} {path}: is a folder: give a file")
-        context.check_writable(path.absolute().parent, flag)
+    files = {f"--{name}": getattr(args, name) for name in _FILES}
+    outputs.check(args, {**files, "--save-baseline": args.save_baseline})
 
 
 def _matrix(args: argparse.Namespace) -> None:

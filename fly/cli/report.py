@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from fly.cli import outputs
 from fly.errors import FlyError
 from fly.paths import expanded, write_output
 
@@ -26,6 +27,7 @@ def add_command(subparsers: Any) -> None:
     parser.add_argument(
         "--output", default="report.html", metavar="FILE", help="default: %(default)s"
     )
+    outputs.add_force(parser)
     parser.add_argument(
         "--traces",
         type=int,
@@ -43,8 +45,7 @@ def _report(args: argparse.Namespace) -> None:
     if args.traces < 0:
         raise FlyError(f"--traces {args.traces}: must be at least 0")
     output = expanded(args.output)
-    if output.is_dir():
-        raise FlyError(f"--output {output}: is a folder: name a file, such as {output}/report.html")
+    outputs.check(args, {"--output": output})
     paths = [reader.named(text) for text in args.runs]
     loaded = [reader.load(path, name) for name, path in paths]
     # half of a surrogate pair, which a JSON escape may spell, has no UTF-8

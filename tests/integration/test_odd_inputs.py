@@ -810,6 +810,48 @@ def test_flags_of_compare(two_runs, capsys, flags, words):
     refused(capsys, words, "compare", *(named.get(flag, flag) for flag in flags))
 
 
+OUTPUTS = [
+    (["report", "ONE", "TWO"], "--output"),
+    (["compare", "ONE", "TWO"], "--json"),
+    (["compare", "ONE", "TWO"], "--markdown"),
+    (["compare", "ONE", "TWO"], "--junit"),
+    (["compare", "ONE", "TWO"], "--save-baseline"),
+    (["compare", "ONE", "TWO", "--matrix"], "--json"),
+    (["compare", "ONE", "TWO", "--matrix"], "--markdown"),
+]
+
+
+@pytest.mark.parametrize(("command", "flag"), OUTPUTS)
+def test_only_what_a_flag_wrote_is_written_over(two_runs, tmp_path, capsys, command, flag):
+    """A run was lost to a report that was given the name of its results."""
+    runs = shutil.copytree(two_runs, tmp_path / "runs")
+    named = {"ONE": runs / "target-only", "TWO": runs / "fly"}
+    command = [named.get(word, word) for word in command]
+    own = tmp_path / "own"
+    own.touch()  # as mktemp does
+    for _ in range(2):
+        assert run(*command, flag, own) == 0
+        assert own.stat().st_size > 0
+    files = [file for folder in (runs / "target-only", runs / "fly") for file in folder.iterdir()]
+    before = {file: file.read_bytes() for file in files}
+    link = tmp_path / "link"
+    link.symlink_to(files[0])
+    for file in [*files, link]:
+        words = [f"{flag} {file}: is there already", "add --force"]
+        refused(capsys, words, *command, flag, file)
+    assert {file: file.read_bytes() for file in files} == before
+    other = tmp_path / "other"
+    other.write_text("by hand")
+    assert run(*command, flag, other, "--force") == 0
+    assert other.read_bytes()[:9] == own.read_bytes()[:9]
+
+
+def test_two_flags_do_not_write_one_file(two_runs, tmp_path, capsys):
+    runs = (two_runs / "target-only", two_runs / "fly")
+    given = ("--json", tmp_path / "a", "--markdown", tmp_path / "x" / ".." / "a")
+    refused(capsys, "--json names the same file", "compare", *runs, *given)
+
+
 MODES = [
     (["--mode", "x=spdk=3"], "did you mean 'spd_k'"),
     (["--mode", "x=spd_k=many"], "spd_k='many'"),
