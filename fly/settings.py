@@ -69,16 +69,16 @@ def _check_known(names: Mapping[str, Any]) -> Callable[[str], str]:
 
 
 def _paths(value: Any) -> Any:
-    """Paths as a list: of one text, also `A,B` and `[A,B]` of a command line; None if empty.
+    """Paths as a list: of one text, also `A,B` and `[A,B]` of a command line.
 
     Command lines turn a folder's name of digits into a number.
     """
     if isinstance(value, str):
-        value = value.removeprefix("[").removesuffix("]").split(",") if value else None
+        value = value.removeprefix("[").removesuffix("]").split(",") if value else []
     elif isinstance(value, int) and not isinstance(value, bool):
         value = [value]
     if isinstance(value, (list, tuple)):
-        return [_text(item) for item in value] or None
+        return [_text(item) for item in value]
     return value
 
 
@@ -116,7 +116,7 @@ def _text(item: Any) -> Any:
 
 Pattern = Annotated[str, Field(min_length=1), AfterValidator(_check_pattern)]
 Paths = Annotated[
-    list[Annotated[str, Field(min_length=1)]] | None,
+    Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None,
     BeforeValidator(_paths, json_schema_input_type=list[str] | str | None),
 ]
 DrafterName = Annotated[

@@ -24,6 +24,7 @@ from fly.runs.records import DECODING, TIMED, Lengths, Positions
 from fly.runs.shapes import RequestLine
 
 _HASH_DIGITS = 16
+LARGEST = 1e50  # a score beyond it is no number: statistics take fourth powers
 
 
 class _Stored(BaseModel):
@@ -63,7 +64,7 @@ class Metric(_Stored):
     name: str
     filter: str
     higher_is_better: bool
-    scores: dict[int, float]
+    scores: dict[int, Annotated[float, Field(ge=-LARGEST, le=LARGEST)]]
     left_out: str = ""
 
     @property
@@ -219,7 +220,7 @@ def _metrics(task: TaskRun, run_name: str, notes: list[str]) -> Iterator[Metric]
     those without a number for some documents allow no verdict."""
     for name, higher in task.higher_is_better.items():
         scores = {i: s.scores[name] for i, s in task.samples.items() if name in s.scores}
-        scores = {i: score for i, score in scores.items() if math.isfinite(score)}
+        scores = {i: score for i, score in scores.items() if abs(score) <= LARGEST}
         mean = sum(scores.values()) / len(scores) if scores else math.nan
         value = task.aggregated.get(name, (mean, None))[0]
         why = ""

@@ -21,8 +21,9 @@ import fly
 from fly import launch, reading, registry
 from fly.cli import compare, config, pair, processes, report, trace, tune
 from fly.config import refuse_gone
-from fly.errors import FlyError, LostProcessError
+from fly.errors import FlyError, LostProcessError, reason_of
 from fly.harness.arguments import (
+    HF_NAMES,
     as_dict,
     bracket_lists,
     check_json,
@@ -45,6 +46,15 @@ _EXAMPLE = """  # A draft, and its target by the JSON, with fly's backend (docs/
   {}fly run --model hf --model_args pretrained=<draft>,config_path=<pair>.json --tasks gsm8k_cot
 
 """
+_PACKAGE = Path(fly.__file__).parent
+_HANDS_OVER = {Path(__file__), _PACKAGE / "__main__.py", _PACKAGE / "harness" / "evaluate.py"}
+_OF_FILES = {
+    errno.ENOSPC: "the disk is full: free some space, then run it again",
+    errno.EDQUOT: "the disk is full: free some space, then run it again",
+    errno.ENAMETOOLONG: "no file can have so long a name: give another",
+    errno.ELOOP: "a link that leads to itself: give another",
+    errno.EACCES: "permission denied: give another, or change its permissions",
+}
 _LAUNCHER_SECONDS = 5.0  # within which a launcher ends what is left of a run
 
 
@@ -196,9 +206,15 @@ def _prepare(
     given: all flags, those of the file of --config among them. reopened: of a resumed run.
     Returns the folder that lm-eval will write to, or None without --output_path.
     """
-    if engine := registry.engine_of(args.model or "hf", args.model_args):
+    args.model = args.model or "hf"
+    if engine := registry.engine_of(args.model, args.model_args):
         args.model = engine
         _check_models(args, given)
+    elif args.model in HF_NAMES and "pretrained" not in args.model_args:
+        raise FlyError(
+            "--model_args names no model: add config_path=<pair>.json, or pretrained=<model> to "
+            "run lm-eval's own backend"
+        )
     if not args.output_path:
         return None
     folder = _output_folder(Path(args.output_path), args.model_args)
@@ -247,19 +263,16 @@ def _not_about_our_tasks(record: logging.LogRecord) -> bool:
     return str(data_dir("lm_eval_tasks")) not in record.getMessage()
 
 
-def _is_lm_evals_refusal(error: ValueError | AssertionError) -> bool:
-    """Whether lm-eval's own checks raised it: unknown or repeated task, unsafe code, bad flags."""
-    if isinstance(error, AssertionError):
-        return False
-    origin = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    files = ("lm_eval/evaluator.py", "config/evaluate_config.py", "tasks/manager.py")
-    return "/".join(origin.parts[-2:]) in files
-
-
-def _lacks_examples(error: Exception) -> bool:
+def _lacks_examples(frames: list[Path]) -> bool:
     """Whether one of lm-eval's samplers raised it: it found too few documents to draw from."""
-    last = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)[-2:]]
-    return any(file.parts[-3:] == ("lm_eval", "api", "samplers.py") for file in last)
+    return any(file.parts[-3:] == ("lm_eval", "api", "samplers.py") for file in frames[-2:])
+
+
+def _is_lm_evals(frames: list[Path]) -> bool:
+    """Whether lm-eval's code raised it, or what that called, and none of fly's took part but what
+    hands a run to lm-eval."""
+    own = {file for file in frames if file.is_relative_to(_PACKAGE)}
+    return own <= _HANDS_OVER and any("lm_eval" in file.parts for file in frames)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -309,29 +322,34 @@ def _main() -> None:
 
 def _fail(message: str) -> NoReturn:
     """End with one line on stderr and status 2."""
+    message = "".join(char if char.isprintable() else repr(char)[1:-1] for char in message)
     print(f"fly: error: {message}", file=sys.stderr)
     sys.exit(2)
 
 
 def _in_one_line(error: Exception) -> str | None:
-    """The message for bad input and for a full disk; None for any other error."""
-    if not isinstance(error, (ValueError, OSError, AssertionError)):
-        return None
-    message = str(error)
-    if _lacks_examples(error):
-        return f"num_fewshot: a task has fewer few-shot documents: lower it (lm-eval: {message})"
+    """The message for what the user can mend, and for what lm-eval refuses or fails at by itself;
+    None for any other error, which may be a defect of fly's."""
+    if isinstance(error, FlyError):
+        return str(error)
+    message = reason_of(error)
+    found = traceback.extract_tb(error.__traceback__)
+    frames = [Path(frame.filename) for frame in found]
     if "did not find any docs" in message and launch.processes() > 1:
         return f"a task has fewer documents than the run has processes ({launch.processes()})"
-    if isinstance(error, OSError):
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            return None
+    if _lacks_examples(frames):
+        return f"num_fewshot: a task has fewer few-shot documents: lower it (lm-eval: {message})"
+    if isinstance(error, OSError) and error.errno in _OF_FILES:
         where = error.filename or "a file of this run"
-        message = f"{where}: the disk is full: free some space, then run it again"
-    elif not isinstance(error, FlyError) and not _is_lm_evals_refusal(error):
+        return f"{reading.shown(str(where))[1:-1]}: {_OF_FILES[error.errno]}"
+    if not _is_lm_evals(frames):
         return None
     if message.startswith("Duplicate task "):
         message += ": leave one of them out of --tasks"
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in message)
+    if isinstance(error, ValueError) and "lm_eval" in frames[-1].parts:
+        return message  # its own words for its user
+    where = f"{'/'.join(frames[-1].parts[-3:])}, line {found[-1].lineno}"
+    return f"lm-eval: {type(error).__name__}: {message} ({where}; FLY_DEBUG=1 shows the traceback)"
 
 
 if __name__ == "__main__":

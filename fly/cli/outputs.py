@@ -36,7 +36,7 @@ def check(args: argparse.Namespace, files: Mapping[str, Path | None]) -> None:
         if path is None:
             continue
         if path.is_dir():
-            raise FlyError(f"{flag} {path}: is a folder: name a file in it")
+            raise FlyError(f"{flag} {path}: is a folder: give a file")
         if path.exists() and not path.is_file():
             continue  # a pipe or a terminal
         if (other := flags.setdefault(path.resolve(), flag)) != flag:

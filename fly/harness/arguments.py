@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -37,7 +38,7 @@ from fly.models import sources
 from fly.paths import expanded
 from fly.runs.resume import parse_pairs
 
-_HF_NAMES = [name for name, engine in registry.IN_PLACE_OF.items() if engine == "fly"]
+HF_NAMES = [name for name, engine in registry.IN_PLACE_OF.items() if engine == "fly"]
 _MODEL_ARGS_FLAGS = ("--model_args", "-a")
 _JSON_FLAGS = ("--model_args", "-a", "--gen_kwargs", "--metadata", "--samples", "-E")
 _STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
@@ -69,6 +70,7 @@ def _batch_size(value: Any) -> Any:
 _Text = Annotated[str, StringConstraints(min_length=1)]
 _Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
 _Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what numpy takes
+_Verbosity = Literal["CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG", "NOTSET"]
 _RequestCaching = Literal["cache_requests", "rewrite_requests_cache", "delete_requests_cache"]
 
 
@@ -83,7 +85,7 @@ class _Flags(TypedDict, total=False):
     batch_size: Annotated[Any, AfterValidator(_batch_size)]
     max_batch_size: PositiveInt
     device: _Text
-    limit: Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_limit)]
+    limit: Annotated[float, Field(gt=0, le=10**15, allow_inf_nan=False), AfterValidator(_limit)]
     samples: dict[str, Annotated[list[NonNegativeInt], Field(min_length=1)]]
     use_cache: _Text
     cache_requests: dict[_RequestCaching, bool]
@@ -95,6 +97,7 @@ class _Flags(TypedDict, total=False):
     gen_kwargs: dict[str, Any] | str
     seed: Annotated[list[_Seed | None], BeforeValidator(_listed)]
     log_samples: bool
+    verbosity: _Verbosity
     predict_only: bool
     write_out: bool
     show_config: bool
@@ -119,6 +122,10 @@ class _ModelArgs(TypedDict, total=False):
     logits_cache: bool | None
     trust_remote_code: bool | None
     use_fast_tokenizer: bool | None
+    low_cpu_mem_usage: bool | None
+    local_files_only: bool | None
+    force_download: bool | None
+    use_safetensors: bool | None
     add_bos_token: bool | None
     parallelize: bool | None
     prefix_token_id: NonNegativeInt | None
@@ -171,7 +178,11 @@ def checked_pair(
     """
     config, hf_args = fly_config.of_model_args(model_args)
     registry.load_engine(engine).check(config, hf_args)
-    target, _ = sources.sources(config, model_args.get("config_path"))
+    target, draft = sources.sources(config, model_args.get("config_path"))
+    revisions = {"revision": hf_args.get("revision"), "draft_revision": config.draft_revision}
+    for (key, revision), model in zip(revisions.items(), (target, draft)):
+        if revision is not None and model is not None and sources.is_local(model):
+            raise FlyError(f"{key}={revision}: {model.path} is a local folder: leave it out")
     return config, hf_args, target
 
 
@@ -355,8 +366,9 @@ def check_run(args: Any, given: Mapping[str, Any]) -> None:
             raise FlyError(f"model_args {name}={model_args[name]}: give it as --{name}")
     if "max_batch_size" in model_args and flags.get("max_batch_size") is not None:
         raise FlyError("--max_batch_size is also in model_args: remove one")
+    _check_loggers(flags)
     model = flags.get("model") or "hf"
-    if model in _HF_NAMES or registry.engine_of(model, model_args):
+    if model in HF_NAMES or registry.engine_of(model, model_args):
         check_gen_kwargs(as_dict(flags.get("gen_kwargs")), where("gen_kwargs"))
     from fly.harness import evaluate
 
@@ -370,6 +382,21 @@ def check_run(args: Any, given: Mapping[str, Any]) -> None:
         confirm_run_unsafe_code=bool(flags.get("confirm_run_unsafe_code")),
         is_scored=not flags.get("predict_only"),
     )  # fmt: skip
+
+
+def _check_loggers(flags: Mapping[str, Any]) -> None:
+    """Refuse what lm-eval hands to other libraries if these are not there or do not know it."""
+    for name in ("wandb", "trackio"):
+        if flags.get(f"{name}_args") and find_spec(name) is None:
+            raise FlyError(f"--{name}_args: needs {name}: pip install {name}, or leave it out")
+    if hub := as_dict(flags.get("hf_hub_log_args")):
+        from lm_eval.loggers import EvaluationTracker
+
+        known = [*inspect.signature(EvaluationTracker).parameters]
+        for key in hub:
+            if key not in known:
+                hint = reading.hint(key, known, f"choose from {', '.join(known)}")
+                raise FlyError(f"--hf_hub_log_args: unknown key {key!r}: {hint}")
 
 
 def as_dict(value: Any) -> dict[str, Any]:

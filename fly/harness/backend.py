@@ -225,6 +225,18 @@ class Backend(TemplateLM):
             ) from None
         return text
 
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Raises FlyError for a name that the target has no template of; lm-eval takes another."""
+        templates = getattr(self.tokenizer, "chat_template", None)
+        names = [*templates] if isinstance(templates, dict) else ["default"] * bool(templates)
+        if isinstance(chat_template, str) and chat_template not in names:
+            raise FlyError(
+                f"--apply_chat_template {chat_template}: the target's chat templates are: "
+                f"{', '.join(names) or 'none'}"
+            )
+        found: str | None = super().chat_template(chat_template)
+        return found
+
     def build_requests(self, instances: list[Instance]) -> list[Request]:
         """All requests, checked; equal ones (repeats of a document) get seeds of their own."""
         seen: Counter[tuple[Any, ...]] = Counter()

@@ -151,11 +151,14 @@ def check_scoring(
             f"task {name}: scoring runs the program that the model writes: "
             "add --confirm_run_unsafe_code"
         )
+    repeats: Any = task.config.repeats
+    if type(repeats) is not int or repeats < 1:
+        raise FlyError(f"task {name}: repeats={repeats!r}: must be a whole number, at least 1")
     for metric in task.config.metric_list or []:
         if getattr(metric["metric"], "__name__", "") == "pass_at_k":
             ks = metric.get("k", [1])
             ks = ks if isinstance(ks, list) else [ks]
-            code_metrics.check_samples(f"task {name}", task.config.repeats, ks)
+            code_metrics.check_samples(f"task {name}", repeats, ks)
             if is_scored:
                 sandbox.isolation_level()
 

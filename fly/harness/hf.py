@@ -91,6 +91,7 @@ class FlyLM(Backend, HFLM):
             hf_args["gguf_file"] = target.gguf_file
         self_check.warn_if_memory_is_short(target, draft, str(hf_args.get("device") or ""))
         self._load("target_model_path", config.target_model_path, pretrained=target.path, **hf_args)
+        self._check_token_ids()
         self.processes = self._processes()
         compatibility.refuse_unsupported(self.model, "target_model_path", self.max_length)
         self._num_parameters = self.model.num_parameters()
@@ -138,6 +139,13 @@ class FlyLM(Backend, HFLM):
                 "accelerate launch"
             )
         return Ranks()
+
+    def _check_token_ids(self) -> None:
+        count = self.model.config.get_text_config().vocab_size
+        given = {"prefix_token_id": self.custom_prefix_token_id}
+        for key, token in {**given, "think_end_token": self.think_end_token}.items():
+            if isinstance(token, int) and token >= count:
+                raise FlyError(f"{key}={token}: the target's vocabulary has ids 0 to {count - 1}")
 
     def _load(self, field: str, name: str, **kwargs: Any) -> None:
         with self._loading(field, name):

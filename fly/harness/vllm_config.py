@@ -116,6 +116,9 @@ def _fly(config: FlyConfig, draft_tokens: int, installed: Installed) -> dict[str
             "verification=fly", "has no FLy: upgrade it to 0.33 or later, set verification=exact"
         )
     _refuse(config, _OF_FLY, installed)
+    if draft_tokens < 2:
+        key = "spd_k" if config.spd_k < 2 else "num_ngram_pred_tokens"
+        raise installed.refuse(f"{key}=1", "needs drafts of two tokens or more for FLy: raise it")
     if not 1 <= config.win_len < draft_tokens:
         raise installed.refuse(
             f"win_len={config.win_len}",

@@ -8,6 +8,7 @@ import json
 import logging
 import re
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fly.cli import main as cli
 from fly.harness import evaluate, sandbox
 from fly.runs.jsonl import JsonLines
 from tests import tiny, traced_runs, written_runs
@@ -24,6 +26,7 @@ from tests.integration.test_cli import config_file, run, task_dir  # noqa: F401 
 
 DEEP = "[" * 100_000
 DIGITS = "9" * 5000
+LONG = "x" * 300  # more than a file's name may have
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 _LOG = re.compile(r"\d{4}-\d\d-\d\d|.*(it/s|req/s|\?it)|\s*$")
 
@@ -184,6 +187,7 @@ FLAGS = [
     (["--limit", "nan"], ["limit=nan", "finite"]),
     (["--limit", "inf"], ["limit=inf", "finite"]),
     (["--limit", "2.5"], ["limit=2.5", "whole number"]),
+    (["--limit", "1e30"], ["limit=1e+30", "less than or equal to"]),
     (["--limit", "few"], ["--limit", "'few'", "--help"]),
     (["--batch_size", "0"], ["batch_size='0'", "at least 1"]),
     (["--batch_size", "-1"], ["batch_size='-1'", "at least 1"]),
@@ -242,6 +246,18 @@ FLAGS = [
     (["--gen_kwargs", "until"], ["--gen_kwargs", "expected `key=value`"]),
     (["--tasks", "humaneval"], ["task humaneval", "add --confirm_run_unsafe_code"]),
     (["--frobnicate", "1"], ["--frobnicate", "--help"]),
+    (["--verbosity", "x"], ["verbosity='X'", "'INFO'"]),
+    (["--hf_hub_log_args", "publicrepo=1"], ["'publicrepo'", "did you mean 'public_repo'"]),
+    (["--wandb_args", "project=x"], ["--wandb_args: needs wandb", "pip install wandb"]),
+    (["--trackio_args", "project=x"], ["--trackio_args: needs trackio", "pip install trackio"]),
+    (["--model", "hff"], ["'hff'", "no model for this name", "huggingface"]),
+    (["--include_path", LONG], [LONG[:90], "so long a name"]),
+    (["--samples", LONG], [LONG[:90], "so long a name"]),
+    (["--tasks", LONG], [LONG[:90], "so long a name"]),
+    (["--tasks", f"{LONG}.yaml"], [LONG[:90], "so long a name"]),
+    (["--config", LONG], [LONG[:90], "too long"]),
+    (["--resume", LONG], [LONG[:90], "so long a name"]),
+    (["--output_path", LONG], [LONG, "too long"]),
     (["--resume", "/nowhere"], ["--resume /nowhere", "give the run's --output_path"]),
 ]
 MODEL_ARGS = [
@@ -271,6 +287,16 @@ MODEL_ARGS = [
     ("pretrained=", "draft_model_path=''"),
     ("config_path=", "config_path"),
     ("config_path=nowhere", "config_path=nowhere: no such file"),
+    (f"config_path={LONG}", "so long a name"),
+    (f"pretrained={LONG}", "so long a name"),
+    (f"target_model_path={LONG}.gguf", "so long a name"),
+    (f"draft_runs={LONG}", "so long a name"),
+    ("draft_runs=", ["draft_runs=[]", "list should have at least 1 item"]),
+    ("draft_runs=[]", ["draft_runs=[]", "list should have at least 1 item"]),
+    ("low_cpu_mem_usage=maybe", "low_cpu_mem_usage='maybe' (model_args)"),
+    ("use_safetensors=maybe", "use_safetensors='maybe' (model_args)"),
+    ("revision=main", ["revision=main", "target is a local folder", "leave it out"]),
+    ("draft_revision=main", ["draft_revision=main", "draft is a local folder", "leave it out"]),
 ]
 
 
@@ -294,6 +320,56 @@ def test_flags_of_a_run(place, capsys, no_model, flags, words):
 @pytest.mark.parametrize(("model_args", "words"), MODEL_ARGS)
 def test_model_args(place, capsys, no_model, model_args, words):
     refused(capsys, words, *arguments(place, model_args=model_args))
+
+
+OF_LM_EVAL = [
+    ([], ["--model_args names no model", "config_path=", "pretrained="]),
+    (["--model", "hf"], "--model_args names no model"),
+    (["--model_args", "dtype=float32"], "--model_args names no model"),
+    (["--model", "hff"], ["'hff'", "no model for this name"]),
+    (["--model", "vllm", "--model_args", "pretrained=x"], ["lm-eval: ModuleNot", "'vllm'"]),
+    (["--model_args", "PAIR,colour=red"], ["lm-eval: TypeError", "'colour'", "line "]),
+    (["--model_args", "PAIR,dtype=banana"], ["lm-eval: AttributeError", "banana", "FLY_DEBUG"]),
+    (["--model_args", "PAIR", "--check_integrity"], ["lm-eval: FileNotFoundError"]),
+]
+
+
+@pytest.mark.parametrize(("flags", "words"), OF_LM_EVAL)
+def test_what_lm_eval_fails_at_by_itself(place, tmp_path, capsys, flags, words):
+    """They ended in its traceback. --config's file is read like the command line."""
+    if "vllm" in flags and find_spec("vllm"):
+        pytest.skip("vLLM is here")
+    flags = [flag.replace("PAIR", f"pretrained={place.pair / 'target'}") for flag in flags]
+    given = ["--tasks", "tiny_task", "--include_path", place.tasks, "--device", "cpu"]
+    refused(capsys, words, "run", *given, "--limit", "1", *flags)
+    if not flags:
+        file = tmp_path / "run.yaml"
+        file.write_text(f"tasks: [tiny_task]\ninclude_path: {place.tasks}\n")
+        refused(capsys, words, "run", "--config", file)
+
+
+@pytest.mark.parametrize("where", ["fly.harness.hf.FlyLM.build_requests", "fly.cli.main._prepare"])
+def test_what_flys_own_code_fails_at_keeps_its_traceback(place, monkeypatch, where):
+    """lm-eval calls the engine: what the engine fails at is not lm-eval's."""
+
+    def broken(*args, **kwargs):
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(where, broken)
+    with pytest.raises(KeyError, match="a defect"):
+        cli.main(list(map(str, arguments(place, ["--limit", "1"]))))
+
+
+@pytest.mark.parametrize(
+    ("flags", "model_args", "words"),
+    [
+        ([], "prefix_token_id=999999", ["prefix_token_id=999999", "has ids 0 to"]),
+        ([], "think_end_token=999999", ["think_end_token=999999", "has ids 0 to"]),
+        (["--apply_chat_template", "unknown"], "", ["--apply_chat_template unknown", "default"]),
+    ],
+)
+def test_what_the_target_does_not_have(place, capsys, flags, model_args, words):
+    refused(capsys, words, *arguments(place, flags, model_args))
 
 
 def test_programs_that_this_machine_cannot_run(place, capsys, monkeypatch, no_model):
@@ -357,6 +433,10 @@ TASK_FILES = [
     ("doc_to_text", ["task odd: cannot be loaded", "no_such"]),
     ("bad python", ["task odd: cannot be loaded", "SyntaxError"]),
     ("repeats", ["task odd", "pass@8 takes 8 samples", "repeats is 4"]),
+    ("repeats: 0", ["task odd: repeats=0", "at least 1"]),
+    ("repeats: -1", ["task odd: repeats=-1", "at least 1"]),
+    ("repeats: two", ["task odd: repeats='two'", "whole number"]),
+    ("repeats: true", ["task odd: repeats=True", "whole number"]),
 ]
 
 
@@ -373,6 +453,8 @@ def test_files_of_a_task(place, capsys, no_model, text, words):
     elif text == "bad python":
         text = whole.replace("tiny_utils.load", "bad_utils.load")
         (place.tasks / "bad_utils.py").write_text("def load(:\n")
+    elif text.startswith("repeats: "):
+        text = whole + text
     elif text == "repeats":
         metric = "metric: !function k_utils.pass_at_k, k: [1, 8], aggregation: mean"
         metric = f"metric_list: [{{{metric}, higher_is_better: true}}]\nrepeats: 4"
@@ -756,6 +838,8 @@ BASELINE = [
     (["tasks", "sums", "documents"], {"x": {}}, "tasks.sums.documents.x"),
     (["tasks", "sums", "metrics", 0, "scores", "0"], float("nan"), "scores.0=nan"),
     (["tasks", "sums", "metrics", 0, "scores", "0"], "high", "scores.0='high'"),
+    (["tasks", "sums", "metrics", 0, "scores", "0"], 1e308, ["scores.0=1e+308", "less than"]),
+    (["tasks", "sums", "metrics", 0, "scores", "0"], -1e308, ["scores.0=-1e+308", "greater"]),
     (["tasks", "sums", "metrics", 0, "scores"], {}, "sums: its scores are not of its documents"),
     (["tasks", "sums", "documents"], {}, "sums: its scores are not of its documents"),
     (["tasks", "sums", "work", "0", "decode"], None, "work.0.decode=None"),
@@ -958,6 +1042,12 @@ OTHERS = [
     (["report"], ["RUN", "fly report --help"]),
     (["report", "/nowhere"], "/nowhere: no such run"),
     (["report", "/dev/null"], "/dev/null"),
+    (["report", LONG], "so long a name"),
+    (["report", "a", "--output", LONG], "so long a name"),
+    (["compare", LONG, "b"], "so long a name"),
+    (["compare", "a", "b", "--json", LONG], "so long a name"),
+    (["config", "check", LONG], "so long a name"),
+    (["ls", "tasks", "--include_path", LONG], "so long a name"),
     (["report", "a", "--traces", "-1"], "--traces -1"),
     (["report", "a", "--output", "/"], "--output /: is a folder"),
     (["plot", "runs/", "--output", "figures"], "fly report RUN..."),

@@ -297,6 +297,17 @@ def test_a_baseline_without_some_numbers_hides_no_collapse(tmp_path):
     assert "target-only: t acc: 1 of 300 documents have no number; no verdict" in result.notes
 
 
+def test_scores_beyond_all_measure_are_no_numbers(tmp_path):
+    """1e308 for a few documents ended in a traceback: sums and squares were infinite."""
+    for name, most in (("no", 1e308), ("large", scores.LARGEST)):
+        tasks = {"t": {"f": [most, -most, *SOLVED[2:]], "em": SOLVED}}
+        base = load(write(tmp_path / name / "a", "target-only", tasks=tasks))
+        other = {"t": {"f": SOLVED, "em": SOLVED}}
+        result = compare.compare(base, [load(write(tmp_path / name / "b", "fly", tasks=other))])
+        assert result.others[0].rows[0].verdict == "not enough evidence"
+        assert ("2 of 300 documents have no number" in str(result.notes)) == (name == "no")
+
+
 def test_a_metric_that_the_baseline_lacks_is_named(tmp_path):
     base = load(write(tmp_path / "a", "target-only", tasks={"t": {"acc": SOLVED}}))
     more = load(write(tmp_path / "b", "fly", tasks={"t": {"acc": SOLVED, "f": SOLVED}}))

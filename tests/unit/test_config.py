@@ -126,7 +126,6 @@ def test_command_line_values_of_every_kind(key, given, value):
         ("[a, b]", ["a", "b"]),
         (["a,b"], ["a,b"]),
         (2026, ["2026"]),
-        ("", None),
         ("none", None),
     ],
 )

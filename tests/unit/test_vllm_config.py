@@ -87,6 +87,14 @@ def test_heads_go_by_their_own_methods():
         ({"abla_no_window": True}, "abla_no_window=True"),
         ({"win_len": 0}, "win_len=0: .* a window of 1 to 7 for drafts of 8 tokens"),
         ({"drafter": "ngram", "win_len": 6}, "win_len=6: .* a window of 1 to 5 for drafts of 6"),
+        (
+            {"spd_k": 1, "win_len": 0},
+            "^spd_k=1: .* needs drafts of two tokens or more for FLy: raise",
+        ),
+        (
+            {"drafter": "ngram", "num_ngram_pred_tokens": 1, "win_len": 0},
+            "^num_ngram_pred_tokens=1: .* two tokens or more",
+        ),
         ({"draft_quantization": "int8"}, "draft_quantization=int8: .* set it to auto or none"),
         ({"drafter": "eagle3", "head_layer_ids": [1, 2, 3]}, "head_layer_ids=.*set it to None"),
         ({"drafter": "block", "confidence_thre": 0.5}, "confidence_thre=0.5"),
