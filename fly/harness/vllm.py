@@ -163,7 +163,7 @@ class FlyVLLM(Backend, VLLM):
         if draft is None or config.drafter_name != "block":
             return None
         hub = {"revision": config.draft_revision}
-        return kind_of(read_config(draft, str(config.draft_model_path), hub))
+        return kind_of(read_config(draft, str(config.draft_model_path), hub).config)
 
     def _check_vocabularies(self, target: str, draft: str, vllm_args: dict[str, Any]) -> None:
         trust = {"trust_remote_code": vllm_args.get("trust_remote_code", False)}

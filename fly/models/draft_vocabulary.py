@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 NONE = -1  # no id of the other vocabulary
+_WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class DraftVocabulary:
@@ -37,6 +38,9 @@ class DraftVocabulary:
     @classmethod
     def from_offsets(cls, d2t_D: Tensor, target_size: int) -> DraftVocabulary:
         """From EAGLE-3's `d2t`, where draft id i stands for target id i + d2t[i]."""
+        if d2t_D.dtype not in _WHOLE or d2t_D.dim() != 1:
+            kind = str(d2t_D.dtype).removeprefix("torch.")
+            raise ValueError(f"must be a row of whole numbers, is {kind} of {d2t_D.dim()} axes")
         d2t_D = d2t_D.long()
         return cls(torch.arange(len(d2t_D)) + d2t_D, target_size)
 

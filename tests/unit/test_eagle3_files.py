@@ -190,8 +190,8 @@ REFUSED = [
     (changed(rope_parameters={"partial_rotary_factor": 0.5}), TENSORS, "partial_rotary_factor=0.5"),
     (changed(sliding_window=16, use_sliding_window=True), TENSORS, "a sliding window"),
     (changed(hidden_size=None), TENSORS, "its config.json makes no sense"),
-    (changed(num_attention_heads=0), TENSORS, "its config.json makes no sense"),
-    (changed(eagle_aux_hidden_state_layer_ids=["x"]), TENSORS, "its config.json makes no sense"),
+    (changed(num_attention_heads=0), TENSORS, "num_attention_heads=0 (config.json): input should"),
+    (changed(eagle_aux_hidden_state_layer_ids=["x"]), TENSORS, "_layer_ids.0='x' (config.json)"),
     (changed(eagle_config={"use_aux_hidden_state": False}), TENSORS, "EAGLE-1's way"),
     (changed(eagle_aux_hidden_state_layer_ids=[2, 5, 9]), TENSORS, "the target has 0 to 8"),
     (changed(eagle_aux_hidden_state_layer_ids=[2, 5]), TENSORS, "is 32 x 96, not 32 x 64"),
@@ -204,6 +204,9 @@ REFUSED = [
     (FLAT, {**TENSORS, "input_norm.weight": torch.ones(96)}, "input_norm.weight is not supported"),
     (FLAT, {**TENSORS, "d2t": DRAFTED}, "d2t does not fit the target"),
     (FLAT, {**TENSORS, "d2t": DRAFTED[:9]}, "d2t names 9 tokens, and lm_head has 32"),
+    (FLAT, {**TENSORS, "d2t": TENSORS["d2t"].float()}, "a row of whole numbers, is float32"),
+    (FLAT, {**TENSORS, "d2t": TENSORS["d2t"] > 3}, "a row of whole numbers, is bool"),
+    (FLAT, {**TENSORS, "d2t": TENSORS["d2t"][:, None]}, "is int64 of 2 axes"),
 ]  # fmt: skip
 
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from fly import config
+from fly.errors import FlyError
 from fly.harness.vllm_config import FIRST_WITH_ALL, speculative_config
+from fly.models.heads.checkpoint import Checkpoint
 from fly.paths import data_dir
 from tests import block_heads, heads, tiny
 from tests.integration.test_cli import run
@@ -101,3 +103,52 @@ def test_a_head_that_does_not_fit_is_refused_as_by_a_run(tmp_path, capsys, hidde
     (refused,) = capsys.readouterr().err.splitlines()
     assert refused.startswith(f"fly: error: pretrained={head}: ")
     assert line in refused
+
+
+# of a head's config.json: what was built, or ended in a traceback, before it was looked at
+SHAPES = [
+    ("architectures", 5, "a valid list"),
+    ("layer_types", 5, "a valid list"),
+    ("dflash_config", 5, "a valid dictionary"),
+    ("eagle_config", 5, "a valid dictionary"),
+    ("transformer_layer_config", 5, "a valid dictionary"),
+    ("transformer_layer_config", {"hidden_size": "32"}, "a valid integer"),
+    ("num_hidden_layers", 10**6, "less than or equal to 1024"),
+    ("block_size", 10**9, "less than or equal to 1024"),
+    ("intermediate_size", 10**30, "less than or equal to"),
+    ("markov_rank", -1, "greater than or equal to 0"),
+    ("mask_token_id", True, "a valid integer"),
+    ("rope_theta", 0, "greater than 0"),
+    ("rope_parameters", {"rope_theta": 0}, "greater than 0"),
+    ("rope_scaling", {"rope_type": "linear", "factor": -1.0}, "greater than 0"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "why"), SHAPES)
+def test_a_config_of_another_shape_is_refused_before_anything_is_built(key, value, why):
+    with pytest.raises(FlyError, match=rf"^pretrained=x: {key}.* \(config\.json\): .*{why}"):
+        Checkpoint("x", {**heads.SHAPE, key: value}, {})
+
+
+@pytest.mark.parametrize(("drafter", "key"), [("eagle3", "eagle_config"), ("block", "layer_types")])
+def test_a_config_of_another_shape_is_one_line_of_config_check(tmp_path, capsys, drafter, key):
+    keys = heads.SHAPE if drafter == "eagle3" else block_heads.config("dflash", tiny.model(1))
+    head = heads.save(tmp_path / "head", {**keys, key: 5}, {"norm.weight": torch.ones(32)})
+    file = pair(tmp_path, head, drafter=drafter)
+    capsys.readouterr()
+    assert run("config", "check", file) == 2
+    said = f"fly: error: pretrained={head}: {key}=5 (config.json): input should be a valid "
+    assert capsys.readouterr().err.startswith(said)
+
+
+def test_a_head_takes_memory_only_once_its_tensors_fit():
+    made = []
+
+    def make():
+        made.append(torch.empty(0).device.type)
+        return torch.nn.Linear(2, 1 << 20)
+
+    with pytest.raises(FlyError, match=r"^pretrained=x: weight is 3 x 2, not 1048576 x 2"):
+        tensors = {"weight": torch.ones(3, 2), "bias": torch.ones(3)}
+        Checkpoint("x", {}, tensors).build(make)
+    assert made == ["meta"]

@@ -137,9 +137,7 @@ class BlockHead(Head):
     ) -> BlockHead:
         """See `fly.models.heads.block.parse`."""
         spec = parse(checkpoint, target, layers)
-        head = cls(spec, target.vocabulary)
-        own_tensors(checkpoint).load_into(head)
-        return head
+        return own_tensors(checkpoint).build(lambda: cls(spec, target.vocabulary))
 
     def runner(self, target: PreTrainedModel, slots: int, max_length: int) -> BlockRunner:
         return BlockRunner(self, target, slots)

@@ -128,9 +128,8 @@ class Eagle3Head(Head):
     ) -> Eagle3Head:
         """See `fly.models.heads.eagle3.files_of`."""
         files = files_of(checkpoint, target, layers)
-        head = cls(files)
-        Checkpoint(checkpoint.name, checkpoint.config, files.tensors).load_into(head)
-        return head
+        own = Checkpoint(checkpoint.name, checkpoint.config, files.tensors)
+        return own.build(lambda: cls(files))
 
     @property
     def bytes_per_token(self) -> int:

@@ -17,6 +17,7 @@ from transformers import Qwen3Config
 from fly.errors import FlyError
 from fly.models.draft_vocabulary import DraftVocabulary
 from fly.models.heads.checkpoint import Checkpoint, TargetShape
+from fly.reading import shown
 
 _ARCHITECTURES = ("DFlashDraftModel", "Qwen3DSparkModel", "DSparkDraftModel")
 _SPECULATORS = ("dflash", "dspark")
@@ -96,8 +97,8 @@ def parse(
     config = checkpoint.config
     if not is_block(config):
         raise checkpoint.refuse(
-            f"no DFlash or DSpark head (architectures={config.get('architectures')}): name one, or "
-            "choose another drafter"
+            f"no DFlash or DSpark head (architectures={shown(config.get('architectures'))}): name "
+            "one, or choose another drafter"
         )
     shape: Mapping[str, Any] = config.get("transformer_layer_config") or config
     # SpecForge has all keys of the method in dflash_config, z-lab some
@@ -108,11 +109,11 @@ def parse(
         spec = BlockSpec(
             decoder=_decoder(checkpoint, shape),
             layers=checkpoint.layers_of(_layers(keys), target, override),
-            block_size=int(keys["block_size"]),
-            mask_token_id=int(keys["mask_token_id"]),
+            block_size=keys["block_size"],
+            mask_token_id=keys["mask_token_id"],
             from_anchor=bool(keys.get("sample_from_anchor", _is_from_anchor(config))),
             vocabulary=None if d2t is None else checkpoint.vocabulary_of(d2t, target),
-            markov_rank=int(keys.get("markov_rank") or 0),
+            markov_rank=keys.get("markov_rank") or 0,
             confidence=_confidence(keys),
         )
         _check_fits(checkpoint, spec, target)
@@ -148,11 +149,11 @@ def _layers(keys: Mapping[str, Any]) -> list[int]:
     """speculators numbers hidden states. The others number layers whose outputs are read, which is
     one less, with -1 for the embeddings."""
     if "speculators_model_type" in keys:
-        return [int(number) for number in keys["aux_hidden_state_layer_ids"]]
+        return list(keys["aux_hidden_state_layer_ids"])
     numbers = keys.get("target_layer_ids") or _spread(
-        int(keys["num_target_layers"]), int(keys["num_hidden_layers"])
+        keys["num_target_layers"], keys["num_hidden_layers"]
     )
-    return [int(number) + 1 for number in numbers]
+    return [number + 1 for number in numbers]
 
 
 def _spread(target_layers: int, layers: int) -> list[int]:
@@ -189,7 +190,9 @@ def _refuse_unsupported(checkpoint: Checkpoint, keys: Mapping[str, Any]) -> None
     if keys.get("markov_rank") and keys.get("markov_head_type", "vanilla") != "vanilla":
         found.append(f"markov_head_type={keys['markov_head_type']!r}")
     found += [
-        f"{name}={keys[name]!r}" for name, known in _KNOWN.items() if keys.get(name) not in known
+        f"{name}={shown(keys[name])}"
+        for name, known in _KNOWN.items()
+        if keys.get(name) not in known
     ]
     if found:
         raise checkpoint.refuse(f"a head with {found[0]} is not supported yet: choose another one")

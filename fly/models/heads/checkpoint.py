@@ -7,11 +7,11 @@ the modules beside this one bring it into one form.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from huggingface_hub import snapshot_download
@@ -21,8 +21,10 @@ from transformers import PretrainedConfig
 
 from fly.errors import FlyError, reason_of, some
 from fly.models.draft_vocabulary import DraftVocabulary
+from fly.models.heads import shapes
 from fly.models.sources import ModelSource, is_local
 
+T = TypeVar("T", bound=nn.Module)
 _FILES = ("config.json", "*.safetensors", "pytorch_model*.bin")
 _OF_SNAPSHOTS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 _FIXED_ROPE = ("llama3", "linear", "yarn")  # scaling that does not depend on a text's length
@@ -50,11 +52,20 @@ class TargetShape:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """name: as the run's configuration gives it. tensors: by name, 8-bit weights dequantised."""
+    """name: as the run's configuration gives it. tensors: by name, 8-bit weights dequantised.
+
+    Raises FlyError if its config.json is of another shape than `shapes` says.
+    """
 
     name: str
     config: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
+
+    def __post_init__(self) -> None:
+        try:
+            shapes.check(self.config)
+        except FlyError as error:
+            raise self.refuse(str(error)) from None
 
     def refuse(self, why: str) -> FlyError:
         return FlyError(f"pretrained={self.name}: {why}")
@@ -89,13 +100,17 @@ class Checkpoint:
         if found != shape:
             raise self.refuse(f"{name} is {_times(found)}, not {_times(shape)}: {why}")
 
-    def load_into(self, head: nn.Module) -> None:
-        """Raise FlyError unless the head's tensors are these, by name and shape."""
-        wanted = head.state_dict()
+    def build(self, make: Callable[[], T]) -> T:
+        """The head that `make` makes, with these tensors. Raises FlyError unless they are its own,
+        by name and shape, before it takes memory."""
+        with torch.device("meta"):
+            wanted = make().state_dict()
         self.check_names(wanted)
         for name, tensor in wanted.items():
             self.check_shape(name, tuple(tensor.shape), "by its config.json and the target")
+        head = make()
         head.load_state_dict(dict(self.tensors))
+        return head
 
     def layers_of(
         self, found: Iterable[int], target: TargetShape, override: tuple[int, ...] | None
@@ -159,17 +174,18 @@ def read(source: ModelSource, name: str, hub: Mapping[str, Any]) -> Checkpoint:
     return Checkpoint(name, config, _dequantised(found))
 
 
-def read_config(source: ModelSource, name: str, hub: Mapping[str, Any]) -> dict[str, Any]:
-    """The head's config.json alone, from where `read` takes it.
+def read_config(source: ModelSource, name: str, hub: Mapping[str, Any]) -> Checkpoint:
+    """The head's config.json alone, without tensors, from where `read` takes it.
 
     Raises FlyError if it cannot be had.
     """
     try:
-        return _config(_folder(source, ("config.json",), hub))
+        config = _config(_folder(source, ("config.json",), hub))
     except (OSError, ValueError) as error:
         raise FlyError(
             f"pretrained={name}: its config.json cannot be read: {reason_of(error)}"
         ) from None
+    return Checkpoint(name, config, {})
 
 
 def _folder(source: ModelSource, files: Iterable[str], hub: Mapping[str, Any]) -> Path:
