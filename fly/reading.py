@@ -66,16 +66,22 @@ def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def text_of(path: Path, where: str, *, may_be_torn: bool = False) -> str:
-    """A file's text, which must be UTF-8. may_be_torn: its last character may be incomplete."""
+def bytes_of(path: Path, where: str) -> bytes:
     try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        if may_be_torn and error.reason == "unexpected end of data":
-            return path.read_bytes()[: error.start].decode("utf-8")
-        raise FlyError(f"{where}: cannot be read: not UTF-8 at byte {error.start}") from None
+        return path.read_bytes()
     except OSError as error:
         raise FlyError(f"{where}: cannot be read: {error.strerror}") from None
+
+
+def text_of(path: Path, where: str, *, may_be_torn: bool = False) -> str:
+    """A file's text, which must be UTF-8. may_be_torn: its last character may be incomplete."""
+    data = bytes_of(path, where)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        if may_be_torn and error.reason == "unexpected end of data":
+            return data[: error.start].decode("utf-8")
+        raise FlyError(f"{where}: cannot be read: not UTF-8 at byte {error.start}") from None
 
 
 def read_object(path: Path, where: str | None = None) -> dict[str, Any]:

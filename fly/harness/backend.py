@@ -266,7 +266,7 @@ class Backend(TemplateLM):
         for request in wanted:
             instance = request.tag
             prompt = hash_string(instance.args[0])
-            outputs = matcher.outputs(instance.task_name, instance.doc_id, prompt)
+            outputs = matcher.outputs(instance.task_name, instance.doc_id, prompt, request.budget)
             found.append(self._drafting_from(request, outputs))
         counts = matcher.counts
         logger.info(

@@ -120,17 +120,22 @@ class Matcher:
         self._earlier = earlier
         self._tokenizer = tokenizer
         self._hash = output_ids.tokenizer_hash(tokenizer)
-        self._size = 1 + max(tokenizer.get_vocab().values(), default=-1)
-        self._found: dict[tuple[str, int, str], tuple[str, tuple[Ids, ...]]] = {}
+        vocabulary = tokenizer.get_vocab()
+        self._size = 1 + max(vocabulary.values(), default=-1)
+        self._longest = max(map(len, vocabulary), default=0)  # characters of a token
+        self._found: dict[tuple[str, int, str, int], tuple[str, tuple[Ids, ...]]] = {}
         self._of_prompt: dict[tuple[str, str], list[Output]] = {}
         for run in earlier.runs:
             for (task, _), by_prompt in run.outputs.items():
                 for prompt, outputs in by_prompt.items():
                     self._of_prompt.setdefault((task, prompt), []).extend(outputs)
 
-    def outputs(self, task: str, doc_id: int, prompt_hash: str) -> tuple[Ids, ...]:
-        """All repeats' outputs, without duplicates. Counts one request."""
-        key = task, doc_id, prompt_hash[:_PROMPT_DIGITS]
+    def outputs(self, task: str, doc_id: int, prompt_hash: str, budget: int) -> tuple[Ids, ...]:
+        """All repeats' outputs, without duplicates. Counts one request.
+
+        budget: of the request, which cannot use more of their tokens.
+        """
+        key = task, doc_id, prompt_hash[:_PROMPT_DIGITS], budget
         if key not in self._found:
             self._found[key] = self._look_up(*key)
         count, ids = self._found[key]
@@ -138,10 +143,13 @@ class Matcher:
         setattr(self.counts, count, getattr(self.counts, count) + 1)
         return ids
 
-    def _look_up(self, task: str, doc_id: int, prompt: str) -> tuple[str, tuple[Ids, ...]]:
+    def _look_up(
+        self, task: str, doc_id: int, prompt: str, budget: int
+    ) -> tuple[str, tuple[Ids, ...]]:
         """(which of the counts the request belongs to, its outputs)"""
         outputs = self._of_prompt.get((task, prompt), [])
-        found = tuple(dict.fromkeys(ids for output in outputs if (ids := self._ids(output))))
+        all_ids = (self._ids(output, budget) for output in outputs)
+        found = tuple(dict.fromkeys(ids for ids in all_ids if ids))
         if found:
             return "matched", found
         if outputs:
@@ -149,13 +157,15 @@ class Matcher:
         known = any((task, doc_id) in run.outputs for run in self._earlier.runs)
         return ("changed" if known else "missing"), ()
 
-    def _ids(self, output: Output) -> Ids | None:
-        """The output's ids under this tokenizer; None if they are not to be had, or not all in its
-        vocabulary."""
+    def _ids(self, output: Output, budget: int) -> Ids | None:
+        """The output's first ids under this tokenizer, at most `budget`; None if they are not to be
+        had, or not all in its vocabulary."""
         ids = output.ids if output.tokenizer == self._hash else None
         if ids is None and output.text is not None:
-            ids = self._encoded(output.text)
-        return ids if ids is not None and all(index < self._size for index in ids) else None
+            ids = self._encoded(output.text[: budget * self._longest])
+        if ids is None or any(index >= self._size for index in ids[:budget]):
+            return None
+        return ids[:budget]
 
     def _encoded(self, text: str) -> Ids | None:
         """None unless decoding gives the text back."""
@@ -272,6 +282,8 @@ def _of_samples(results: Path) -> EarlierRun:
             seen.add(task.name)
             for sample in task.samples.values():
                 for repeat, text in enumerate(sample.responses):
+                    where = f"{results}, document {sample.doc_id}"
+                    shapes.check({"response": text}, dict[str, shapes.Text], where)
                     run.add(task.name, sample.doc_id, sample.hashes[1], Output(repeat, text))
     return run
 

@@ -253,6 +253,13 @@ def _read(results: Path) -> dict[str, Any]:
     return found
 
 
+def read_results(file: Path) -> dict[str, Any]:
+    """What a results file holds, checked."""
+    results = _read(file)
+    shapes.check(results, shapes.Results, f"{file}, lm-eval's results")
+    return results
+
+
 def date_of(file: Path) -> str:
     """When lm-eval wrote this results file, as its name and its samples' say."""
     _, is_named, date = file.stem.rpartition("_")
@@ -274,8 +281,7 @@ def named(text: str) -> tuple[str | None, str]:
 def load(path: str | Path, name: str | None = None) -> Run:
     """Read a finished run; `name` defaults to its mode. Raises FlyError if its samples are gone."""
     file = find_results(path)
-    results = _read(file)
-    shapes.check(results, shapes.Results, f"{file}, lm-eval's results")
+    results = read_results(file)
     if isinstance(given := results["config"].get("model_args"), str):  # as older lm-eval wrote it
         results["config"]["model_args"] = simple_parse_args_string(given)
     run = Run(file, "", results, _task_runs(results, _samples(file, results)))

@@ -10,10 +10,12 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from lm_eval._cli.utils import key_val_to_dict
+from lm_eval.config.evaluate_config import EvaluatorConfig
 
 from fly import config as fly_config
 from fly import launch, reading
@@ -28,6 +30,7 @@ from fly.runs.manifest import Manifest, find, first_difference, plain
 logger = logging.getLogger(__name__)
 
 _NOT_ARGUMENTS = ("command", "func", "config", "resume")
+_ARGUMENTS = {field.name for field in fields(EvaluatorConfig)} - {*_NOT_ARGUMENTS}
 _KEY_VALUES = (  # key=value flags
     "model_args", "gen_kwargs", "metadata", "hf_hub_log_args", "wandb_args", "wandb_config_args",
     "trackio_args",
@@ -79,7 +82,12 @@ def reopen(args: argparse.Namespace, given: dict[str, Any], secrets: dict[str, A
     """
     manifest = find(args.resume)
     if manifest.finished:
+        _check_ended(manifest)
         return manifest
+    for name in manifest.data["arguments"]:
+        if name not in _ARGUMENTS:
+            hint = reading.hint(name, _ARGUMENTS, "remove it")
+            raise FlyError(f"{manifest.path}: arguments.{name}: `fly run` has no such flag: {hint}")
     _check_given(manifest, given)
     args.config = None
     for name, value in manifest.data["arguments"].items():
@@ -142,7 +150,10 @@ def keeping_manifest(
         manifest.agree("config", config.model_dump())
         manifest.agree("versions", deciding_versions())
         check_models(manifest, config, hf_args, loaded=False)
-        run.join(manifest, FinishedRequests(folder, manifest.started) if reopened else None)
+        finished = None
+        if reopened:
+            finished = FinishedRequests(folder, manifest.started, is_traced=config.trace)
+        run.join(manifest, finished)
         yield
         _finish(run, manifest, arguments)
     except Exception:
@@ -200,14 +211,35 @@ def _finish(run: RunContext, manifest: Manifest, arguments: dict[str, Any]) -> N
         )
     if arguments.get("log_samples"):
         reader.check_samples(results)
-    records = run_files(manifest.folder, "fly_requests", manifest.started).values()
-    count = sum(path.read_bytes().count(b"\n") for path in records)
+    count = _count_records(manifest)
     if count != requests:
         raise FlyError(
             f"output_path={run.output_dir}: holds {count} of {requests} records: files "
             f"were removed while the run went on; {run.resume_hint}"
         )
     manifest.finish(results)
+
+
+def _check_ended(manifest: Manifest) -> None:
+    """Raise FlyError unless a run that is said to have ended has left results and all records."""
+    results = manifest.results
+    if results is None or not results.is_file():
+        lacks = f"no results file {manifest.data['results']}"
+    else:
+        stats = (reader.read_results(results)["config"].get("fly") or {}).get("stats") or {}
+        requests, count = stats.get("requests"), _count_records(manifest)
+        if requests in (count, None):
+            return
+        lacks = f"{count} of {requests} records"
+    raise FlyError(
+        f"{manifest.path}: finished=true, and the folder holds {lacks}: put its files back, or set "
+        "finished to false and resume"
+    )
+
+
+def _count_records(manifest: Manifest) -> int:
+    paths = run_files(manifest.folder, "fly_requests", manifest.started).values()
+    return sum(reading.bytes_of(path, str(path)).count(b"\n") for path in paths)
 
 
 def _results(manifest: Manifest) -> Path | None:

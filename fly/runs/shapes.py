@@ -9,6 +9,7 @@ from functools import cache
 from typing import Annotated, Any
 
 from pydantic import (
+    AfterValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
@@ -26,6 +27,15 @@ from fly.reading import Name, TaskName
 from fly.runs.records import SOURCES
 
 _Ids = list[NonNegativeInt]
+
+
+def _encodable(text: str) -> str:
+    """JSON can spell half of a surrogate pair, which no tokenizer and no file takes."""
+    text.encode()
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
 
 
 @with_config(ConfigDict(extra="forbid"))
@@ -171,7 +181,7 @@ class OutputLine(TypedDict):
     task: str
     doc_id: NonNegativeInt
     prompt_hash: str
-    text: str
+    text: Text
     repeat: NotRequired[NonNegativeInt]
     output: NotRequired[_Output]
 
@@ -200,7 +210,7 @@ class ResumableLine(RequestLine):
 
     idx: int
     repeat: int
-    text: str
+    text: Text
     prompt_tokens: int
     prompt_tokens_reused: int
     drafted: int
@@ -219,10 +229,12 @@ class _TraceLine(TypedDict):
 
 
 class TracedLine(_TraceLine):
-    """Which request a line of a trace is of, for `--resume`."""
+    """Which request a line of a trace is of, and the tokens that it names, for `--resume`."""
 
     idx: int
     repeat: int
+    draft: NotRequired[_Ids]
+    choice: NotRequired[_Ids]
 
 
 class RoundLine(_TraceLine):
@@ -248,12 +260,29 @@ class TokenLine(TypedDict):
     """`text`, or `bytes` in hexadecimal if they are not valid UTF-8."""
 
     id: NonNegativeInt
-    text: NotRequired[str]
+    text: NotRequired[Text]
     bytes: NotRequired[Annotated[str, Field(pattern=r"^([0-9a-f]{2})*$")]]
 
 
 class _Arguments(TypedDict):
+    """lm-eval's; key=value flags are kept as pairs."""
+
     output_path: str
+    model_args: NotRequired[dict[str, Any]]
+    gen_kwargs: NotRequired[dict[str, Any]]
+    metadata: NotRequired[dict[str, Any]]
+    hf_hub_log_args: NotRequired[dict[str, Any]]
+    wandb_args: NotRequired[dict[str, Any]]
+    wandb_config_args: NotRequired[dict[str, Any]]
+    trackio_args: NotRequired[dict[str, Any]]
+
+
+class _Model(TypedDict):
+    """fly.models.fingerprint.of_model."""
+
+    path: str
+    files: NotRequired[dict[str, str]]
+    commit: NotRequired[str | None]
 
 
 class Manifest(TypedDict):
@@ -264,6 +293,7 @@ class Manifest(TypedDict):
     working_directory: str
     below: bool
     arguments: _Arguments
+    models: NotRequired[dict[str, _Model]]
 
 
 def check(value: Any, shape: Any, where: str) -> None:

@@ -1,8 +1,10 @@
 """Outputs of earlier runs: kept as ids, found by task and prompt, never under another
 tokenizer's ids."""
 
+import base64
 import json
 import random
+import zlib
 
 import pytest
 from hypothesis import given
@@ -41,9 +43,9 @@ def write(folder, *records, started="2026-01-01T00-00-00", manifest=None):
     return folder
 
 
-def find(tokenizer, *paths, doc_id=0, prompt=PROMPT, own=None):
+def find(tokenizer, *paths, doc_id=0, prompt=PROMPT, own=None, budget=64):
     matcher = Matcher(EarlierOutputs.read(map(str, paths), own), tokenizer)
-    return matcher.outputs("t", doc_id, prompt), matcher.counts
+    return matcher.outputs("t", doc_id, prompt, budget), matcher.counts
 
 
 @given(st.lists(st.integers(0, 2**32 - 1)))
@@ -65,6 +67,47 @@ def test_damaged_ids_are_refused_with_file_and_line(tmp_path, tokenizer, text):
     folder = write(tmp_path / "run", record(), bad)
     with pytest.raises(FlyError, match=r"fly_requests_.*jsonl, line 2: output\.ids is damaged"):
         EarlierOutputs.read([str(folder)])
+
+
+def test_ids_that_decompress_to_gigabytes_are_refused():
+    """They took minutes, and the memory."""
+    stream = zlib.compressobj(9)
+    data = b"".join(stream.compress(bytes(1 << 20)) for _ in range(8)) + stream.flush()
+    whole = base64.b64encode(data).decode()
+    assert len(whole) < 12_000
+    with pytest.raises(ValueError, match="more than 1048576 token ids"):
+        output_ids.decode(whole)
+
+
+def test_no_more_of_an_output_is_encoded_than_a_request_can_use(tmp_path, tokenizer):
+    """A text of 10 MB took half a minute."""
+    own = output_ids.tokenizer_hash(tokenizer)
+    encoded = []
+
+    class Noting:
+        def __getattr__(self, name):
+            return getattr(tokenizer, name)
+
+        def encode(self, text, **kwargs):
+            encoded.append(text)
+            return tokenizer.encode(text, **kwargs)
+
+    folder = write(tmp_path / "run", record(text="ab" * 500))
+    found, counts = find(Noting(), folder, budget=7)
+    assert (found, counts.matched) == ((tuple(tokenizer.encode("abababa")),), 1)
+    assert [len(text) for text in encoded] == [7 * len("<pad>")]
+    folder = write(tmp_path / "run", record(ids=[*range(40)], tokenizer=own))
+    assert find(tokenizer, folder, budget=7)[0] == (tuple(range(7)),)
+
+
+def test_half_of_a_surrogate_pair_is_named(tmp_path, tokenizer):
+    """The tokenizer ended in a traceback."""
+    folder = write(tmp_path / "run", record(text="\ud800"))
+    with pytest.raises(FlyError, match=r"text='\\ud800' \(.*fly_requests_.*jsonl, line 1\)"):
+        find(tokenizer, folder)
+    folder = written_runs.write(tmp_path / "hf", None, [1], responses=["\ud800"])
+    with pytest.raises(FlyError, match=r"response='\\ud800' \(.*results_.*json, document 0\)"):
+        find(tokenizer, folder)
 
 
 def test_a_tokenizer_is_known_by_vocabulary_and_special_tokens(tokenizer):
@@ -178,7 +221,7 @@ def test_runs_of_lm_evals_hf_are_read_from_their_samples(tmp_path, tokenizer):
     folder = written_runs.write(tmp_path / "hf", None, [1, 0], repeats=2)
     earlier = EarlierOutputs.read([str(folder)])
     matcher = Matcher(earlier, tokenizer)
-    found = matcher.outputs("sums", 1, written_runs.digest("question 1"))
+    found = matcher.outputs("sums", 1, written_runs.digest("question 1"), 64)
     assert found == (tuple(tokenizer.encode("text")),)
     assert earlier.same_target("whole-x") is None
 
