@@ -1,6 +1,6 @@
 """Seconds of one forward pass of a pair's models, by tokens in the pass and by way to compute it.
 
-    python benchmarks/passes.py --config qwen2.5-coder.json --execution kernels onednn eager
+    python benchmarks/passes.py --config qwen2.5-coder.json --execution kernels eager
 
 Each way runs in a process of its own (`invariant` is kernels with batch_invariant, which the others
 run without); passes of one sequence at --context tokens, by their median. Beside them: the rate of

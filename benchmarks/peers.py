@@ -271,7 +271,6 @@ LEVERS: dict[str, Peer] = {
         **_LEVERS_OFF,
         "fly-no_levers": _ALL_OFF,
         "fly-fixed_length": {"draft_policy": "fixed"},
-        "fly-no_kernels": {"execution": "onednn"},
         "fly-no_ngram": {"use_ngram": False},
     }.items()
 }

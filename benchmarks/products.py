@@ -16,6 +16,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 from provenance import commit
 from torch import Tensor, nn
 
-from fly.execution import kernels, packed_linear
+from fly.execution import kernels
 
 Multiply = Callable[[Tensor], Any]
 
@@ -33,9 +34,10 @@ def float32(layer: nn.Linear) -> Multiply:
     return lambda x: nn.functional.linear(x.float(), weight)
 
 
-def float32_packed(layer: nn.Linear) -> Multiply:
-    packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach().float(), 1)
-    return lambda x: torch.ops.mkldnn._linear_pointwise(x.float(), packed, None, "none", [], "")
+def onednn(layer: nn.Linear, dtype: torch.dtype) -> Multiply:
+    """The weight in oneDNN's blocked layout."""
+    packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach().to(dtype), 1)
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x.to(dtype), packed, None, "none", [], "")
 
 
 def fbgemm_float16(layer: nn.Linear) -> Multiply:
@@ -61,11 +63,10 @@ def contenders() -> dict[str, Callable[[nn.Linear], Multiply]]:
         found["fly bfloat16"] = of(kernels.Bfloat16Linear)
         found["fly int8"] = of(kernels.Int8Linear)
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        found["onednn bfloat16"] = of(packed_linear.PackedLinear)
-        found["onednn int8"] = of(packed_linear.Int8Linear)
+        found["onednn bfloat16"] = partial(onednn, dtype=torch.bfloat16)
     found["fbgemm float16"] = fbgemm_float16
     found["fbgemm int8"] = fbgemm_int8
-    found["onednn float32"] = float32_packed
+    found["onednn float32"] = partial(onednn, dtype=torch.float32)
     found["float32"] = float32
     return found
 

@@ -17,14 +17,17 @@ from pydantic_core import PydanticCustomError
 from fly import registry
 
 EntropyKind = Literal["top3", "full", "normalized"]
-Quantization = Literal["auto", "none", "int4", "int8", "fp8"]
-Execution = Literal["auto", "kernels", "onednn", "eager"]
+Quantization = Literal["auto", "none", "int8"]
+Execution = Literal["auto", "kernels", "eager"]
 TextSourceName = Literal["runs", "own"]
 # Keys, values as `key=value` (of a list: one item), flags as `--flag` and commands as `fly command`
 # that fly had once, and what to do instead. Finished runs that have them are read as ever.
 GONE = {
     "--memory": "docs/scale.md has the memory of the shipped pairs, and how to count any other's",
     "fly plot": "`fly report RUN...` draws the figures, and saves them as SVG and CSV",
+    "execution=onednn": "set it to auto: fly's kernels where they work, else the model's passes",
+    "draft_quantization=int4": "set it to int8, for fly's kernels on a CPU",
+    "draft_quantization=fp8": "name a quantised checkpoint as the draft, and set it to none",
     "tp_plan": "start one process per GPU, each with the whole pair, or shard it with --model vllm",
     "draft_sources=siblings": "write runs, own or both, or leave the key out",
     "draft_sources=others": "write runs, own or both, or leave the key out",
@@ -423,15 +426,14 @@ class ExecutionSettings(Settings):
 
     compile: Literal["auto", "off"] = Field(
         "auto",
-        description="auto: packed weights on a CPU (see execution), CUDA graphs on a GPU, and a "
+        description="auto: fly's kernels on a CPU (see execution), CUDA graphs on a GPU, and a "
         "logged reason where neither applies. off: the model's own eager passes.",
     )
     execution: Execution = Field(
         "auto",
         description="How a CPU computes the passes of bfloat16 models. kernels: fly's own, for "
-        "x86-64 with AVX2, AVX-512 or AMX. onednn: oneDNN's prepacked weights, for CPUs with "
-        "bfloat16 instructions. eager: the model's own passes. auto: the first of these that can "
-        "be had here.",
+        "x86-64 with AVX2, AVX-512 or AMX. eager: the model's own passes. auto: kernels where they "
+        "work, else eager.",
     )
     batch_invariant: bool | Literal["auto"] = Field(
         "auto",
@@ -451,9 +453,8 @@ class ExecutionSettings(Settings):
     draft_quantization: Quantization = Field(
         "auto",
         description="Weights of the draft model; exact verification stays lossless, FLy may accept "
-        "other tokens. int8: on a CPU that packs weights (see execution), or on a GPU, by torchao. "
-        "int4: with oneDNN's passes. fp8: on a GPU. auto: int8 with fly's kernels, int4 with "
-        "oneDNN's passes, else none.",
+        "other tokens. int8: with fly's kernels (see execution). auto: int8 with them, else none. "
+        "On a GPU a quantised checkpoint can be the draft.",
     )
     prefix_reuse: bool = Field(
         True,

@@ -16,7 +16,6 @@ import torch
 from transformers import PreTrainedModel
 
 from fly.execution import kernels
-from fly.execution.packed_linear import NARROW_ROWS, Int4Linear, PackedLinear
 
 # Ways to compute passes, as in `PackedWeights`: (tokens that cost what one does, tokens more that
 # double it). The figures are benchmarks/passes.py's, rounded (docs/performance.md).
@@ -25,11 +24,9 @@ _GROWTH = {
     "kernels-avx512_bf16": (9, 20),
     "kernels-avx512": (6, 14),
     "kernels-avx2": (1, 7),
-    "onednn": (1, 24),
     "graphs": (1, 256),
     "eager": (1, 7),
 }
-_INT4 = 0.6  # of an int8 pass: what a narrow pass over int4 weights costs
 _OVERHEAD = 0.08  # of a target's pass: what a draft's pass costs beside reading its weights
 _ROUND = 0.03  # of a target's pass: what a round costs beside its passes
 
@@ -106,9 +103,7 @@ def by_rule(target: str, draft: str | None, weight: float) -> PairCosts:
 
 
 def relative_cost(way: str, tokens: int) -> float:
-    """What a pass over so many tokens costs, in passes over one token (int4's: over int8)."""
-    if way.endswith("int4") and tokens <= NARROW_ROWS:
-        return _INT4
+    """What a pass over so many tokens costs, in passes over one token."""
     return _rule(way).at(tokens)
 
 
@@ -117,8 +112,5 @@ def way_of(model: PreTrainedModel, device: torch.device) -> str:
     if device.type != "cpu":
         return "graphs"
     kinds = {type(module) for module in model.modules()}
-    if kinds & {kernels.Bfloat16Linear, kernels.Int8Linear}:
-        return f"kernels-{kernels.instructions()}"
-    if Int4Linear in kinds:
-        return "onednn int4"
-    return "onednn" if PackedLinear in kinds else "eager"
+    of_kernels = kinds & {kernels.Bfloat16Linear, kernels.Int8Linear}
+    return f"kernels-{kernels.instructions()}" if of_kernels else "eager"

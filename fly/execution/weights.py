@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -17,22 +16,21 @@ import torch
 from transformers import PreTrainedModel
 
 from fly import launch
-from fly.errors import FlyError, reason_of
+from fly.errors import FlyError
 from fly.execution import fused_layer, kernels, packed_linear, uniform_passes
 from fly.settings import ExecutionSettings
 
 logger = logging.getLogger(__name__)
 
-Passes = Literal["kernels", "onednn", "graphs", "eager"]
-_QUANTIZED_BYTES = {"int4": 0.5, "int8": 1, "fp8": 1}  # per weight
+Passes = Literal["kernels", "graphs", "eager"]
 
 
 @dataclass(frozen=True)
 class PackedWeights:
     """What was done to the models, for the log and the results file.
 
-    target: how its passes are computed: `kernels-amx` (or -avx512_bf16, -avx512, -avx2), `onednn`,
-    `graphs` (captured as shapes come up) or `eager`. draft: the same, and its quantisation:
+    target: how its passes are computed: `kernels-amx` (or -avx512_bf16, -avx512, -avx2), `graphs`
+    (captured as shapes come up) or `eager`. draft: the same, and its quantisation:
     `kernels-amx int8`. draft_weight: bytes of its weights over the target's. seconds: packing and
     quantising, never decode time. batch_invariant: a token's bits in the target are the same in
     every pass; uniform: because all its passes are of one shape (fly.execution.uniform_passes).
@@ -69,7 +67,7 @@ def pack(
     if draft is not None:
         parameters, stored = draft.num_parameters(), draft.dtype.itemsize
         how_draft = pack_draft(draft, settings)
-        per_weight = _QUANTIZED_BYTES.get(how_draft.split()[-1], stored)
+        per_weight = 1 if how_draft.endswith("int8") else stored
         weight = round(parameters * per_weight / target_bytes, 3)
     done = PackedWeights(
         target=how_target,
@@ -103,21 +101,13 @@ def passes_for(model: PreTrainedModel, settings: ExecutionSettings) -> tuple[Pas
                 "leave it out, or set it to eager"
             )
         return ("graphs" if device == "cuda" and wanted == "auto" else "eager"), None
-    ways: dict[Passes, Callable[[PreTrainedModel], str | None]] = {
-        "kernels": packed_linear.why_no_kernels,
-        "onednn": packed_linear.why_not_packed,
-    }
-    first_reason = None
-    for way, why_not in ways.items():
-        if wanted not in ("auto", way):
-            continue
-        reason = why_not(model)
-        if reason is None:
-            return way, None
-        if wanted == way:
-            raise FlyError(f"execution={way}: {reason}: set it to auto")
-        first_reason = first_reason or reason
-    return "eager", first_reason
+    if wanted == "eager":
+        return "eager", None
+    if (reason := packed_linear.why_no_kernels(model)) is None:
+        return "kernels", None
+    if wanted == "kernels":
+        raise FlyError(f"execution=kernels: {reason}: set it to auto")
+    return "eager", reason
 
 
 def _pack(
@@ -148,8 +138,6 @@ def _pack(
         if invariant is True and not is_fused:
             raise _not_invariant(f"{model.config.model_type} keeps transformers' layers")
         done = f"kernels-{kernels.instructions()}"
-    elif passes == "onednn":
-        packed_linear.replace(model, packed_linear.ONEDNN[kind])
     elif reason is not None:
         logger.info("compile=auto: eager passes for the %s: %s", role, reason)
     return done if kind == "none" else f"{done} {kind}", is_invariant
@@ -174,46 +162,16 @@ def _not_invariant(why: str) -> FlyError:
 
 def pack_draft(model: PreTrainedModel, settings: ExecutionSettings) -> str:
     """Pack or quantise a freshly loaded draft in place; returns what was done."""
-    kind: str = settings.draft_quantization
     passes, reason = passes_for(model, settings)
+    kind = settings.draft_quantization
     if kind == "auto":
-        kind = {"kernels": "int8", "onednn": "int4"}.get(passes, "none")
-    if kind != "none" and model.device.type != "cpu":
-        if kind == "int4":
-            raise FlyError("draft_quantization=int4: built for CPUs only: use int8, fp8 or none")
-        _quantize_with_torchao(model, kind)
-        return f"{passes} {kind}"
-    if kind == "fp8":
-        raise FlyError("draft_quantization=fp8: needs an accelerator: use int8 or none")
-    if kind != "none" and passes == "eager":
+        kind = "int8" if passes == "kernels" else "none"
+    if kind == "int8" and passes != "kernels":
+        if model.device.type != "cpu":
+            reason = "fly's kernels serve CPUs: name a quantised checkpoint as the draft"
         reason = reason or "compile=off and execution=eager leave the model's own passes"
-        raise FlyError(f"draft_quantization={kind}: {reason}: set it to none or auto")
-    if kind == "int4" and passes == "kernels":
-        raise FlyError(
-            "draft_quantization=int4: fly's kernels have none: use int8, which is as fast "
-            "there, or execution=onednn on a CPU with bfloat16 instructions"
-        )
+        raise FlyError(f"draft_quantization=int8: {reason}: set it to none or auto")
     return _pack(model, "draft", passes, reason, kind)[0]
-
-
-def _quantize_with_torchao(model: PreTrainedModel, kind: str) -> None:
-    """Weight-only quantisation by torchao, whose kernels serve accelerators."""
-    try:
-        from torchao.quantization import (
-            Float8WeightOnlyConfig,
-            Int8WeightOnlyConfig,
-            quantize_,
-        )
-    except ImportError:
-        raise FlyError(
-            f"draft_quantization={kind}: needs torchao: pip install torchao, or set it to none"
-        ) from None
-    try:
-        quantize_(model, Int8WeightOnlyConfig() if kind == "int8" else Float8WeightOnlyConfig())
-    except (RuntimeError, ValueError, NotImplementedError, AssertionError) as error:
-        raise FlyError(
-            f"draft_quantization={kind}: torchao: {reason_of(error)}: set it to none"
-        ) from error
 
 
 def set_threads(wanted: int | None) -> None:

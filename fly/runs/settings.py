@@ -8,7 +8,7 @@ from typing import Any
 
 from fly.config import FlyConfig
 from fly.runs.reader import Run
-from fly.settings import RULE_SETTINGS, Settings
+from fly.settings import GONE, RULE_SETTINGS, Settings
 
 MODES = {"fly": "FLy"}  # names for print; others go by their own
 
@@ -69,7 +69,8 @@ def of_rule(run: Run) -> dict[str, Any]:
 
 def _of_rule(mode: str, config: dict[str, Any]) -> dict[str, Any]:
     keys = [*RULE_SETTINGS.get(mode, Settings).model_fields]
-    keys += [key for key in config if key not in FlyConfig.model_fields]  # a further rule's
+    known = {*FlyConfig.model_fields, *GONE}
+    keys += [key for key in config if key not in known]  # a further rule's
     found = {key: config[key] for key in keys if key in config and key != "abla_no_window"}
     if config.get("abla_no_window") and "win_len" in found:
         found["win_len"] = 0

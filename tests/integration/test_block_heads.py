@@ -32,6 +32,7 @@ from tests.integration.test_sampling_distribution import (
     table_requests,
     varied_requests,
 )
+from tests.unit.test_linears import needs_kernels
 
 BUDGET = 40
 PROMPTS = tiny.prompts(8)
@@ -223,21 +224,18 @@ def test_confidence_cuts_drafts_before_the_first_doubtful_token(target, heads, e
         assert (tiny.total(cut, "drafted") == 0) == (threshold == 1.0)
 
 
-@pytest.mark.parametrize("execution", ["kernels", "onednn"])
+@needs_kernels
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_a_packed_head_of_fewer_bits_drafts_as_well(heads, kind, execution):
+def test_a_packed_head_of_fewer_bits_drafts_as_well(heads, kind):
     target = tiny.model(seed=0).to(torch.bfloat16)
     found = []
-    for settings in (None, ExecutionSettings(execution=execution, draft_quantization="int8")):
+    for settings in (None, ExecutionSettings(draft_quantization="int8")):
         drafter = block_heads.drafter(heads[kind], target, 1)
         runner = drafter.runner
         for parameter in runner.head.parameters():
             parameter.data = parameter.data.to(torch.bfloat16)
         if settings is not None:
-            try:
-                assert weights.pack_draft(runner.head, settings).endswith("int8")
-            except FlyError as error:
-                pytest.skip(str(error))
+            assert weights.pack_draft(runner.head, settings).endswith("int8")
         drafter.runner = BlockRunner(runner.head, target, 1)
         found.append(accepted(tiny.decode_all(tiny.engine(target, drafter, 5), PROMPTS[:5], 20)))
     assert found[1] > 0.8 * found[0] > 20

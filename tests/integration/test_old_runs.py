@@ -1,5 +1,7 @@
 """Runs that users keep are still read: these were written by the version of November 2026."""
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fly.runs import reader
+from fly.runs.settings import rule_in_words
 from tests.integration.test_cli import run
 from tests.integration.test_report import blocks
 
@@ -51,6 +54,25 @@ def test_old_runs_are_reported(tmp_path):
     assert [point["run"] for point in summary["points"]] == list(MODES)
     (panel,) = summary["frontier"]
     assert [point["run"] for point in panel["points"]] == list(MODES)
+
+
+def test_a_run_with_what_is_gone_is_read(tmp_path, capsys):
+    """Only new runs are refused it. A key that is gone was shown as a setting of the rule."""
+    for mode in MODES:
+        shutil.copytree(OLD / mode, tmp_path / mode)
+    (file,) = (tmp_path / "fly").rglob("results_*.json")
+    results = json.loads(file.read_text())
+    entry = results["config"]["fly"]
+    entry["config"] |= {"execution": "onednn", "draft_quantization": "int4"}
+    entry["config"]["tp_plan"] = "auto"
+    entry["preparation"] = {"target": "onednn", "draft": "onednn int4"}
+    file.write_text(json.dumps(results))
+    folders = [tmp_path / mode for mode in MODES]
+    assert run("compare", *folders) == 0
+    printed = capsys.readouterr().out
+    assert "0.333 [0.000, 0.833]" in printed
+    assert run("report", *folders, "--output", tmp_path / "report.html") == 0
+    assert not any("tp_plan" in text for text in rule_in_words("fly", entry["config"]))
 
 
 @pytest.mark.parametrize("mode", MODES)

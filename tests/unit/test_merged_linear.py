@@ -1,12 +1,14 @@
 """Joined products of sibling layers: the same values, and never those of another input."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
-from fly.execution import merged_linear, packed_linear
+from fly.execution import kernels, merged_linear
 from tests import tiny
-from tests.unit.test_linears import TOLERANCE, needs_bf16
+from tests.unit.test_linears import needs_kernels
 
 
 class Block(nn.Module):
@@ -48,19 +50,20 @@ def test_joined_products_are_the_siblings_own(bias, inference):
             torch.testing.assert_close(actual, expected)
 
 
-@needs_bf16
-@pytest.mark.parametrize("kind", list(TOLERANCE))
-@pytest.mark.parametrize("rows", [1, 4, 5])
-def test_every_kind_of_linear_can_be_joined(kind, rows):
+@needs_kernels
+@pytest.mark.parametrize("kind", [kernels.Bfloat16Linear, kernels.Int8Linear])
+def test_every_kind_of_linear_can_be_joined(kind):
+    """A channel's bits are the same in a joined product."""
     torch.manual_seed(0)
-    plain, joined = Block().bfloat16(), Block().bfloat16()
-    joined.load_state_dict(plain.state_dict())
-    assert packed_linear.replace(joined, kind) == 3
+    plain = Block().bfloat16()
+    joined = copy.deepcopy(plain)
+    alone = [kind(getattr(plain, name)) for name in NAMES]
+    assert merged_linear.merge(joined, kind) == 3
     assert type(joined.k_proj.product) is kind
-    x = torch.randn(rows, 1, 32).bfloat16()
+    x = torch.randn(5, 32).to(kernels.activation_dtype())
     with torch.inference_mode():
-        for actual, expected in zip(answers(joined, x, x, x), answers(plain, x, x, x)):
-            assert (actual - expected).abs().max() <= TOLERANCE[kind] * expected.abs().max()
+        for actual, layer in zip(answers(joined, x, x, x), alone):
+            assert torch.equal(actual, layer(x))
 
 
 def test_one_product_per_input(inference):
