@@ -15,10 +15,9 @@ from fly import registry
 from fly.config import FlyConfig
 from fly.execution import pass_costs
 from fly.execution.batch_size import SequenceWork, Work, sequences_that_fit
-from fly.execution.calibration import calibrate
 from fly.execution.heads.base import Head
 from fly.execution.model_runner import ModelRunner, context_of, input_device
-from fly.execution.pass_costs import PairCosts
+from fly.execution.pass_costs import PairCosts, calibrate
 from fly.execution.weights import PackedWeights
 from fly.models.token_intersection import TokenIntersection
 from fly.runs.records import Observer

@@ -450,7 +450,7 @@ def test_auto_batch_size_knows_which_requests_sample(saved_pair, monkeypatch):
 
 @pytest.mark.skipif(kernels.why_not() is not None, reason="needs fly's kernels")
 def test_a_draft_that_is_loaded_again_has_the_checkpoints_dtype(saved_pair, monkeypatch):
-    """fly tune loads it anew: packed for AVX2 the target computes, and reports, in float32."""
+    """Packed for AVX2 the target computes, and reports, in float32, a later draft does not."""
     monkeypatch.setattr(kernels, "instructions", lambda: "avx2")
     ready = fly_lm(saved_pair, dtype="bfloat16")
     assert ready.model.dtype == torch.float32
