@@ -110,9 +110,9 @@ def _norm(norm: Any) -> tuple[Tensor, float]:
 @torch.inference_mode()
 def replace(model: PreTrainedModel, *, is_invariant: bool = False) -> bool:
     """Give a model packed by fly's kernels fused layers, in place; returns whether it was done."""
-    layers = getattr(model.get_decoder(), "layers", None)
-    if layers is None or not all(_fits(layer) for layer in layers):
+    if why_not(model) is not None:
         return False
+    layers: Any = model.get_decoder().layers
     run = kernels.LayerKernels()
     fused = [FusedLayer(layer, run, is_invariant=is_invariant) for layer in layers]
     if not _agrees(model, fused[0]):
@@ -126,7 +126,25 @@ def replace(model: PreTrainedModel, *, is_invariant: bool = False) -> bool:
     return True
 
 
-def _fits(layer: Any) -> bool:
+def why_not(model: PreTrainedModel) -> str | None:
+    """Why a model packed by fly's kernels cannot have fused layers; None if it can, should they
+    agree with its own."""
+    layers = getattr(model.get_decoder(), "layers", None)
+    if layers is None or not all(_is_known(layer) for layer in layers):
+        return f"{model.config.model_type} keeps transformers' layers"
+    for layer in layers:
+        sizes = (
+            ("head_dim", layer.self_attn.head_dim, 32),
+            ("hidden_size", layer.self_attn.o_proj.out_features, 16),
+            ("intermediate_size", layer.mlp.gate_proj.out_features, 16),
+        )
+        for name, size, step in sizes:
+            if size % step:
+                return f"{name} is {size}, which is no multiple of {step}"
+    return None
+
+
+def _is_known(layer: Any) -> bool:
     module = type(layer).__module__
     known = tuple(f"transformers.models.{family}." for family in _FAMILIES)
     if not module.startswith(known):
@@ -135,9 +153,7 @@ def _fits(layer: Any) -> bool:
     joined = (attention.q_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj)
     if not all(isinstance(linear, Sibling) for linear in joined):
         return False
-    widths = (attention.o_proj.out_features, mlp.gate_proj.out_features)
-    is_silu = isinstance(mlp.act_fn, nn.SiLU) or type(mlp.act_fn).__name__ == "SiLUActivation"
-    return is_silu and attention.head_dim % 32 == 0 and all(width % 16 == 0 for width in widths)
+    return isinstance(mlp.act_fn, nn.SiLU) or type(mlp.act_fn).__name__ == "SiLUActivation"
 
 
 def _agrees(model: PreTrainedModel, fused: FusedLayer) -> bool:

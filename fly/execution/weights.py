@@ -136,7 +136,8 @@ def _pack(
         is_fused = fused_layer.replace(model, is_invariant=bool(invariant))
         is_invariant = is_fused and bool(invariant)
         if invariant is True and not is_fused:
-            raise _not_invariant(f"{model.config.model_type} keeps transformers' layers")
+            disagree = f"{model.config.model_type}: fly's layers do not agree with transformers'"
+            raise _not_invariant(fused_layer.why_not(model) or disagree)
         done = f"kernels-{kernels.instructions()}"
     elif reason is not None:
         logger.info("compile=auto: eager passes for the %s: %s", role, reason)

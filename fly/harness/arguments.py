@@ -138,7 +138,7 @@ class _ModelArgs(TypedDict, total=False):
 class _GenKwargs(TypedDict, total=False):
     """The generation arguments that fly reads; max_gen_toks has several names in lm-eval."""
 
-    until: Annotated[list[_Text], BeforeValidator(_listed)]
+    until: Annotated[list[str], BeforeValidator(_listed)]
     do_sample: bool | None
     temperature: float
     top_k: float | None

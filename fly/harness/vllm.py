@@ -292,7 +292,7 @@ class FlyVLLM(Backend, VLLM):
             **dataclasses.asdict(sampling),
             seed=None if sampling.is_greedy else request.seed,
             max_tokens=request.budget,
-            stop=list(stops),
+            stop=[stop for stop in stops if stop],  # vLLM takes no empty ones; `_record` cuts
             stop_token_ids=sorted(self.eos_ids),
             skip_special_tokens=False,
             spaces_between_special_tokens=False,

@@ -22,10 +22,12 @@ class StopMatcher:
     ends within a character, and hide a stop in it. So a tail begins where a character does, and a
     text that ends within one is looked at token by token. (Bytes that are no character at all
     would hide what follows them in the text as a whole; here they do not.)
+
+    An empty stop is in any text: the first token ends it, as in lm-eval's hf.
     """
 
     def __init__(self, stops: Sequence[str], decode: Decode) -> None:
-        self._stops = [stop for stop in stops if stop]
+        self._stops = list(stops)
         self.decode = decode
         self._tail = max((len(stop.encode()) for stop in self._stops), default=0) + _SLACK
 

@@ -201,10 +201,20 @@ def test_auto_has_it_wherever_it_can_be_had():
     assert not auto(family_model("qwen2"), batch_invariant=False)
 
 
+SIZES = [
+    ({"head_dim": 24}, "head_dim is 24, which is no multiple of 32"),
+    ({"hidden_size": 72}, "hidden_size is 72, which is no multiple of 16"),
+    ({"intermediate_size": 200}, "intermediate_size is 200, which is no multiple of 16"),
+]
+
+
 def test_where_it_cannot_be_had_one_line_says_so():
     settings = ExecutionSettings(batch_invariant=True)
     with pytest.raises(FlyError, match=r"batch_invariant=true: .*only bfloat16 is packed.*false"):
         weights.pack(family_model("qwen2").float(), None, settings)
+    for sizes, said in SIZES:
+        with pytest.raises(FlyError, match=rf"^batch_invariant=true: the target: {said}: .*false$"):
+            weights.pack(family_model("qwen2", **sizes), None, settings)
     off = settings.model_copy(update={"compile": "off"})
     with pytest.raises(FlyError, match="batch_invariant=true: the target: its passes are eager"):
         weights.pack(family_model("qwen2"), None, off)

@@ -66,6 +66,8 @@ def hf(saved_pair):
         {"max_gen_toks": 40},
         {"max_gen_toks": 40, "until": ["a", "\n"]},
         {"max_gen_toks": 40, "until": "é"},
+        {"max_gen_toks": 40, "until": [""]},
+        {"max_gen_toks": 40, "until": ["zzz", ""]},
         {"max_new_tokens": 7, "until": ["</s>", "xyz"]},
         {"max_gen_toks": 30, "do_sample": False, "temperature": 0.7, "until": ["b"]},
         {"max_gen_toks": 1},

@@ -227,7 +227,6 @@ FLAGS = [
     (["--gen_kwargs", "until=5"], ["until.0=5 (--gen_kwargs)", "valid string"]),
     (["--gen_kwargs", "until=None"], ["until.0=None", "valid string"]),
     (["--gen_kwargs", "until=[1]"], ["until.0=1", "valid string"]),
-    (["--gen_kwargs", "until=['']"], ["until.0=''", "at least 1 character"]),
     (["--gen_kwargs", '{"until": {"a": 1}}'], ["until.0={'a': 1}", "valid string"]),
     (["--gen_kwargs", "max_gen_toks=1.5"], ["max_gen_toks=1.5", "valid integer"]),
     (["--gen_kwargs", "max_gen_toks=True"], ["max_gen_toks=True", "valid integer"]),

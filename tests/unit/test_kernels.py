@@ -251,14 +251,16 @@ def test_attention_of_long_contexts_fits_a_threads_stack(isa, monkeypatch):
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
 
 
-def family_model(family):
+def family_model(family, **sizes):
     transformers = pytest.importorskip("transformers")
     name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
-    config = getattr(transformers, f"{name}Config")(
-        vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=256,
-        sliding_window=None, tie_word_embeddings=family == "qwen2",
-    )  # fmt: skip
+    shape = {
+        "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "max_position_embeddings": 256, "sliding_window": None,
+        "tie_word_embeddings": family == "qwen2",
+    }  # fmt: skip
+    config = getattr(transformers, f"{name}Config")(**{**shape, **sizes})
     torch.manual_seed(0)
     return getattr(transformers, f"{name}ForCausalLM")(config).bfloat16().eval()
 

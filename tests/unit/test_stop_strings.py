@@ -84,7 +84,7 @@ pieces = st.lists(
 @settings(max_examples=300, deadline=None)
 def test_blocks_find_what_the_definition_says(parts, sizes):
     tokens = [token for part in parts for token in part]
-    for stops in (["\n\n"], ["stop"], ["ก\n", "😀"]):
+    for stops in (["\n\n"], ["stop"], ["ก\n", "😀"], ["stop", ""]):
         assert in_blocks(stops, tokens, sizes) == by_definition(stops, tokens)
 
 
