@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fly.analysis import statistics
+from fly.analysis import posterior, statistics
 from fly.analysis.statistics import Demand
 
 
@@ -76,9 +76,9 @@ def test_the_unseen_loss_is_the_largest_there_can_be(seed):
     """Against random shares of lost documents that are as much of a surprise."""
     rng = np.random.default_rng(seed)
     sizes, tops = rng.integers(2, 60, 4), rng.integers(1, 4, 4)
-    pairs = [statistics._Pairs(*[np.full(n, float(top))] * 2) for n, top in zip(sizes, tops)]
+    pairs = [posterior.Pairs(*[np.full(n, float(top))] * 2) for n, top in zip(sizes, tops)]
     base = tops.mean()
-    found = statistics._unseen_loss(pairs, base, 3.0)
+    found = posterior.unseen_loss(pairs, base, 3.0)
     parts = rng.dirichlet(np.full(4, 0.3), 5000) * 3.0  # nats, by task
     losses = (1 - np.exp(-parts / sizes)) @ (tops / (4 * base))
     assert 0.98 * found < losses.max() <= found + 1e-12
@@ -295,23 +295,23 @@ def simulated(tasks, rng):
 @pytest.mark.parametrize("tasks", RARE_LOSSES)
 def test_held_errs_seldom_where_losses_are_rare(tasks, monkeypatch):
     """With half a document of each kind added, held was said in 16 to 25 % of such runs."""
-    monkeypatch.setattr(statistics, "_DRAWS", 2000)
+    monkeypatch.setattr(posterior, "_DRAWS", 2000)
     rng = np.random.default_rng(6)
     runs = [[as_pairs(pair) for pair in simulated(tasks, rng)] for _ in range(200)]
-    assert np.mean([statistics._probability(run, 0.99) >= 0.95 for run in runs]) < 0.08
+    assert np.mean([posterior.probability(run, 0.99) >= 0.95 for run in runs]) < 0.08
 
 
 @pytest.mark.parametrize("tasks", [RARE_LOSSES[0], RARE_LOSSES[2], RARE_LOSSES[3]])
 def test_mutant_half_a_lost_document_errs_often(tasks, monkeypatch):
-    monkeypatch.setattr(statistics, "_DRAWS", 2000)
+    monkeypatch.setattr(posterior, "_DRAWS", 2000)
     rng = np.random.default_rng(6)
     runs = [[as_pairs(pair) for pair in simulated(tasks, rng)] for _ in range(200)]
-    assert np.mean([statistics._probability_as_seen(run, 0.99) >= 0.95 for run in runs]) > 0.1
+    assert np.mean([posterior.probability_as_seen(run, 0.99) >= 0.95 for run in runs]) > 0.1
 
 
 def as_pairs(pair):
     base, other = (np.array(values, float) for values in pair)
-    return statistics._Pairs(other, base)
+    return posterior.Pairs(other, base)
 
 
 def test_intervals_cover_a_known_drop():
@@ -322,8 +322,8 @@ def test_intervals_cover_a_known_drop():
     hits = 0
     for row in rng.multinomial(150, share, size=2000):
         other, base = (np.array(values, float) for values in table(*row)[::-1])
-        pairs = [statistics._Pairs(other, base)]
-        interval = statistics._recovery_interval(pairs, 599)
+        pairs = [posterior.Pairs(other, base)]
+        interval = posterior.recovery_interval(pairs, 0.95, 599)
         hits += interval.low <= truth <= interval.high
     assert 0.93 <= hits / 2000 <= 0.97
 
@@ -335,7 +335,7 @@ def test_intervals_cover_where_a_task_is_small():
     truth = (share[0] + share[2]) / (share[0] + share[1])
     for _ in range(300):
         pairs = [as_pairs(table(*rng.multinomial(n, share))) for n in (500, 5)]
-        interval = statistics._recovery_interval(pairs, 599)
+        interval = posterior.recovery_interval(pairs, 0.95, 599)
         hits += interval.low <= truth <= interval.high
     assert hits / 300 > 0.84
 

@@ -1,0 +1,126 @@
+"""How many documents would decide? The verdict's own rule, asked of simulated runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from scipy import stats
+
+from fly.analysis.posterior import ADDED_24, HALF_OF_EACH, ONE_LOST, Floats, Pairs
+
+_RUNS = 400  # simulated for every number of documents
+_MOST = 10**8  # documents
+_PRECISION = 0.01
+
+
+def documents_that_decide(
+    pairs: list[Pairs], min_recovery: float, confidence: float, doubt: float, power: float
+) -> int | None:
+    """The number of units, more than there are, with which a verdict is reached with a chance of
+    `power`, if further ones are like these; None if even 100 million do not reach one.
+
+    Over several tasks: all together, in their present proportions. doubt: that a fall may leave.
+    """
+    simulated = [_Simulated(task, min_recovery) for task in pairs]
+    total = sum(len(task.base) for task in pairs)
+    binary = len(pairs) == 1 and bool(np.isin([pairs[0].kept, pairs[0].base], (0, 1)).all())
+
+    def is_enough(documents: int) -> bool:
+        rng = np.random.default_rng(0)
+        drawn = [each.draw(documents / total, rng) for each in simulated]
+        return _chance(drawn, confidence, doubt, binary) >= power
+
+    if not is_enough(_MOST):
+        return None
+    return _smallest(is_enough, total + 1)
+
+
+def _smallest(is_enough: Callable[[int], bool], first: int) -> int:
+    few, many = first - 1, first
+    while not is_enough(many):
+        few, many = many, min(2 * many, _MOST)
+    while many - few > max(1, _PRECISION * many):
+        middle = (few + many) // 2
+        few, many = (few, middle) if is_enough(middle) else (middle, many)
+    return many
+
+
+class _Drawn:
+    """A task in the simulated runs: sums over its units by run, [runs] each."""
+
+    def __init__(self, task: _Simulated, counts_RN: Floats) -> None:
+        self._task = task
+        self.units = counts_RN.sum(axis=1)
+        self._powers_R4 = counts_RN @ task.margins[:, None] ** np.arange(4)
+        self.change = counts_RN @ task.change / self.units
+        self.change_squared = counts_RN @ task.change**2 / self.units**2
+        self.lost = counts_RN @ (task.change < 0)
+        self.won = counts_RN @ (task.change > 0)
+
+    def cumulants(self, added_4: Floats, size: float) -> Floats:
+        """Mean, variance and third central moment of the task's margin in the posterior with these
+        documents added, [3, runs]: those of a mean under Dirichlet weights."""
+        kept, base = size * ADDED_24
+        powers = (kept - self._task.min_recovery * base)[:, None] ** np.arange(4)
+        weight, first, second, third = (self._powers_R4 + added_4 @ powers).T
+        mean, second, third = first / weight, second / weight, third / weight
+        variance = second - mean**2
+        skew = third - 3 * mean * second + 2 * mean**3
+        return np.stack([mean, variance / (weight + 1), 2 * skew / ((weight + 1) * (weight + 2))])
+
+
+class _Simulated:
+    def __init__(self, task: Pairs, min_recovery: float) -> None:
+        kinds, counts = np.unique(np.stack([task.kept, task.base]), axis=1, return_counts=True)
+        self.min_recovery = min_recovery
+        self.top, self.largest_change = task.top, task.largest_change
+        self.change = kinds[0] - kinds[1]
+        self.margins = kinds[0] - min_recovery * kinds[1]
+        self._units, self._share = len(task.base), counts / counts.sum()
+
+    def draw(self, times: float, rng: np.random.Generator) -> _Drawn:
+        """Runs of so many times the units, like those seen."""
+        units = max(1, round(times * self._units))
+        return _Drawn(self, rng.multinomial(units, self._share, size=_RUNS).astype(float))
+
+
+def _chance(tasks: list[_Drawn], confidence: float, doubt: float, binary: bool) -> float:
+    """The share of the simulated runs with a verdict, held or fell."""
+    nothing = np.zeros(4)
+    seen = [task.cumulants(nothing, 0.0) for task in tasks]
+    total = np.sum(seen, axis=0)
+    held = np.min(
+        [
+            _above_zero(total - own + task.cumulants(ONE_LOST, task._task.top))
+            for task, own in zip(tasks, seen)
+        ],
+        axis=0,
+    )
+    each = HALF_OF_EACH / len(tasks)
+    as_seen = _above_zero(
+        np.sum([task.cumulants(each, task._task.largest_change) for task in tasks], axis=0)
+    )
+    fell = (as_seen <= doubt) & (_p_of_loss(tasks, binary) <= doubt)
+    return float(np.mean((held >= confidence) | fell))
+
+
+def _above_zero(cumulants_3R: Floats) -> Floats:
+    """The chance to be above zero, by three moments (Pearson's type III): between a normal
+    distribution, of many losses, and an exponential one, of one."""
+    mean, variance, third = cumulants_3R
+    least = np.maximum(1e-12 * np.abs(mean), 1e-100)  # where all documents are alike
+    deviation = np.maximum(np.sqrt(np.maximum(variance, 0)), least)
+    return np.asarray(stats.pearson3.sf(-mean / deviation, third / deviation**3))
+
+
+def _p_of_loss(tasks: list[_Drawn], binary: bool) -> Floats:
+    """One-sided p of a loss, as the verdict's test has it; over scores other than 0 and 1 by the
+    sign flips' normal tail, but no less than the exact test's smallest."""
+    lost, won = (sum(getattr(task, name) for task in tasks) for name in ("lost", "won"))
+    if binary:
+        return np.asarray(stats.binom.sf(lost - 1, lost + won, 0.5))
+    change = np.sum([task.change for task in tasks], axis=0)
+    squared = np.sum([task.change_squared for task in tasks], axis=0)
+    z = change / np.sqrt(np.maximum(squared, np.finfo(float).tiny))
+    return np.maximum(stats.norm.cdf(z), 0.5 ** (lost + won))
