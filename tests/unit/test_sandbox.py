@@ -450,7 +450,7 @@ HONEST = {
         "def f(x, n):\n    for _ in range(n): x = [x]\n    return x\n"
         "def g(x):\n    n = 0\n    while x: x, n = x[0], n + 1\n    x.append(n)\n",
         "x = f([], 600)\nassert x == f([], 600)\ng(x)\n"
-        "for _ in range(600): [x] = x\nassert x == [600]\nassert f((), 900)"),
+        "for _ in range(600): [x] = x\nassert x == [600]\nassert f((), 700)"),
     "coroutines": (
         "async def f(x): return x + 1\nasync def g(): raise KeyError(3)\n",
         "import asyncio\nassert asyncio.run(f(1)) == 2\n"
