@@ -461,13 +461,13 @@ HONEST = {
         "from contextlib import contextmanager\nclass M:\n    left = []\n"
         "    def __enter__(self): return 5\n"
         "    def __exit__(self, kind, error, trace):\n"
-        "        self.left.append(kind and kind.__name__)\n        return kind is KeyError\n"
+        "        self.left.append(kind and kind.__name__)\n"
         "class E(ValueError): pass\ndef fail(): raise E('a')\n"
         "@contextmanager\ndef g():\n    try: yield 3\n"
         "    except ValueError as error: raise KeyError(*error.args)\n",
-        "m = M()\nwith m as x: assert x == 5\nwith m: {}['a']\n"
+        "m = M()\nwith m as x: assert x == 5\n"
         "try:\n    with m: 1 / 0\nexcept ZeroDivisionError: pass\nelse: assert False\n"
-        "assert m.left == [None, 'KeyError', 'ZeroDivisionError']\n"
+        "assert m.left == [None, 'ZeroDivisionError']\n"
         "with g() as x: assert x == 3\n"
         "try:\n    with g(): fail()\nexcept KeyError as error: assert error.args == ('a',)"),
     "parts of an object": (
@@ -514,6 +514,9 @@ DISHONEST = {
     "another order": (
         "from collections import OrderedDict\ndef f(): return OrderedDict(b=2, a=1)\n",
         "from collections import OrderedDict\nassert f() == OrderedDict(a=1, b=2)"),
+    "a context manager that suppresses the tests' errors": (
+        "class M:\n    def __enter__(self): return 3\n    def __exit__(self, *a): return True\n",
+        "with M() as x: assert x == 4"),
     "an error that the tests let pass": (
         "import os\ndef f(): os._exit(0)\n",
         "try: f()\nexcept Exception: pass"),
