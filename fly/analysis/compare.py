@@ -253,14 +253,16 @@ def _only_in(other: Measured, baseline: Measured) -> list[str]:
 
 @dataclass(frozen=True)
 class _Scores:
-    """A metric's scores of both runs, document by document; `lacking` says why other has none."""
+    """A metric's scores of both runs, document by document; `lacking` says why other has none.
+    clusters: the documents' own; empty where every document stands for itself."""
 
     baseline: list[float]
     other: list[float]
     lacking: str = ""
+    clusters: list[str] = field(default_factory=list)
 
 
-def _paired(ours: Metric, task: Task) -> _Scores:
+def _paired(ours: Metric, task: Task, clusters: dict[int, str]) -> _Scores:
     theirs = task.metric(ours.label)
     base = list(ours.scores.values())
     if theirs is None:
@@ -271,7 +273,8 @@ def _paired(ours: Metric, task: Task) -> _Scores:
         return _Scores(base, [], theirs.left_out)
     if apart := sorted(ours.scores.keys() ^ theirs.scores.keys()):
         return _Scores(base, [], f"only one of the runs has it for document {apart[0]}")
-    return _Scores(base, [theirs.scores[doc_id] for doc_id in ours.scores])
+    scores = [theirs.scores[doc_id] for doc_id in ours.scores]
+    return _Scores(base, scores, clusters=[clusters[i] for i in ours.scores] if clusters else [])
 
 
 def against(
@@ -292,7 +295,8 @@ def against(
         first = primary(metrics)
         for metric in metrics:
             higher = metric.higher_is_better
-            found = _paired(metric, other.tasks[name])
+            clusters = other.tasks[name].clusters or baseline.tasks[name].clusters
+            found = _paired(metric, other.tasks[name], clusters)
             scores = _judged([found], demand, higher, verdicts, withheld)
             rows.append(ScoreRow(name, metric.label, metric is first, higher, scores))
             if metric is first:
@@ -302,7 +306,11 @@ def against(
         rows,
         _overall(primaries, demand, verdicts, withheld),
         _speeds(other, baseline),
-        [*_leaning_notes(baseline, other), *_speed_notes(baseline, other)],
+        [
+            *_leaning_notes(baseline, other),
+            *_dependence_notes(other),
+            *_speed_notes(baseline, other),
+        ],
     )
 
 
@@ -333,6 +341,16 @@ def _leaning_notes(baseline: Measured, other: Measured) -> list[str]:
     ]
 
 
+def _dependence_notes(run: Measured) -> list[str]:
+    """Said where documents that share a text are taken as independent."""
+    return [
+        f"{name}: several documents share one {task.shared[0]}, and are taken as independent: "
+        f"--cluster {task.shared[0]} takes those that share it as one"
+        for name, task in run.tasks.items()
+        if task.shared and not task.clusters
+    ]
+
+
 def _judged(
     tasks: list[_Scores], demand: Demand, higher: bool, verdicts: int, withheld: str
 ) -> Comparison:
@@ -345,7 +363,10 @@ def _judged(
             reason=lacking,
         )
     pairs = [(task.baseline, task.other) for task in tasks]
-    found = statistics.compare_tasks(pairs, demand, higher_is_better=higher, verdicts=verdicts)
+    clusters = [task.clusters for task in tasks] if all(task.clusters for task in tasks) else None
+    found = statistics.compare_tasks(
+        pairs, demand, higher_is_better=higher, verdicts=verdicts, clusters=clusters
+    )
     if not withheld:
         return found
     none: Verdict = "not enough evidence"

@@ -62,6 +62,8 @@ def _score_rows(result: Result) -> Iterator[list[str]]:
         row, scores = rows[0], rows[0].scores
         label = f"{row.task}: {row.metric}" + ("" if row.higher_is_better else " (lower is better)")
         count = f"{scores.documents:,} document{'s' if scores.documents != 1 else ''}"
+        if scores.clusters is not None:
+            count += f" in {scores.clusters:,} clusters"
         yield [label, result.baseline, f"{scores.baseline:.4g}", "", "", "", count]
         for other, row in zip(result.others, rows):
             yield ["", other.name, *_score_cells(row, result)]

@@ -5,6 +5,7 @@ A baseline file is one JSON, small enough to commit: hashes instead of texts.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -25,6 +26,7 @@ from fly.runs.shapes import RequestLine
 
 _HASH_DIGITS = 16
 LARGEST = 1e50  # a score beyond it is no number: statistics take fourth powers
+_LONG = 100  # characters of a text that documents share by no chance
 
 
 class _Stored(BaseModel):
@@ -94,7 +96,9 @@ class Outputs(_Stored):
 class Task(_Stored):
     """documents, work: by document id; work is empty for other backends than fly's. positions: of
     all documents, empty where that is unknown. outputs: only where they were asked for. texts:
-    the responses, by document id; not of stored runs, or of tasks that write none."""
+    the responses, by document id; not of stored runs, or of tasks that write none. clusters: by
+    document id, only where they were asked for; shared: fields of long texts that several documents
+    have in common. Stored runs have neither."""
 
     version: str
     num_fewshot: int
@@ -105,6 +109,8 @@ class Task(_Stored):
     positions: Positions = Field(default_factory=Positions)
     outputs: Outputs | None = None
     texts: dict[int, tuple[str, ...]] = Field(default_factory=dict, exclude=True)
+    clusters: dict[int, str] = Field(default_factory=dict, exclude=True)
+    shared: list[str] = Field(default_factory=list, exclude=True)
 
     def metric(self, label: str) -> Metric | None:
         return next((metric for metric in self.metrics if metric.label == label), None)
@@ -168,10 +174,11 @@ _LOSSLESS = ("exact", "target-only")
 _GENERATES = "generate_until"  # lm-eval's output_type of tasks whose responses are texts
 
 
-def measure(run: Run, *, with_outputs: bool = False) -> Measured:
-    """Reduce a finished run. with_outputs: with the token ids that its records hold.
+def measure(run: Run, *, with_outputs: bool = False, cluster: str | None = None) -> Measured:
+    """Reduce a finished run. with_outputs: with the token ids that its records hold. cluster: the
+    documents' field by which they form clusters.
 
-    Raises FlyError if it scored nothing.
+    Raises FlyError if it scored nothing, and if a document lacks the field.
     """
     notes: list[str] = []
     parts_of: dict[str, list[TaskRun]] = defaultdict(list)
@@ -195,6 +202,8 @@ def measure(run: Run, *, with_outputs: bool = False) -> Measured:
             positions=_positions(chain.from_iterable(requests[name].values())),
             outputs=outputs.get(name),
             texts={i: sample.responses for i, sample in first.samples.items()} if writes else {},
+            clusters=_clusters(name, first, cluster) if cluster else {},
+            shared=_shared_texts(first),
         )
     return Measured(
         name=run.name,
@@ -207,6 +216,28 @@ def measure(run: Run, *, with_outputs: bool = False) -> Measured:
         drafts=_drafts(run),
         config_hash=(run.entry or {}).get("config_hash"),
     )
+
+
+def _clusters(name: str, task: TaskRun, cluster: str) -> dict[int, str]:
+    """By document, the field's value, as text."""
+    for i, sample in task.samples.items():
+        if cluster not in sample.doc:
+            known = ", ".join(sorted(map(str, sample.doc)))
+            raise FlyError(
+                f"--cluster {cluster}: {name}, document {i} has no such field: choose from {known}"
+            )
+    return {i: json.dumps(sample.doc[cluster]) for i, sample in task.samples.items()}
+
+
+def _shared_texts(task: TaskRun) -> list[str]:
+    """Fields of long texts, such as passages, that some documents have in common, but not all."""
+    found = []
+    for field in next(iter(task.samples.values())).doc:
+        texts = [sample.doc.get(field) for sample in task.samples.values()]
+        long = {text for text in texts if isinstance(text, str) and len(text) >= _LONG}
+        if 1 < len(long) < sum(text in long for text in texts if isinstance(text, str)):
+            found.append(field)
+    return found
 
 
 def _hashes(doc: str, prompt: str, target: str) -> DocumentHashes:

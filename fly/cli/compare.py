@@ -81,6 +81,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--metric", nargs="+", metavar="NAME", help="only these metrics")
     group.add_argument(
+        "--cluster",
+        metavar="FIELD",
+        help="documents that share this field's value (a passage, a dialogue) are not independent: "
+        "take them as one",
+    )
+    group.add_argument(
         "--noise-floor",
         action="store_true",
         help="also what rounding alone changes: the baseline again at another batch size, the run "
@@ -211,7 +217,7 @@ def _matrix(args: argparse.Namespace) -> None:
     _check_no_run_flags(args)
     _check_outputs(args)
     named = [(name or path, path) for name, path in map(reader.named, args.runs)]
-    runs = [(run, scores.measure(run)) for run in _read(named, [])]
+    runs = [(run, scores.measure(run, cluster=args.cluster)) for run in _read(named, [])]
     found = matrix.build(runs, args.metric)
     _write(
         args,
@@ -245,7 +251,7 @@ def _read_finished(args: argparse.Namespace, stored: Measured | None) -> list[Me
     from fly.runs import reader
 
     named = [reader.named(text) for text in args.runs]
-    return _load(named, [stored.name] if stored else [], args.with_outputs)
+    return _load(named, [stored.name] if stored else [], args)
 
 
 def _check_no_run_flags(args: argparse.Namespace) -> None:
@@ -257,12 +263,15 @@ def _check_no_run_flags(args: argparse.Namespace) -> None:
 
 
 def _load(
-    paths: Sequence[tuple[str | None, str | Path]], taken: list[str], with_outputs: bool
+    paths: Sequence[tuple[str | None, str | Path]], taken: list[str], args: argparse.Namespace
 ) -> list[Measured]:
     """The scores of the runs at these paths, as `_read` names them."""
     from fly.analysis import scores
 
-    return [scores.measure(run, with_outputs=with_outputs) for run in _read(paths, taken)]
+    return [
+        scores.measure(run, with_outputs=args.with_outputs, cluster=args.cluster)
+        for run in _read(paths, taken)
+    ]
 
 
 def _read(paths: Sequence[tuple[str | None, str | Path]], taken: list[str]) -> Iterator[Run]:
@@ -289,7 +298,7 @@ def _make_runs(args: argparse.Namespace, stored: Measured | None) -> list[Measur
         _check_nothing_else_asked(args, *planned.modes)
     context.check_writable(planned.output, "output_path")
     folders = run_modes.run_missing(planned)
-    return _load(list(folders.items()), [stored.name] if stored else [], args.with_outputs)
+    return _load(list(folders.items()), [stored.name] if stored else [], args)
 
 
 def _run_flags(args: argparse.Namespace) -> list[str]:

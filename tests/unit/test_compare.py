@@ -66,7 +66,7 @@ def test_the_table_fits_100_columns_and_says_all(folders, capsys):
     assert fly("compare", *folders) == 0
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 100
-    for expected in ("0.7", "1.000 [1.000, 1.000]", "0 / 0", "21 / 0", "<0.001", "held",
+    for expected in ("0.7", "1.000 [0.982, 1.018]", "0 / 0", "21 / 0", "<0.001", "held",
                      "fell", "300 documents",
                      "2.00 [2.00, 2.00]", "4.00", "75%",
                      "Time x, against target-only"):  # fmt: skip
@@ -614,6 +614,43 @@ def test_a_stored_baseline_of_something_else_is_refused(folders, tmp_path, capsy
     error = capsys.readouterr().err.splitlines()[-1]
     assert f"{file}: cannot be reused: {message}" in error
     assert error.endswith("store a new one with --save-baseline")
+
+
+def test_documents_of_one_passage_are_one_with_cluster(tmp_path, capsys):
+    """Thirty passages of ten questions each; in six of them all answers are lost, which were taken
+    as sixty independent losses."""
+    folders = [
+        write(tmp_path / "base", "target-only", [1] * 300),
+        write(tmp_path / "bad", "fly", [0] * 60 + [1] * 240),
+    ]
+    for folder in folders:
+        [path] = folder.glob("samples_*.jsonl")
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for line in lines:
+            line["doc"] = {"passage": f"{line['doc_id'] // 10} " + "words " * 20, "q": "?"}
+        write_lines(path, lines)
+    assert fly("compare", *folders) == 0
+    assert "several documents share one passage, and are taken as" in capsys.readouterr().out
+    output = tmp_path / "compare.json"
+    assert fly("compare", *folders, "--cluster", "passage", "--json", output) == 0
+    printed = capsys.readouterr().out
+    assert "300 documents in 30 clusters" in printed
+    assert "taken as independent" not in printed
+    [row] = json.loads(output.read_text())["others"][0]["rows"]
+    assert (row["scores"]["clusters"], row["scores"]["lost"]) == (30, 60)
+    assert row["scores"]["p"] == pytest.approx(2 * 0.5**6)
+    # a stored baseline holds no documents: the run's own do
+    stored = tmp_path / "base.json"
+    assert fly("compare", folders[0], "--save-baseline", stored) == 0
+    assert "cluster" not in stored.read_text()
+    args = ("compare", folders[1], "--baseline", stored, "--cluster", "passage", "--json", output)
+    assert fly(*args) == 0
+    assert json.loads(output.read_text())["others"][0]["rows"] == [row]
+    capsys.readouterr()
+    assert fly("compare", *folders, "--cluster", "page") == 2
+    assert capsys.readouterr().err == (
+        "fly: error: --cluster page: sums, document 0 has no such field: choose from passage, q\n"
+    )
 
 
 def test_what_is_no_baseline_is_refused(folders, tmp_path, capsys):
