@@ -15,11 +15,16 @@ _SIZE_HERE = (
     "MV2_COMM_WORLD_LOCAL_SIZE",
 )  # fmt: skip
 
+_RANK_HERE = (
+    "LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK",
+)  # fmt: skip
+
 
 def check() -> None:
     """Raise FlyError for variables that no launcher sets so: the processes of such a run would wait
     for each other without a word."""
-    given = {name: os.environ[name] for name in _RANK + _SIZE + _SIZE_HERE if os.environ.get(name)}
+    names = _RANK + _SIZE + _SIZE_HERE + _RANK_HERE
+    given = {name: os.environ[name] for name in names if os.environ.get(name)}
     fix = "start with torchrun or accelerate launch, or unset it"
     for name, value in given.items():
         if not (value.isascii() and value.isdigit()):

@@ -346,7 +346,7 @@ def _in_one_line(error: Exception) -> str | None:
         return None
     if message.startswith("Duplicate task "):
         message += ": leave one of them out of --tasks"
-    if isinstance(error, ValueError) and "lm_eval" in frames[-1].parts:
+    if "lm_eval" in frames[-1].parts and (found[-1].line or "").startswith("raise "):
         return message  # its own words for its user
     where = f"{'/'.join(frames[-1].parts[-3:])}, line {found[-1].lineno}"
     return f"lm-eval: {type(error).__name__}: {message} ({where}; FLY_DEBUG=1 shows the traceback)"

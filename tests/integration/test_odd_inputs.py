@@ -329,7 +329,7 @@ OF_LM_EVAL = [
     (["--model", "vllm", "--model_args", "pretrained=x"], ["lm-eval: ModuleNot", "'vllm'"]),
     (["--model_args", "PAIR,colour=red"], ["lm-eval: TypeError", "'colour'", "line "]),
     (["--model_args", "PAIR,dtype=banana"], ["lm-eval: AttributeError", "banana", "FLY_DEBUG"]),
-    (["--model_args", "PAIR", "--check_integrity"], ["lm-eval: FileNotFoundError"]),
+    (["--model_args", "PAIR", "--check_integrity"], ["Unable to find package root", "lm_eval"]),
 ]
 
 
