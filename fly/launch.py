@@ -15,20 +15,20 @@ _SIZE_HERE = (
     "MV2_COMM_WORLD_LOCAL_SIZE",
 )  # fmt: skip
 
-_RANK_HERE = (
-    "LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK",
-)  # fmt: skip
+_RANK_HERE = "LOCAL_RANK"  # torch connects processes wherever it is set
 
 
 def check() -> None:
     """Raise FlyError for variables that no launcher sets so: the processes of such a run would wait
     for each other without a word."""
-    names = _RANK + _SIZE + _SIZE_HERE + _RANK_HERE
+    names = (*_RANK, *_SIZE, *_SIZE_HERE, _RANK_HERE)
     given = {name: os.environ[name] for name in names if os.environ.get(name)}
     fix = "start with torchrun or accelerate launch, or unset it"
     for name, value in given.items():
         if not (value.isascii() and value.isdigit()):
             raise FlyError(f"{name}={value}: must be a whole number: {fix}")
+    if _RANK_HERE in given and not any(rank in given for rank in _RANK):
+        raise FlyError(f"{_RANK_HERE}={given[_RANK_HERE]}: without {_RANK[0]}: {fix}")
     for rank, size, size_here in zip(_RANK, _SIZE, _SIZE_HERE):
         if size not in given:
             continue

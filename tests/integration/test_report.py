@@ -261,7 +261,7 @@ def test_names_on_the_command_line(tmp_path):
     ("arguments", "message"),
     [
         (["nowhere"], "nowhere: no such run"),
-        (["{run}", "--output", "{tmp}"], "is a folder: name a file"),
+        (["{run}", "--output", "{tmp}"], "is a folder: give a file"),
         (["{run}", "--output", "{run}/results_2026-01-01T00-00-00.000000.json/x"], "be written"),
         (["{run}", "--traces", "-1"], "--traces -1: must be at least 0"),
     ],

@@ -12,7 +12,7 @@ from fly.cli import main
 from fly.harness.backend import _in_order
 from fly.paths import run_files
 
-NAMES = (*launch._RANK, *launch._SIZE, *launch._SIZE_HERE, *launch._RANK_HERE)
+NAMES = (*launch._RANK, *launch._SIZE, *launch._SIZE_HERE, launch._RANK_HERE)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,7 @@ def test_a_launcher_says_which_process_this_is(monkeypatch, environment, found):
         ({"WORLD_SIZE": "abc", "RANK": "0"}, "WORLD_SIZE=abc: must be a whole number"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0: must be at least 1"),
         ({"LOCAL_RANK": "abc"}, "LOCAL_RANK=abc: must be a whole number"),
+        ({"LOCAL_RANK": "0"}, "LOCAL_RANK=0: without RANK"),
         ({"RANK": "abc"}, "RANK=abc: must be a whole number"),
         (
             {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "8"},
