@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from fly import reading, registry
 from fly.errors import FlyError
 from fly.models import sources
-from fly.models.fingerprint import WHOLE, as_one, of_model
+from fly.models.fingerprint import WHOLE, as_one, hash_model
 from fly.paths import write_output
 from fly.runs.reader import Run, TaskRun
 from fly.runs.records import DECODING, TIMED, Lengths, Positions
@@ -353,7 +353,7 @@ def _target(run: Run) -> dict[str, str | None]:
 def fingerprint(model: str) -> str | None:
     """One hash of a local model's files; None for hub ids and for models that are not here."""
     try:
-        files = of_model(sources.resolve_source(model, "target_model_path")).get("files")
+        files = hash_model(sources.resolve_source(model, "target_model_path")).get("files")
     except FlyError:
         return None
     return as_one(files) if files else None

@@ -21,7 +21,7 @@ from fly.cli import run_inputs
 from fly.config import FlyConfig
 from fly.errors import FlyError
 from fly.harness.arguments import as_dict, check_run, checked_pair, key_values, yaml_values
-from fly.models.fingerprint import of_value
+from fly.models.fingerprint import hash_json
 from fly.runs.earlier_outputs import EarlierOutputs
 from fly.runs.environment import deciding_versions, models_of
 from fly.settings import RECORDING_KEYS
@@ -285,4 +285,4 @@ def _with_own_cache(mode: Mode, cache: str) -> Mode:
     as `fly run` does for fly's own modes."""
     # fetch: the next call must find this one's cache
     deciding = [mode.identity, mode.models(fetch=True), deciding_versions()]
-    return replace(mode, flags=("--use_cache", f"{cache}_{of_value(deciding)[:12]}"))
+    return replace(mode, flags=("--use_cache", f"{cache}_{hash_json(deciding)[:12]}"))

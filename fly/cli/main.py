@@ -31,7 +31,7 @@ from fly.harness.arguments import (
     checked_pair,
     yaml_values,
 )
-from fly.models.fingerprint import of_value
+from fly.models.fingerprint import hash_json
 from fly.paths import data_dir
 from fly.runs import context, environment, reader, resume
 from fly.runs.earlier_outputs import EarlierOutputs
@@ -245,7 +245,7 @@ def _check_models(args: argparse.Namespace, given: dict[str, Any]) -> None:
             deciding += [given.get("batch_size"), given.get("max_batch_size")]
         if settings.earlier_runs:
             deciding.append(EarlierOutputs.read(settings.earlier_runs).digest())
-        args.use_cache = f"{args.use_cache}_{of_value(deciding)[:12]}"
+        args.use_cache = f"{args.use_cache}_{hash_json(deciding)[:12]}"
 
 
 def _output_folder(path: Path, model_args: dict[str, Any]) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 
 from fly.errors import FlyError
 from fly.harness.task_data import DATA_DIR
-from fly.models.fingerprint import of_files
+from fly.models.fingerprint import hash_files
 from fly.paths import data_dir, expanded
 
 _WRITTEN = ("json", "markdown", "junit", "save_baseline", "baseline")  # flags
@@ -40,7 +40,7 @@ def hash_inputs(args: argparse.Namespace, output: Path, samples: Any) -> dict[st
         found[flag] = {}
         for path in filter(None, paths):
             try:
-                hashed = of_files(expanded(path).resolve(), without=is_own)
+                hashed = hash_files(expanded(path).resolve(), without=is_own)
             except OSError as error:
                 raise FlyError(f"{flag} {path}: cannot be read: {error}") from None
             found[flag] |= {f"{path}: {name}": digest for name, digest in hashed.items()}

@@ -14,7 +14,7 @@ from fly.cli.compare_plan import Mode, PlannedRuns
 from fly.cli.processes import run_child
 from fly.errors import FlyError
 from fly.execution.device import machine_facts
-from fly.models.fingerprint import of_value
+from fly.models.fingerprint import hash_json
 from fly.paths import write_whole
 from fly.runs import manifest, reader
 from fly.runs.environment import versions
@@ -35,7 +35,7 @@ def run_missing(planned: PlannedRuns) -> dict[str, Path]:
     for number, (name, mode) in enumerate(modes.items(), 1):
         folder = folders[name]
         mark = {
-            "command": of_value([mode.model, mode.identity, [*flags, *mode.flags]]),
+            "command": hash_json([mode.model, mode.identity, [*flags, *mode.flags]]),
             "files": dict(planned.inputs),
             "models": mode.models(),
             "versions": versions(),

@@ -23,7 +23,7 @@ class NotFiniteError(ArithmeticError):
         self.role, self.request, self.at = role, request, at
 
 
-def marked(tokens: Tensor, logits: Tensor) -> Tensor:
+def mask_nonfinite(tokens: Tensor, logits: Tensor) -> Tensor:
     """The tokens [...] taken from logits [..., V], or -1 where these were not finite.
 
     Only the tokens' own logits are read: argmax takes a NaN for the largest, and a draw from

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from fly import __version__
 from fly.execution import kernels
 from fly.execution.device import cpu_name
-from fly.models.fingerprint import of_value
+from fly.models.fingerprint import hash_json
 from fly.paths import fly_home, write_whole
 
 logger = logging.getLogger(__name__)
@@ -190,7 +190,7 @@ def _path(identity: dict[str, Any]) -> Path:
         "lib": transformers.__version__,
         **identity,
     }
-    return fly_home() / "calibration" / f"{of_value(depends_on)}.json"
+    return fly_home() / "calibration" / f"{hash_json(depends_on)}.json"
 
 
 def _read(path: Path) -> PairCosts | None:

@@ -27,7 +27,7 @@ _WORTH_CACHING = 2**20  # bytes; smaller files are read again
 _MOST_CACHED = 1000  # files
 
 
-def of_model(
+def hash_model(
     source: ModelSource,
     revision: str | None = None,
     cache_dir: str | None = None,
@@ -41,9 +41,9 @@ def of_model(
     folder = Path(source.path)
     if source.gguf_file is not None:
         name = source.gguf_file
-        return {"path": str(folder / name), "files": {name: _of_file(folder / name)}}
+        return {"path": str(folder / name), "files": {name: _hash_file(folder / name)}}
     if folder.is_dir():
-        return {"path": str(folder), "files": of_folder(folder)}
+        return {"path": str(folder), "files": hash_folder(folder)}
     where: dict[str, Any] = {"revision": revision, "cache_dir": cache_dir}
     cached = None
     # the path may be a folder that is gone, or the hub unreachable: loading will report the reason
@@ -55,7 +55,7 @@ def of_model(
     return {"path": source.path, "commit": commit}
 
 
-def of_value(value: Any) -> str:
+def hash_json(value: Any) -> str:
     """The first 16 hex digits of the SHA-256 of its JSON (`str` of what JSON cannot express)."""
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
@@ -63,23 +63,23 @@ def of_value(value: Any) -> str:
 
 def as_one(files: Mapping[str, str]) -> str:
     """One fingerprint of a model's `files`."""
-    return WHOLE + of_value(files)
+    return WHOLE + hash_json(files)
 
 
-def of_folder(folder: Path) -> dict[str, str]:
+def hash_folder(folder: Path) -> dict[str, str]:
     """Size and hash of each of a model folder's files, by name."""
     files = sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES)
-    return {path.name: _of_file(path) for path in files if path.is_file()}
+    return {path.name: _hash_file(path) for path in files if path.is_file()}
 
 
-def of_files(path: Path, without: Callable[[Path], bool] | None = None) -> dict[str, str]:
+def hash_files(path: Path, without: Callable[[Path], bool] | None = None) -> dict[str, str]:
     """Size and hash of a file, or of all files in a folder and below, by name.
 
     Hidden files and those of which `without` is true are left out. Empty if `path` does not exist.
     """
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     return {
-        str(file.relative_to(path)): _of_file(file)
+        str(file.relative_to(path)): _hash_file(file)
         for file in files
         if file.is_file()
         and not any(part.startswith((".", "__pycache__")) for part in file.relative_to(path).parts)
@@ -87,7 +87,7 @@ def of_files(path: Path, without: Callable[[Path], bool] | None = None) -> dict[
     }
 
 
-def _of_file(path: Path) -> str:
+def _hash_file(path: Path) -> str:
     found = path.stat()
     if found.st_size < _WORTH_CACHING:
         return f"{found.st_size} bytes, sha256 {sha256_of(path)[:_DIGITS]}"

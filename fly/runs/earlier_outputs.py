@@ -15,7 +15,7 @@ from typing import Any
 
 from fly import reading
 from fly.errors import FlyError
-from fly.models.fingerprint import as_one, of_value
+from fly.models.fingerprint import as_one, hash_json
 from fly.paths import expanded
 from fly.runs import output_ids, reader, shapes
 from fly.runs.manifest import Manifest
@@ -100,7 +100,7 @@ class EarlierOutputs:
 
     def digest(self) -> str:
         """Changes with the outputs, not with where they lie."""
-        return of_value([run.digest() for run in self.runs])
+        return hash_json([run.digest() for run in self.runs])
 
     def same_target(self, target: str | None) -> bool | None:
         """Whether all these outputs are of this model (`target_of`); None if it is not known."""
@@ -184,7 +184,7 @@ def target_of(models: Mapping[str, Any]) -> str | None:
     elif commit := target.get("commit"):
         found = f"{target['path']}@{commit}"
     adapters = {name: models[name].get("files") for name in ("peft", "delta") if name in models}
-    return f"{found}+{of_value(adapters)}" if found and adapters else found
+    return f"{found}+{hash_json(adapters)}" if found and adapters else found
 
 
 # ------------------------------------------------------------------------------------ reading

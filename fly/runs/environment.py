@@ -44,13 +44,13 @@ def models_of(config: FlyConfig, hf_args: dict[str, Any], fetch: bool = False) -
     """
     cache = hf_args.get("cache_dir")
     found: dict[str, Any] = {
-        name: {"path": path, "files": fingerprint.of_folder(Path(path))}
+        name: {"path": path, "files": fingerprint.hash_folder(Path(path))}
         for name in _FOLDERS
         if (path := str(hf_args.get(name) or "")) and Path(path).is_dir()
     }
     target = sources.resolve_source(config.target_model_path, "target_model_path")
-    found["target"] = fingerprint.of_model(target, hf_args.get("revision"), cache, fetch)
+    found["target"] = fingerprint.hash_model(target, hf_args.get("revision"), cache, fetch)
     if config.needs_draft_model and config.draft_model_path:
         draft = sources.resolve_source(config.draft_model_path, "pretrained")
-        found["draft"] = fingerprint.of_model(draft, config.draft_revision, cache, fetch)
+        found["draft"] = fingerprint.hash_model(draft, config.draft_revision, cache, fetch)
     return found

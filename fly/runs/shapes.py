@@ -278,7 +278,7 @@ class _Arguments(TypedDict):
 
 
 class _Model(TypedDict):
-    """fly.models.fingerprint.of_model."""
+    """fly.models.fingerprint.hash_model."""
 
     path: str
     files: NotRequired[dict[str, str]]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fly.errors import FlyError
-from fly.execution.argmax import NotFiniteError, marked
+from fly.execution.argmax import NotFiniteError, mask_nonfinite
 from fly.execution.model_runner import ModelRunner
 from fly.execution.oom import is_out_of_memory
 from fly.runs.records import Observer, RequestRecord
@@ -179,7 +179,7 @@ class Engine:
         draft_BK, length_B = draft.padded(raw_BKV.device)
         logits_BKV, matches_BK, target_BK1 = self._sample(running, draft, draft_BK, raw_BKV)
         judged = verify(draft_BK, length_B, logits_BKV, self._rule.gates, matches_BK, target_BK1)
-        judged = replace(judged, target_BK1=marked(judged.target_BK1, raw_BKV))
+        judged = replace(judged, target_BK1=mask_nonfinite(judged.target_BK1, raw_BKV))
         verdicts = [
             self._resolve(sequence, of_sequence, draft.drafted_by(slot, len(of_sequence.draft)))
             for slot, (sequence, of_sequence) in enumerate(zip(running, judged.split()))

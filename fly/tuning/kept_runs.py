@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from fly.analysis.scores import Measured
-from fly.models.fingerprint import of_value
+from fly.models.fingerprint import hash_json
 from fly.paths import write_output
 from fly.runs.records import Counts
 from fly.tuning.real_runs import RunResult
@@ -60,4 +60,4 @@ class KeptRuns:
         return whole
 
     def _path(self, whole: dict[str, Any]) -> Path:
-        return self.folder / f"{of_value(whole)[:16]}.json"
+        return self.folder / f"{hash_json(whole)[:16]}.json"

@@ -189,7 +189,7 @@ class TunedLM(FlyLM):
         """What the models are, beside the configuration: their files, HFLM's arguments."""
         _, hf_args = fly_config.split_model_args(self._model_args)
         hf_args.pop("device", None)  # where it runs is noted as what was found
-        hashed = fingerprint.of_value(hf_args)  # they may hold a token
+        hashed = fingerprint.hash_json(hf_args)  # they may hold a token
         return {"models": models_of(self.given, hf_args), "model_args": hashed}
 
     def run(self, workload: Workload, config: FlyConfig) -> RunResult:

@@ -176,7 +176,7 @@ class Tuner:
             "versions": versions(),
             "device": device_facts(lm.device),
             "dtype": str(lm.model.dtype),
-            "files": fingerprint.of_files(Path(workload.include_path or os.devnull).resolve()),
+            "files": fingerprint.hash_files(Path(workload.include_path or os.devnull).resolve()),
             **lm.identity(),
         }
         self._kept = KeptRuns(options.kept_runs, common)

@@ -37,35 +37,35 @@ def change(path, at):
 
 def test_a_weight_in_the_middle_of_a_large_file_counts(folder):
     """The two ends alone were read."""
-    before = fingerprint.of_model(ModelSource(str(folder)))
+    before = fingerprint.hash_model(ModelSource(str(folder)))
     change(folder / "model.safetensors", 2_500_000)
-    assert fingerprint.of_model(ModelSource(str(folder))) != before
+    assert fingerprint.hash_model(ModelSource(str(folder))) != before
 
 
 def test_a_large_file_is_read_once_per_state(folder, reads):
-    first = fingerprint.of_folder(folder)
+    first = fingerprint.hash_folder(folder)
     assert reads.count("model.safetensors") == 1
-    assert fingerprint.of_folder(folder) == first
+    assert fingerprint.hash_folder(folder) == first
     assert reads.count("model.safetensors") == 1
     os.utime(folder / "model.safetensors", ns=(1, 1))
-    assert fingerprint.of_folder(folder) == first  # the content is as it was
+    assert fingerprint.hash_folder(folder) == first  # the content is as it was
     assert reads.count("model.safetensors") == 2
 
 
 def test_a_home_that_cannot_be_written_costs_only_time(folder, reads, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FLY_HOME", str(tmp_path / "file" / "below"))
-    first = fingerprint.of_folder(folder)
-    assert fingerprint.of_folder(folder) == first
+    first = fingerprint.hash_folder(folder)
+    assert fingerprint.hash_folder(folder) == first
     assert reads.count("model.safetensors") == 2
 
 
 def test_files_at_any_depth(tmp_path):
     (tmp_path / "tasks" / "own").mkdir(parents=True)
     (tmp_path / "tasks" / "own" / "a.yaml").write_text("task: a")
-    before = fingerprint.of_files(tmp_path / "tasks")
+    before = fingerprint.hash_files(tmp_path / "tasks")
     assert list(before) == [os.path.join("own", "a.yaml")]
     (tmp_path / "tasks" / "own" / "a.yaml").write_text("task: b")
-    assert fingerprint.of_files(tmp_path / "tasks") != before
-    assert len(fingerprint.of_files(tmp_path / "tasks" / "own" / "a.yaml")) == 1
-    assert fingerprint.of_files(tmp_path / "nothing") == {}
+    assert fingerprint.hash_files(tmp_path / "tasks") != before
+    assert len(fingerprint.hash_files(tmp_path / "tasks" / "own" / "a.yaml")) == 1
+    assert fingerprint.hash_files(tmp_path / "nothing") == {}

@@ -353,21 +353,21 @@ def test_a_model_is_known_by_its_files(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"1")
     (tmp_path / "README.md").write_text("words")
-    first = fingerprint.of_model(ModelSource(str(tmp_path)))
+    first = fingerprint.hash_model(ModelSource(str(tmp_path)))
     (tmp_path / "README.md").write_text("other words")
-    assert fingerprint.of_model(ModelSource(str(tmp_path))) == first
+    assert fingerprint.hash_model(ModelSource(str(tmp_path))) == first
     (tmp_path / "model.safetensors").write_bytes(b"2")
-    assert fingerprint.of_model(ModelSource(str(tmp_path))) != first
+    assert fingerprint.hash_model(ModelSource(str(tmp_path))) != first
     (tmp_path / "x.gguf").write_bytes(b"")
     os.truncate(tmp_path / "x.gguf", 2**24 + 1)
-    one = fingerprint.of_model(ModelSource(str(tmp_path), "x.gguf"))
+    one = fingerprint.hash_model(ModelSource(str(tmp_path), "x.gguf"))
     os.utime(tmp_path / "x.gguf", (0, 0))  # a copy of the same file is the same model
-    assert fingerprint.of_model(ModelSource(str(tmp_path), "x.gguf")) == one
+    assert fingerprint.hash_model(ModelSource(str(tmp_path), "x.gguf")) == one
     os.truncate(tmp_path / "x.gguf", 2**24)
     with open(tmp_path / "x.gguf", "ab") as file:
         file.write(b"1")
-    assert fingerprint.of_model(ModelSource(str(tmp_path), "x.gguf")) != one
-    assert fingerprint.of_model(ModelSource("no-org/no-model")) == {
+    assert fingerprint.hash_model(ModelSource(str(tmp_path), "x.gguf")) != one
+    assert fingerprint.hash_model(ModelSource("no-org/no-model")) == {
         "path": "no-org/no-model",
         "commit": None,
     }

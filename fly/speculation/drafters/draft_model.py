@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fly.execution.argmax import NotFiniteError, greedy, marked
+from fly.execution.argmax import NotFiniteError, greedy, mask_nonfinite
 from fly.execution.model_runner import ModelRunner, common_prefix
 from fly.speculation.drafters.base import Drafter, DrafterContext
 from fly.speculation.drafters.draft import DeviceDraft, Draft, HostDraft
@@ -130,7 +130,7 @@ class ModelDrafter(Drafter):
         guesses = self._guess(running, unseen)
         feeds = [fed + self._views.speakable(guess) for fed, guess in zip(unseen, guesses)]
         logits_BQV = self.runner.extend(feeds)
-        own_tokens = marked(greedy(logits_BQV), logits_BQV).tolist()
+        own_tokens = mask_nonfinite(greedy(logits_BQV), logits_BQV).tolist()
         for slot, sequence in enumerate(running):
             if unseen[slot] and not sequence.request.sampling.is_plain:
                 last = len(unseen[slot]) - 1
@@ -175,7 +175,7 @@ def lengthen(
     running: list[Sequence], chains: list[Chain], logits_BV: Tensor, eos_ids: frozenset[int]
 ) -> None:
     """One token more, greedy or drawn, for every open chain. Raises NotFiniteError."""
-    own_B = marked(greedy(logits_BV), logits_BV).tolist()
+    own_B = mask_nonfinite(greedy(logits_BV), logits_BV).tolist()
     for slot, (sequence, chain) in enumerate(zip(running, chains)):
         if not chain.is_open:
             continue
@@ -216,7 +216,7 @@ def _own_draws(
         q_NV = torch.softmax(scores_NV, dim=-1)
         chain.q.extend(q_NV)
         own_N = draw(q_NV, noise.draft[len(chain.tokens) :])
-    result: list[int] = marked(own_N, logits_NV).tolist()
+    result: list[int] = mask_nonfinite(own_N, logits_NV).tolist()
     return result
 
 
