@@ -15,7 +15,7 @@ from fly.errors import FlyError
 
 
 @dataclass(frozen=True)
-class Drafter:
+class DrafterEntry:
     """Where a drafter's class is, whether it needs the draft model to be loaded, and whether it
     drafts from texts, earlier runs' outputs among them. head: where the class of its draft is, if
     that is no language model but a head of the target (fly/execution/heads/base.py)."""
@@ -27,16 +27,16 @@ class Drafter:
 
 
 DRAFTERS = {
-    "model": Drafter("fly.speculation.drafters.draft_model:ModelDrafter"),
-    "ngram": Drafter(
+    "model": DrafterEntry("fly.speculation.drafters.draft_model:ModelDrafter"),
+    "ngram": DrafterEntry(
         "fly.speculation.drafters.from_texts:TextDrafter", needs_draft_model=False, from_texts=True
     ),
-    "cascade": Drafter("fly.speculation.drafters.cascade:CascadeDrafter", from_texts=True),
-    "eagle3": Drafter(
+    "cascade": DrafterEntry("fly.speculation.drafters.cascade:CascadeDrafter", from_texts=True),
+    "eagle3": DrafterEntry(
         "fly.speculation.drafters.eagle3:Eagle3Drafter",
         head="fly.execution.heads.eagle3:Eagle3Head",
     ),
-    "block": Drafter(
+    "block": DrafterEntry(
         "fly.speculation.drafters.block:BlockDrafter", head="fly.execution.heads.block:BlockHead"
     ),
 }

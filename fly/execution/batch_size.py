@@ -17,7 +17,7 @@ from fly.execution.model_runner import ModelRunner
 USABLE = 0.85  # the rest is for fragmentation, other processes, and the scores' own work
 
 
-class Work(Protocol):
+class MemoryUser(Protocol):
     """What one sequence asks of a model on `device`: SequenceWork, or a trained head itself."""
 
     @property
@@ -67,7 +67,7 @@ class SequenceWork:
         return cached + workspace + self.kept * logits.shape[-1] * torch.float32.itemsize
 
 
-def sequences_that_fit(works: Iterable[Work], tokens: int, at_most: int) -> int:
+def sequences_that_fit(works: Iterable[MemoryUser], tokens: int, at_most: int) -> int:
     """Sequences of `tokens` tokens that fit beside the loaded models; 1 to `at_most`.
 
     Models on one device share its memory.

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ from fly.execution.oom import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
-_R = TypeVar("_R")
 _SHORTEST_READ = 256
 
 
@@ -59,14 +58,27 @@ class Runner(Protocol):
     @property
     def slots(self) -> int: ...
 
+    @property
+    def dtype(self) -> torch.dtype: ...
+
     def reserve(self, tokens: int) -> None: ...
 
     def static_pass(self, ids_BQ: Tensor, lengths_B: Tensor, read_length: int) -> PassOutput: ...
 
+    def token_pass(
+        self,
+        ids_T: Tensor,
+        slots_T: Tensor,
+        positions_T: Tensor,
+        read_length: int,
+        *,
+        with_logits: bool,
+    ) -> PassOutput: ...
+
     def own_ids(self, token_B: Tensor) -> Tensor: ...
 
 
-class CapturedPasses(Generic[_R]):
+class CapturedPasses:
     """Passes of a runner, of fixed shapes by key, captured as CUDA graphs at a key's first use.
 
     capture: False computes the same static passes without a graph (any device; for tests).
@@ -76,7 +88,7 @@ class CapturedPasses(Generic[_R]):
 
     all_seconds = 0.0
 
-    def __init__(self, runner: _R, *, capture: bool) -> None:
+    def __init__(self, runner: Runner, *, capture: bool) -> None:
         self._runner_of = weakref.ref(runner)  # no cycle: the K/V are freed with the runner
         self._capture = capture
         self._captured: dict[tuple[Any, ...], CapturedPass] = {}
@@ -85,7 +97,7 @@ class CapturedPasses(Generic[_R]):
         self.failure: str | None = None
 
     @property
-    def _runner(self) -> _R:
+    def _runner(self) -> Runner:
         runner = self._runner_of()
         assert runner is not None
         return runner
@@ -176,7 +188,7 @@ def _no_host_sync() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-class CudaGraphRunner(CapturedPasses[Runner]):
+class CudaGraphRunner(CapturedPasses):
     """Passes and draft chains of one runner, padded to a few shapes."""
 
     def extend(self, ids_BQ: Tensor) -> PassOutput | None:

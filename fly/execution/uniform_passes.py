@@ -15,14 +15,14 @@ Shapes: N tokens that are fed, T = WIDTH tokens of a pass, V vocabulary, F featu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from fly.execution import token_attention
-from fly.execution.cuda_graphs import CapturedPasses, PassOutput
+from fly.execution.cuda_graphs import CapturedPasses, PassOutput, Runner
 from fly.execution.kv_cache import SlotCache
 
 WIDTH = 64  # tokens of every pass: reading the weights takes a GPU longer than computing so many
@@ -47,29 +47,7 @@ def why_not(model: PreTrainedModel) -> str | None:
     return None
 
 
-class Runner(Protocol):
-    """Whose passes these are: fly.execution.model_runner.ModelRunner."""
-
-    cache: SlotCache
-    device: torch.device
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def reserve(self, tokens: int) -> None: ...
-
-    def token_pass(
-        self,
-        ids_T: Tensor,
-        slots_T: Tensor,
-        positions_T: Tensor,
-        read_length: int,
-        *,
-        with_logits: bool,
-    ) -> PassOutput: ...
-
-
-class UniformPasses(CapturedPasses[Runner]):
+class UniformPasses(CapturedPasses):
     """Passes over WIDTH tokens of one runner.
 
     capture: True as CUDA graphs, False as static passes without a graph (for tests), None eagerly.

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from fly import registry
 from fly.config import FlyConfig
 from fly.execution import pass_costs
-from fly.execution.batch_size import SequenceWork, Work, sequences_that_fit
+from fly.execution.batch_size import MemoryUser, SequenceWork, sequences_that_fit
 from fly.execution.heads.base import Head
 from fly.execution.model_runner import ModelRunner, context_of, input_device
 from fly.execution.pass_costs import PairCosts, calibrate
@@ -212,7 +212,7 @@ class EngineFactory:
         width = 1
         if config.drafter_name is not None:
             width += max(config.spd_k, _widest_from_texts(config, requests))
-        works: list[Work] = [
+        works: list[MemoryUser] = [
             SequenceWork(ModelRunner(self.pair.target, 1, self.pair.max_length), width)
         ]
         if isinstance(self.pair.draft, Head):

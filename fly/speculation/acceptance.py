@@ -12,7 +12,7 @@ _OF_MODEL = 0.8  # of a draft model's tokens
 _AT_START = 8  # what a text's beginning is taken for: as if so many tokens spoke for it
 
 
-class Acceptance:
+class AcceptanceEstimate:
     """Chances by who drafted.
 
     weight: judged tokens that the prior is worth. kept: share of the counts that is left after a

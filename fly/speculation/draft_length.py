@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from fly.execution.pass_costs import PairCosts
-from fly.speculation.acceptance import DRAFT_MODEL, Acceptance
+from fly.speculation.acceptance import DRAFT_MODEL, AcceptanceEstimate
 
 GAIN = 1.08  # drafting has to promise this much over the target alone: costs are coarse
 # A text has to promise this much over what would be done without it. Not GAIN: with it texts that
@@ -53,7 +53,7 @@ class AdaptiveLength:
     def __init__(self, spd_k: int, costs: PairCosts) -> None:
         self._spd_k = spd_k
         self._costs = costs
-        self._acceptance = Acceptance()
+        self._acceptance = AcceptanceEstimate()
 
     def choose(self, sequences: int) -> int:
         chance = self._acceptance.chance(DRAFT_MODEL)

@@ -4,7 +4,7 @@ import pytest
 
 from fly.execution.pass_costs import PairCosts, PassCosts
 from fly.runs.records import Counts
-from fly.speculation.acceptance import DRAFT_MODEL, START, Acceptance
+from fly.speculation.acceptance import DRAFT_MODEL, START, AcceptanceEstimate
 from fly.speculation.drafters.lookup import Choice
 from fly.speculation.drafters.texts import EarlierRuns, OwnText, Proposal
 from fly.speculation.rules.base import Resolution
@@ -112,7 +112,7 @@ def test_without_learning_own_text_is_drafted_as_long_as_the_limit_says():
 
 
 def test_chances_start_by_succession_and_follow_the_counts():
-    acceptance = Acceptance()
+    acceptance = AcceptanceEstimate()
     assert acceptance.chance(("e", 0)) == 0.5
     sizes = [acceptance.chance(("e", size)) for size in (0, 3, 30)]
     assert sizes == sorted(set(sizes))
@@ -129,7 +129,7 @@ def test_chances_start_by_succession_and_follow_the_counts():
 
 @pytest.mark.parametrize(("kept", "is_forgotten"), [(0.99, True), (1.0, False)])
 def test_counts_fade_round_by_round_unless_all_are_kept(kept, is_forgotten):
-    acceptance = Acceptance(weight=3.0, kept=kept, prior=2 / 3)
+    acceptance = AcceptanceEstimate(weight=3.0, kept=kept, prior=2 / 3)
     assert acceptance.chance(("n", 1)) == acceptance.chance(("n", 4)) == 2 / 3
     acceptance.observe(("n", 1), 9, 0)
     assert acceptance.chance(("n", 1)) == 0.5  # one token was judged; what follows it was not

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from torch import Tensor
 
 from fly.execution.model_runner import ModelRunner
-from fly.speculation.acceptance import Acceptance
+from fly.speculation.acceptance import AcceptanceEstimate
 from fly.speculation.draft_length import expected_tokens
 from fly.speculation.drafters.base import Drafter, DrafterContext
 from fly.speculation.drafters.draft import Draft, HostDraft
@@ -30,7 +30,7 @@ class GuessPolicy:
     def __init__(self, pass_cost: Callable[[int], float]) -> None:
         self._pass_cost = pass_cost
         # by the draft model, which agrees with a text no less late in a run than early
-        self._agreement = Acceptance(weight=3.0, kept=1.0, prior=2 / 3)
+        self._agreement = AcceptanceEstimate(weight=3.0, kept=1.0, prior=2 / 3)
 
     def choose(self, matches: Seq[tuple[int, int]], running: int, feed_width: int) -> int:
         """The guess length that maximises tokens per cost. `matches`: (suffix size, length) of

@@ -17,7 +17,7 @@ from collections.abc import Sequence as Seq
 
 from fly.execution.pass_costs import PairCosts
 from fly.settings import DrafterSettings, TextSourceName
-from fly.speculation.acceptance import DRAFT_MODEL, Acceptance, Speaker
+from fly.speculation.acceptance import DRAFT_MODEL, AcceptanceEstimate, Speaker
 from fly.speculation.draft_length import GAIN_OF_TEXT, expected_tokens, value
 from fly.speculation.drafters.base import DrafterContext
 from fly.speculation.drafters.ngram import until_eos
@@ -41,7 +41,7 @@ class Choice:
         self._sequences = sequences
         self._learns = learns
         self._has_model = has_model
-        self._acceptance = Acceptance()
+        self._acceptance = AcceptanceEstimate()
 
     def choose(self, candidates: Seq[Seq[Proposal]], limits: Seq[int]) -> list[Proposal | None]:
         """One proposal per sequence, cut to the length that is worth it; None for what happens
