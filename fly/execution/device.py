@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
-
-from fly.execution import oom
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:
@@ -44,7 +43,12 @@ def peak_memory_bytes(device: torch.device) -> int:
     """CUDA: most memory allocated at once on the device. CPU: the process's peak resident set."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    return oom.peak_bytes()
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource  # does not exist on Windows
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def cpu_name() -> str:

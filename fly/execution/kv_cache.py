@@ -52,18 +52,14 @@ class SlotCache(Cache):
         self.capacity = self.rounded(max(tokens, grown))
         for stored in (self._keys, self._values):
             for layer, old in enumerate(stored):  # one at a time: the old one is freed at once
-                stored[layer] = self._grow(old)
+                stored[layer] = old.new_zeros(*old.shape[:2], self.capacity, old.shape[3])
+                stored[layer][:, :, : old.shape[2]] = old
         return True
 
     @staticmethod
     def rounded(tokens: int) -> int:
         """The capacity that is allocated for so many tokens."""
         return -(-tokens // _BLOCK) * _BLOCK
-
-    def _grow(self, old: Tensor) -> Tensor:
-        new = old.new_zeros(*old.shape[:2], self.capacity, old.shape[3])
-        new[:, :, : old.shape[2]] = old
-        return new
 
     @property
     def is_allocated(self) -> bool:
@@ -111,11 +107,11 @@ class SlotCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Write K/V of [B, H, Q, D]; return what the B rows may read, [B, H, read length, D], or
         after `begin_tokens` the whole layer, [S, H, C, D]."""
-        while len(self._keys) <= layer_idx:
-            self._keys.append(self._allocate(key_states))
-            self._values.append(self._allocate(value_states))
-        self._write(self._keys[layer_idx], key_states)
-        self._write(self._values[layer_idx], value_states)
+        for stored, new in ((self._keys, key_states), (self._values, value_states)):
+            while len(stored) <= layer_idx:
+                shape = (self.slots, new.shape[1], self.capacity, new.shape[3])
+                stored.append(new.new_zeros(shape))
+            self._write(stored[layer_idx], new)
         if self._slots_T is not None:
             return self._keys[layer_idx], self._values[layer_idx]
         return self.readable(layer_idx)
@@ -138,9 +134,6 @@ class SlotCache(Cache):
         """What this pass's rows may read of a layer, [B, H, read length, D] each."""
         keys, values = self._keys[layer_idx], self._values[layer_idx]
         return keys[self._rows, :, : self.read_length], values[self._rows, :, : self.read_length]
-
-    def _allocate(self, like: Tensor) -> Tensor:
-        return like.new_zeros(self.slots, like.shape[1], self.capacity, like.shape[3])
 
     def _write(self, stored: Tensor, new_BHQD: Tensor) -> None:
         positions_BQ = self._positions_BQ

@@ -7,15 +7,14 @@ unchanged: the first sibling that is called computes for all, the others return 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
-Kind = Callable[[nn.Linear], nn.Module]
 
 
 class MergedProduct:
@@ -60,7 +59,7 @@ class Sibling(nn.Module):
         return self._share(x)
 
 
-def merge(model: nn.Module, kind: Kind) -> int:
+def merge(model: nn.Module, kind: Callable[[nn.Linear], nn.Module]) -> int:
     """Merge all siblings among a model's plain linears, in place; returns how many were merged.
 
     `kind` turns the merged linear into the module that computes it. Siblings that are not plain, or
@@ -68,25 +67,17 @@ def merge(model: nn.Module, kind: Kind) -> int:
     different inputs (cross-attention) stay correct, at the cost of the whole product each.
     """
     count = 0
-    for module in list(model.modules()):
-        for names in _groups(module):
-            linears = [getattr(module, name) for name in names]
-            sizes = [linear.out_features for linear in linears]
-            merged = MergedProduct(kind(_concatenated(linears)), sizes)
-            for index, (name, linear) in enumerate(zip(names, linears)):
+    for module, names in itertools.product([*model.modules()], _SIBLINGS):
+        linears = [getattr(module, name, None) for name in names]
+        plain = [linear for linear in linears if type(linear) is nn.Linear]
+        traits = {(x.in_features, x.weight.dtype, x.bias is None) for x in plain}
+        if len(plain) == len(names) and len(traits) == 1:
+            sizes = [linear.out_features for linear in plain]
+            merged = MergedProduct(kind(_concatenated(plain)), sizes)
+            for index, (name, linear) in enumerate(zip(names, plain)):
                 setattr(module, name, Sibling(merged, index, linear))
             count += len(names)
     return count
-
-
-def _groups(module: nn.Module) -> Iterator[tuple[str, ...]]:
-    for names in _SIBLINGS:
-        linears = [getattr(module, name, None) for name in names]
-        if any(type(linear) is not nn.Linear for linear in linears):
-            continue
-        traits = {(x.in_features, x.weight.dtype, x.bias is None) for x in linears if x is not None}
-        if len(traits) == 1:
-            yield names
 
 
 def _concatenated(linears: list[nn.Linear]) -> nn.Linear:

@@ -1,8 +1,7 @@
-"""Running out of memory: how to recognise it, and how much memory is free or was used."""
+"""Running out of memory: how to recognise it, and how much memory is free."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import psutil
@@ -43,13 +42,3 @@ def free_bytes(device: torch.device) -> int:
     except (OSError, ValueError):
         pass
     return max(0, free)
-
-
-def peak_bytes() -> int:
-    """The largest resident set of this process so far."""
-    if sys.platform == "win32":
-        return int(psutil.Process().memory_info().peak_wset)
-    import resource  # does not exist on Windows
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -21,21 +21,6 @@ _MOST = 0.9  # share of the weights that has to be packed if the rest becomes fl
 
 def why_no_kernels(model: PreTrainedModel) -> str | None:
     """Why fly's own kernels cannot serve this model; None if they can."""
-    if (reason := _why_not(model) or kernels.why_not()) is not None:
-        return reason
-    if kernels.activation_dtype() != model.dtype and _packed_share(model) < _MOST:
-        return "most of its weights are not in plain linear layers, and would double in float32"
-    return None
-
-
-def _packed_share(model: PreTrainedModel) -> float:
-    """Share of a model's parameters that lie in plain linears and embeddings."""
-    modules: list[Any] = [m for m in model.modules() if type(m) in (nn.Linear, nn.Embedding)]
-    plain = {id(m.weight): m.weight.numel() for m in modules}  # tied ones count once
-    return sum(plain.values()) / model.num_parameters()
-
-
-def _why_not(model: PreTrainedModel) -> str | None:
     devices = {parameter.device.type for parameter in model.parameters()}
     if devices != {"cpu"}:
         return f"the model is on {', '.join(sorted(devices))}"
@@ -46,6 +31,13 @@ def _why_not(model: PreTrainedModel) -> str | None:
         return "some of its linear layers are not in bfloat16"
     if any(type(module).__module__.startswith("peft.") for module in model.modules()):
         return "it has adapters (peft)"
+    if (reason := kernels.why_not()) is not None:
+        return reason
+    modules: list[Any] = [m for m in model.modules() if type(m) in (nn.Linear, nn.Embedding)]
+    packed = {id(m.weight): m.weight.numel() for m in modules}  # tied ones count once
+    is_little = sum(packed.values()) < _MOST * model.num_parameters()
+    if is_little and kernels.activation_dtype() != model.dtype:
+        return "most of its weights are not in plain linear layers, and would double in float32"
     return None
 
 

@@ -72,7 +72,7 @@ class TokenIntersection(DraftVocabulary):
         found = cls(
             to_target_D,
             target_size,
-            _Speller(draft, target, draft_ids),
+            _speller(draft, target, draft_ids),
             [draft.bos_token_id] if begins else [],
         )
         found.share = len(shared) / len(target)
@@ -100,37 +100,35 @@ class TokenIntersection(DraftVocabulary):
         return ids if opens else [*self._opening, *ids]
 
 
-class _Speller:
+def _speller(
+    draft: PreTrainedTokenizerBase,
+    target: PreTrainedTokenizerBase,
+    draft_ids: dict[_Spelling, int],
+) -> Callable[[int], list[int]]:
     """Reads a target token's bytes with the draft's tokens, always the longest that fits.
 
     Not by the draft's tokenizer itself: as a part of a text a token may be less than a character,
     and many tokenizers put a space before whatever they are given. draft_ids: by spelling.
     """
 
-    def __init__(
-        self,
-        draft: PreTrainedTokenizerBase,
-        target: PreTrainedTokenizerBase,
-        draft_ids: dict[_Spelling, int],
-    ) -> None:
-        self._bytes_of = token_bytes.reader(target)
-        self._ids = {piece: index for (special, piece), index in draft_ids.items() if not special}
-        self._longest = max(map(len, self._ids), default=0)
-        self._bos = target.bos_token_id
-        self._start = _first(draft.bos_token_id, draft.eos_token_id, 0)
-        self._unknown = _first(draft.unk_token_id, self._start)
+    bytes_of = token_bytes.reader(target)
+    own = {piece: index for (special, piece), index in draft_ids.items() if not special}
+    longest = max(map(len, own), default=0)
+    start = _first(draft.bos_token_id, draft.eos_token_id, 0)
+    unknown = _first(draft.unk_token_id, start)
 
-    def __call__(self, token: int) -> list[int]:
-        if token == self._bos:  # a text's beginning, not a part of it
-            return [self._start]
-        rest, ids = self._bytes_of(token), list[int]()
+    def spell(token: int) -> list[int]:
+        if token == target.bos_token_id:  # a text's beginning, not a part of it
+            return [start]
+        rest, ids = bytes_of(token), list[int]()
         while rest:
-            length = next(
-                (n for n in range(min(len(rest), self._longest), 0, -1) if rest[:n] in self._ids), 1
-            )
-            ids.append(self._ids.get(rest[:length], self._unknown))
+            lengths = range(min(len(rest), longest), 0, -1)
+            length = next((n for n in lengths if rest[:n] in own), 1)
+            ids.append(own.get(rest[:length], unknown))
             rest = rest[length:]
-        return ids or [self._unknown]
+        return ids or [unknown]
+
+    return spell
 
 
 def _first(*ids: int | None) -> int:

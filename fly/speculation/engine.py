@@ -19,7 +19,7 @@ from fly.speculation.draft_length import DraftLength, FixedLength
 from fly.speculation.drafters.base import Drafter
 from fly.speculation.drafters.draft import Draft
 from fly.speculation.phase_timer import PhaseTimer
-from fly.speculation.rules.base import JudgedDraft, Rule, verify
+from fly.speculation.rules.base import Rule, verify
 from fly.speculation.rules.gates import entropy
 from fly.speculation.sampling import draw, rejection_sample
 from fly.speculation.scheduler import Scheduler
@@ -68,7 +68,7 @@ class Engine:
         self._trace_entropy = trace_entropy
         used = {*target.devices, *drafter.devices}
         self._timer = PhaseTimer([device for device in used if device.type == "cuda"])
-        drafter.prefilling = self._timer.prefilling
+        drafter.prefilling = lambda sequence: self._timer.timed("prefill", [sequence])
         target.hidden_layers = drafter.wants_features
 
     def run(self, requests: Iterable[Request]) -> Iterator[RequestRecord]:
@@ -153,7 +153,11 @@ class Engine:
             verdicts, logits_BKV = self._verify(running, draft)
         if self._trace_entropy is not None:
             with self._timer.timed("recording", running):
-                verdicts = _with_entropies(verdicts, entropy(logits_BKV, self._trace_entropy))
+                entropies = entropy(logits_BKV, self._trace_entropy).tolist()
+                verdicts = [
+                    replace(verdict, entropy=values[: len(verdict.draft) + 1])
+                    for verdict, values in zip(verdicts, entropies)
+                ]
         with self._timer.timed("other", running):
             starts = [len(sequence.generated) for sequence in running]
             counts = [sequence.commit(verdict) for sequence, verdict in zip(running, verdicts)]
@@ -180,17 +184,14 @@ class Engine:
         logits_BKV, matches_BK, target_BK1 = self._sample(running, draft, draft_BK, raw_BKV)
         judged = verify(draft_BK, length_B, logits_BKV, self._rule.gates, matches_BK, target_BK1)
         judged = replace(judged, target_BK1=mask_nonfinite(judged.target_BK1, raw_BKV))
-        verdicts = [
-            self._resolve(sequence, of_sequence, draft.drafted_by(slot, len(of_sequence.draft)))
-            for slot, (sequence, of_sequence) in enumerate(zip(running, judged.split()))
-        ]
+        verdicts = []
+        for slot, (sequence, of_sequence) in enumerate(zip(running, judged.split())):
+            if -1 in of_sequence.target_tokens:
+                at = len(sequence.generated) + of_sequence.target_tokens.index(-1)
+                raise NotFiniteError("target", sequence.request, at)
+            by = draft.drafted_by(slot, len(of_sequence.draft))
+            verdicts.append(sequence.judge(self._rule, of_sequence, by))
         return verdicts, logits_BKV
-
-    def _resolve(self, sequence: Sequence, judged: JudgedDraft, by: str) -> Verdict:
-        if -1 in judged.target_tokens:
-            at = len(sequence.generated) + judged.target_tokens.index(-1)
-            raise NotFiniteError("target", sequence.request, at)
-        return sequence.judge(self._rule, judged, by)
 
     def _sample(
         self, running: list[Sequence], draft: Draft, draft_BK: Tensor, logits_BKV: Tensor
@@ -227,11 +228,3 @@ class Engine:
                 p_NV, draft.probabilities(slot), draft_BK[slot, :k], noise
             )
         return logits_BKV, matches_BK, target_BK1
-
-
-def _with_entropies(verdicts: list[Verdict], entropies_BK1: Tensor) -> list[Verdict]:
-    """With the target's entropy before every draft token and after the last, for traces."""
-    return [
-        replace(verdict, entropy=values[: len(verdict.draft) + 1])
-        for verdict, values in zip(verdicts, entropies_BK1.tolist())
-    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 
@@ -46,7 +46,3 @@ class PhaseTimer:
             for sequence in sequences:
                 sequence.seconds[phase] += elapsed / len(sequences)
                 sequence.seconds["compile"] += captured / len(sequences)
-
-    def prefilling(self, sequence: Sequence) -> AbstractContextManager[None]:
-        """`timed` for a prefill in the middle of another phase (see `Drafter.prefilling`)."""
-        return self.timed("prefill", [sequence])

@@ -71,8 +71,12 @@ def files_of(
     tensors = {_name(name): tensor for name, tensor in checkpoint.tensors.items()}
     tensors.pop("t2d", None)
     renamed = Checkpoint(checkpoint.name, config, tensors)
-    llama, layers = parse_config(renamed, target, override)
-    _check_embeddings(renamed, llama, target)
+    shape = config.get("transformer_layer_config") or config
+    with renamed.reading_config():
+        _check_kind(renamed, shape, eagle)
+        llama = _llama(renamed, shape)
+        _check_fits(renamed, llama, config.get("target_hidden_size"), target)
+        layers = renamed.layers_of(_layers(config, eagle, target), target, override)
     return Eagle3Files(
         llama=llama,
         layers=layers,
@@ -84,23 +88,6 @@ def files_of(
         vocabulary=_vocabulary(renamed, tensors.pop("d2t", None), llama.vocab_size, target),
         tensors=tensors,
     )
-
-
-def parse_config(
-    checkpoint: Checkpoint, target: TargetShape, override: tuple[int, ...] | None = None
-) -> tuple[LlamaConfig, tuple[int, ...]]:
-    """(the shape of the head's layer, the hidden states that it reads), by its config.json alone.
-
-    Raises FlyError, in one line, for what is no EAGLE-3 head or does not fit the target.
-    """
-    config = checkpoint.config
-    eagle = config.get("eagle_config") or {}
-    shape = config.get("transformer_layer_config") or config
-    with checkpoint.reading_config():
-        _check_kind(checkpoint, shape, eagle)
-        llama = _llama(checkpoint, shape)
-        _check_fits(checkpoint, llama, config.get("target_hidden_size"), target)
-        return llama, checkpoint.layers_of(_layers(config, eagle, target), target, override)
 
 
 def _name(name: str) -> str:
@@ -183,9 +170,6 @@ def _check_fits(
             f"is made for a vocabulary of {llama.vocab_size} tokens, and the target has "
             f"{target.vocabulary}: choose the head of this target"
         )
-
-
-def _check_embeddings(checkpoint: Checkpoint, llama: LlamaConfig, target: TargetShape) -> None:
     if llama.hidden_size != target.hidden_size and "embed_tokens.weight" not in checkpoint.tensors:
         raise checkpoint.refuse("the checkpoint lacks embed_tokens, and the target's do not fit")
 

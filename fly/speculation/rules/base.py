@@ -156,8 +156,6 @@ def _gate(
 
     On a CPU only their logits are read; on an accelerator picking them would make the host wait.
     """
-    if not gates:
-        return candidates_BK
     if logits_BKV.device.type != "cpu":
         passed_N = all_pass(gates, logits_BKV.flatten(0, 1), draft_BK.flatten())
         return candidates_BK & passed_N.view_as(candidates_BK)

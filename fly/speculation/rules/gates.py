@@ -51,24 +51,6 @@ def entropy(logits: Tensor, kind: EntropyKind) -> Tensor:
     return nats / math.log(logits.shape[-1]) if kind == "normalized" else nats
 
 
-def margin(logits_MV: Tensor) -> Tensor:
-    """By how much the target's two largest probabilities differ. [M]."""
-    logits_MV = logits_MV.float()
-    top_M2 = (logits_MV.topk(2).values - logits_MV.logsumexp(-1, keepdim=True)).exp()
-    return top_M2[:, 0] - top_M2[:, 1]
-
-
-def ratio(logits_MV: Tensor, token_M: Tensor) -> Tensor:
-    """Each token's target probability as a share of the largest one. [M]."""
-    logits_MV = logits_MV.float()
-    return (_of(token_M, logits_MV) - logits_MV.amax(-1)).exp()
-
-
-def rank(logits_MV: Tensor, token_M: Tensor) -> Tensor:
-    """Each token's rank in the target's distribution; 1 is the argmax. [M]."""
-    return 1 + (logits_MV > _of(token_M, logits_MV)[:, None]).sum(-1)
-
-
 @dataclass(frozen=True)
 class EntropyGate:
     """The target's entropy is at least `threshold`, in the unit of `kind`. Never sees the token."""
@@ -95,7 +77,9 @@ class MarginGate:
     threshold: float
 
     def passes(self, logits_MV: Tensor, token_M: Tensor) -> Tensor:
-        return margin(logits_MV) <= self.threshold
+        logits_MV = logits_MV.float()
+        top_M2 = (logits_MV.topk(2).values - logits_MV.logsumexp(-1, keepdim=True)).exp()
+        return top_M2[:, 0] - top_M2[:, 1] <= self.threshold
 
 
 @dataclass(frozen=True)
@@ -105,7 +89,8 @@ class RatioGate:
     threshold: float
 
     def passes(self, logits_MV: Tensor, token_M: Tensor) -> Tensor:
-        return ratio(logits_MV, token_M) >= self.threshold
+        logits_MV = logits_MV.float()
+        return (_of(token_M, logits_MV) - logits_MV.amax(-1)).exp() >= self.threshold
 
 
 @dataclass(frozen=True)
@@ -115,7 +100,8 @@ class RankGate:
     rank: int
 
     def passes(self, logits_MV: Tensor, token_M: Tensor) -> Tensor:
-        return rank(logits_MV, token_M) <= self.rank
+        likelier_M = (logits_MV > _of(token_M, logits_MV)[:, None]).sum(-1)
+        return likelier_M < self.rank
 
 
 @dataclass(frozen=True)
@@ -145,7 +131,7 @@ class TypicalGate:
 
     def passes(self, logits_MV: Tensor, token_M: Tensor) -> Tensor:
         p_MV = torch.softmax(logits_MV.float(), dim=-1)
-        bar_M = (self.delta * (-torch.special.entr(p_MV).sum(-1)).exp()).clamp(max=self.epsilon)
+        bar_M = (self.delta * (-full_entropy(logits_MV)).exp()).clamp(max=self.epsilon)
         return _of(token_M, p_MV) > bar_M
 
 
