@@ -81,10 +81,10 @@ def test_drafts_and_logits_are_speculators(name, slots):
             drafter.admit(slot, running[slot], features)
         for round_ in range(ROUNDS):
             runner.passes = []
-            drafts = drafter.propose(running, [K] * len(group)).tokens
+            draft = drafter.propose(running, [K] * len(group))
             told = torch.full((len(group), K + 1, 96), 1e3)  # what was rejected is never read
             for slot, (one, end) in enumerate(zip(group, ends)):
-                assert drafts[slot] == one["drafts"][round_].tolist()
+                assert draft.chain(slot) == one["drafts"][round_].tolist()
                 logits_KD = torch.stack([logits_BD[slot] for logits_BD in runner.passes])
                 torch.testing.assert_close(logits_KD, one["logits"][round_], atol=2e-5, rtol=2e-5)
                 before, after = end[round_], end[round_ + 1]
