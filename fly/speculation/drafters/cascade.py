@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -83,7 +84,7 @@ class CascadeDrafter(ModelDrafter):
         self.longest = lookup.longest if lookup else 0
         self.drafts_alone = guesses is None  # else the host looks guesses up in every step
         *self._sizes, self._count = guesses or (1, 1, 0)
-        self._indexes: dict[int, NgramIndex] = {}  # by slot
+        self._indexes: WeakKeyDictionary[Sequence, NgramIndex] = WeakKeyDictionary()
         self._guess_policy = GuessPolicy(runner.relative_cost)
         self._matched_sizes = [0] * runner.slots
 
@@ -92,9 +93,9 @@ class CascadeDrafter(ModelDrafter):
     ) -> None:
         # while an earlier output is followed, the draft model has nothing to do
         super().admit(slot, sequence, features, soon=soon and not sequence.request.earlier)
-        self._indexes[slot] = NgramIndex(*self._sizes)
+        self._indexes[sequence] = NgramIndex(*self._sizes)
         if self._lookup is not None:
-            self._lookup.admit(slot, sequence)
+            self._lookup.admit(sequence)
 
     def reserve(self, longest: int, spd_k: int) -> None:
         # a sequence that texts were drafted for is fed what the draft model lacks, with a guess
@@ -126,7 +127,7 @@ class CascadeDrafter(ModelDrafter):
             size, guess = 0, list[int]()
             if chain.is_open and room > 0 and self._count:
                 most = min(room, self._count)
-                size, guess = self._indexes[slot].match_in(sequence, chain.tokens, most)
+                size, guess = self._indexes[sequence].match_in(sequence, chain.tokens, most)
                 guess = guess[: len(self._views.speakable(guess))]
             self._matched_sizes[slot] = size
             guesses.append(guess)
@@ -144,13 +145,3 @@ class CascadeDrafter(ModelDrafter):
         super().commit(running, verdicts, features)
         if self._lookup is not None:
             self._lookup.commit(verdicts)
-
-    def move(self, source: int, destination: int) -> None:
-        super().move(source, destination)
-        self._indexes[destination] = self._indexes[source]
-        if self._lookup is not None:
-            self._lookup.move(source, destination)
-
-    def resize(self, slots: int) -> None:
-        super().resize(slots)
-        self._indexes.clear()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from fly.speculation.sequence import Sequence, Verdict
 
 @dataclass
 class TrueStates:
-    """What a slot knows of its sequence.
+    """What is known of a sequence.
 
     states_MH: the projected features of its tokens from `first` on; earlier ones cannot be needed
     again. fed: how many pairs with true features the head's cache holds.
@@ -63,14 +64,14 @@ class Eagle3Drafter(Drafter):
         self.wants_features = runner.head.layers_read
         self._vocabulary: DraftVocabulary = runner.head.vocabulary.to(runner.device)
         self._eos_ids = eos_ids
-        self._known: dict[int, TrueStates] = {}  # by slot
+        self._known: WeakKeyDictionary[Sequence, TrueStates] = WeakKeyDictionary()
 
     def admit(
         self, slot: int, sequence: Sequence, features: Tensor | None = None, *, soon: bool = True
     ) -> None:
         assert features is not None
         self.runner.truncate(slot, 0)
-        self._known[slot] = known = TrueStates(self.runner.project(features[0]))
+        self._known[sequence] = known = TrueStates(self.runner.project(features[0]))
         if soon:
             self._catch_up(slot, known, sequence)
 
@@ -91,10 +92,7 @@ class Eagle3Drafter(Drafter):
         known.first = least
 
     def propose(self, running: list[Sequence], limits: list[int]) -> Draft:
-        chains = [
-            Chain(self._limit(slot, sequence, limit))
-            for slot, (sequence, limit) in enumerate(zip(running, limits))
-        ]
+        chains = [Chain(self._limit(sequence, limit)) for sequence, limit in zip(running, limits)]
         tokens, states = self._true_pairs(running, chains)
         while any(chain.is_open for chain in chains):
             logits_BD, states_BH = self.runner.extend(tokens, states)
@@ -104,10 +102,10 @@ class Eagle3Drafter(Drafter):
             states = [state_H[None][: len(fed)] for state_H, fed in zip(states_BH, tokens)]
         return draft_of(chains)
 
-    def _limit(self, slot: int, sequence: Sequence, limit: int) -> int:
+    def _limit(self, sequence: Sequence, limit: int) -> int:
         """Nothing is drafted after a text's first token, before which no features are."""
         left = self.runner.max_length - len(sequence.tokens)
-        return min(limit, max(0, left)) if self._known[slot].end else 0
+        return min(limit, max(0, left)) if self._known[sequence].end else 0
 
     def _true_pairs(
         self, running: list[Sequence], chains: list[Chain]
@@ -115,7 +113,7 @@ class Eagle3Drafter(Drafter):
         """What open chains' sequences have not been fed, at least one pair of each."""
         tokens, states = list[list[int]](), list[Tensor]()
         for slot, (sequence, chain) in enumerate(zip(running, chains)):
-            known = self._known[slot]
+            known = self._known[sequence]
             if chain.is_open and known.end - known.fed > CATCH_UP:
                 self._catch_up(slot, known, sequence)
             fed, states_QH = known.unfed(sequence.tokens)
@@ -129,7 +127,7 @@ class Eagle3Drafter(Drafter):
     ) -> None:
         assert features is not None
         for slot, (sequence, new_QH) in enumerate(zip(running, self.runner.project(features))):
-            known = self._known[slot]
+            known = self._known[sequence]
             wanted = len(sequence.tokens) - 1
             if wanted > known.end:
                 new_QH = new_QH[: wanted - known.end]
@@ -142,10 +140,6 @@ class Eagle3Drafter(Drafter):
             self._forget(known, sequence)
             if known.end - known.fed > 8 * CATCH_UP:  # nothing is drafted for it, for now
                 self._catch_up(slot, known, sequence)
-
-    def move(self, source: int, destination: int) -> None:
-        super().move(source, destination)
-        self._known[destination] = self._known[source]
 
     def resize(self, slots: int) -> None:
         super().resize(slots)

@@ -26,7 +26,7 @@ class TextDrafter(Drafter):
     def admit(
         self, slot: int, sequence: Sequence, features: Tensor | None = None, *, soon: bool = True
     ) -> None:
-        self._lookup.admit(slot, sequence)
+        self._lookup.admit(sequence)
 
     def propose(self, running: list[Sequence], limits: list[int]) -> Draft:
         found = self._lookup.propose(running, limits)
@@ -40,6 +40,3 @@ class TextDrafter(Drafter):
         self, running: list[Sequence], verdicts: list[Verdict], features: Tensor | None = None
     ) -> None:
         self._lookup.commit(verdicts)
-
-    def move(self, source: int, destination: int) -> None:
-        self._lookup.move(source, destination)

@@ -17,7 +17,7 @@ from collections.abc import Sequence as Seq
 
 from fly.execution.pass_costs import PairCosts
 from fly.settings import DrafterSettings, TextSourceName
-from fly.speculation.acceptance import DRAFT_MODEL, AcceptanceEstimate, Speaker
+from fly.speculation.acceptance import DRAFT_MODEL, AcceptanceEstimate
 from fly.speculation.draft_length import GAIN_OF_TEXT, expected_tokens, value
 from fly.speculation.drafters.base import DrafterContext
 from fly.speculation.drafters.ngram import until_eos
@@ -58,7 +58,7 @@ class Choice:
             return
         self._acceptance.forget()
         for proposal, verdict in drafted:
-            speaker = _speaker(proposal) if proposal else DRAFT_MODEL
+            speaker = proposal.speaker if proposal else DRAFT_MODEL
             self._acceptance.observe(speaker, len(verdict.draft), verdict.leading_matches)
 
     def _best(self, proposals: Seq[Proposal], limit: int, sequences: int) -> Proposal | None:
@@ -69,7 +69,8 @@ class Choice:
                     return proposal.cut(limit)
                 continue
             expected = self._expected(proposal)
-            for length in _lengths(len(expected) - 1):
+            most_drafted = len(expected) - 1
+            for length in (*(width for width in _WIDTHS if width < most_drafted), most_drafted):
                 if sequences * (length + 1) > _MOST_IN_PASS and length > 1:
                     break
                 worth = expected[length] / self._costs.of_round(length, 0, sequences)
@@ -104,7 +105,7 @@ class Choice:
     def _expected(self, proposal: Proposal) -> list[float]:
         """Tokens of a round, with the target's own, by how many of the proposal's are drafted; for
         as many as may well stand."""
-        chance = self._acceptance.chance(_speaker(proposal))
+        chance = self._acceptance.chance(proposal.speaker)
         stands, tokens = 1.0, [1.0]
         for _ in proposal.tokens:
             stands *= chance
@@ -114,16 +115,8 @@ class Choice:
         return tokens
 
 
-def _speaker(proposal: Proposal) -> Speaker:
-    return proposal.source.letter, proposal.size
-
-
-def _lengths(most: int) -> Iterable[int]:
-    return [*(width for width in _WIDTHS if width < most), most]
-
-
 class Lookup:
-    """Drafts for all slots from the texts at hand.
+    """Drafts for all sequences from the texts at hand.
 
     names: the sources; they are asked in the order of `SOURCES`. longest: of a draft, in tokens.
     """
@@ -153,26 +146,22 @@ class Lookup:
         choice = Choice(context.costs, context.sequences, learns=learns, has_model=has_model)
         return cls(context.settings, names, choice, context.eos_ids)
 
-    def admit(self, slot: int, sequence: Sequence) -> None:
+    def admit(self, sequence: Sequence) -> None:
         for source in self._sources:
-            source.admit(slot, sequence)
+            source.admit(sequence)
 
     def propose(self, running: list[Sequence], limits: list[int]) -> list[Proposal | None]:
         """A proposal per sequence; None where a plain step or the draft model, which would draft
         `limits` tokens, is as good."""
         self._used = self._choice.choose(
-            [self._candidates(slot, sequence) for slot, sequence in enumerate(running)], limits
+            [self._candidates(sequence) for sequence in running], limits
         )
         return self._used
 
-    def _candidates(self, slot: int, sequence: Sequence) -> list[Proposal]:
+    def _candidates(self, sequence: Sequence) -> list[Proposal]:
         room = min(self.longest, sequence.remaining - 1)
-        found = [source.match(slot, sequence, room) for source in self._sources] if room else []
+        found = [source.match(sequence, room) for source in self._sources] if room else []
         return [p.cut(len(until_eos(p.tokens, self._eos_ids))) for p in found if p is not None]
 
     def commit(self, verdicts: list[Verdict]) -> None:
         self._choice.observe(zip(self._used, verdicts))
-
-    def move(self, source: int, destination: int) -> None:
-        for each in self._sources:
-            each.move(source, destination)

@@ -11,7 +11,7 @@ from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 from fly.settings import DrafterSettings, TextSourceName
-from fly.speculation.acceptance import START
+from fly.speculation.acceptance import START, Speaker
 from fly.speculation.drafters.follower import Follower
 from fly.speculation.drafters.ngram import NgramIndex, ngram_sizes
 from fly.speculation.sequence import Sequence
@@ -28,6 +28,10 @@ class Proposal:
     tokens: list[int]
 
     @property
+    def speaker(self) -> Speaker:
+        return self.source.letter, self.size
+
+    @property
     def by(self) -> str:
         """The letter of every token."""
         return self.source.letter * len(self.tokens)
@@ -37,7 +41,7 @@ class Proposal:
 
 
 class TextSource:
-    """One source, for all slots.
+    """One source, for all sequences; what it knows of one goes with that.
 
     letter: its drafts' in fly.runs.records.SOURCES. is_weighed: whether the length of its drafts is
     chosen by chance and cost where no count of the run may decide; else the draft model's length
@@ -50,15 +54,12 @@ class TextSource:
     def __init__(self, settings: DrafterSettings) -> None:
         """`settings`: sizes of n-grams."""
 
-    def admit(self, slot: int, sequence: Sequence) -> None:
-        """A sequence starts in a slot, or starts again after memory ran out."""
+    def admit(self, sequence: Sequence) -> None:
+        """A sequence starts, or starts again after memory ran out."""
 
-    def match(self, slot: int, sequence: Sequence, count: int) -> Proposal | None:
+    def match(self, sequence: Sequence, count: int) -> Proposal | None:
         """Up to `count` tokens that may come next."""
         raise NotImplementedError
-
-    def move(self, source: int, destination: int) -> None:
-        """The sequence of slot `source` continues in slot `destination`."""
 
 
 class EarlierRuns(TextSource):
@@ -71,13 +72,13 @@ class EarlierRuns(TextSource):
         # by sequence: one that goes on after memory ran out goes on from its place in them
         self._followers: WeakKeyDictionary[Sequence, list[Follower]] = WeakKeyDictionary()
 
-    def admit(self, slot: int, sequence: Sequence) -> None:
+    def admit(self, sequence: Sequence) -> None:
         if sequence not in self._followers:
             self._followers[sequence] = [
                 Follower(tokens) for tokens in sequence.request.earlier[:_MOST_FOLLOWED]
             ]
 
-    def match(self, slot: int, sequence: Sequence, count: int) -> Proposal | None:
+    def match(self, sequence: Sequence, count: int) -> Proposal | None:
         generated = sequence.generated
         best: tuple[int, list[int]] | None = None
         for follower in self._followers[sequence]:
@@ -99,17 +100,14 @@ class OwnText(TextSource):
 
     def __init__(self, settings: DrafterSettings) -> None:
         *self._sizes, self._most = ngram_sizes(settings)
-        self._indexes: dict[int, NgramIndex] = {}  # by slot
+        self._indexes: WeakKeyDictionary[Sequence, NgramIndex] = WeakKeyDictionary()
 
-    def admit(self, slot: int, sequence: Sequence) -> None:
-        self._indexes[slot] = NgramIndex(*self._sizes)
+    def admit(self, sequence: Sequence) -> None:
+        self._indexes[sequence] = NgramIndex(*self._sizes)
 
-    def match(self, slot: int, sequence: Sequence, count: int) -> Proposal | None:
-        size, tokens = self._indexes[slot].match_in(sequence, (), min(count, self._most))
+    def match(self, sequence: Sequence, count: int) -> Proposal | None:
+        size, tokens = self._indexes[sequence].match_in(sequence, (), min(count, self._most))
         return Proposal(OwnText, size, tokens) if tokens else None
-
-    def move(self, source: int, destination: int) -> None:
-        self._indexes[destination] = self._indexes[source]
 
 
 SOURCES: dict[TextSourceName, type[TextSource]] = {"runs": EarlierRuns, "own": OwnText}
