@@ -38,6 +38,9 @@ class PassOutput(NamedTuple):
     logits: Tensor
     hidden: Tensor | None = None
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> PassOutput:
+        return PassOutput(change(self.logits), None if self.hidden is None else change(self.hidden))
+
 
 @dataclass
 class CapturedPass:
@@ -200,8 +203,7 @@ class CudaGraphRunner(CapturedPasses):
             return None
         self._fill(captured, ids_BQ)
         captured.replay()
-        logits, hidden = captured.output
-        return PassOutput(logits[:rows, :width], None if hidden is None else hidden[:rows, :width])
+        return captured.output.map(lambda padded: padded[:rows, :width])
 
     def chain(self, ids_BQ: Tensor, counts_B: Tensor, steps: int) -> Tensor | None:
         """K greedy tokens per row, [B, K], after feeding row b its first `counts_B[b]` ids."""

@@ -6,13 +6,13 @@ the layers asked for, side by side.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from fly.errors import FlyError
@@ -325,10 +325,14 @@ class ModelRunner(SlotRunner):
             for index, token in enumerate(row)
         ]
         logits_NV, hidden_NF = passes.run(fed, with_logits=with_logits)
-        index_BQ = row_index(tokens)
+        widths = [len(row) for row in tokens]
+
+        def by_row(values: Tensor) -> Tensor:
+            return pad_sequence(values.split(widths), batch_first=True)
+
         return PassOutput(
-            logits_NV[index_BQ.to(logits_NV.device)] if with_logits else logits_NV,
-            None if hidden_NF is None else hidden_NF[index_BQ.to(hidden_NF.device)],
+            by_row(logits_NV) if with_logits else logits_NV,
+            None if hidden_NF is None else by_row(hidden_NF),
         )
 
     def _call(
@@ -374,12 +378,6 @@ def padded(tokens: list[list[int]]) -> Tensor:
     """[B, Q] on the host, zeros after each row's own tokens."""
     width = max(len(row) for row in tokens)
     return torch.tensor([row + [0] * (width - len(row)) for row in tokens])
-
-
-def row_index(tokens: list[list[int]]) -> Tensor:
-    """[B, Q]: where a row's i-th token lies if all rows stand behind each other; 0 in padding."""
-    counted = itertools.count()
-    return padded([[next(counted) for _ in row] for row in tokens])
 
 
 def input_device(model: PreTrainedModel) -> torch.device:

@@ -67,7 +67,8 @@ class UniformPasses(CapturedPasses):
         pieces = [fed[start : start + WIDTH] for start in range(0, len(fed), WIDTH)]
         if len(pieces) == 1:
             return self._pass(pieces[0], with_logits)
-        outputs = [_copied(self._pass(piece, with_logits)) for piece in pieces]
+        # copied before the next pass writes over a graph's output
+        outputs = [self._pass(piece, with_logits).map(torch.clone) for piece in pieces]
         hidden = [output.hidden for output in outputs if output.hidden is not None]
         logits = torch.cat([output.logits for output in outputs])
         return PassOutput(logits, torch.cat(hidden) if hidden else None)
@@ -94,19 +95,10 @@ class UniformPasses(CapturedPasses):
 
         captured = self.get((read, with_logits), inputs, compute) if is_static else None
         if captured is None:
-            return _first(compute(*inputs()), len(fed))
-        for static, given in zip(captured.inputs, values):
-            static.copy_(given, non_blocking=True)
-        captured.replay()
-        return _first(captured.output, len(fed))
-
-
-def _first(output: PassOutput, count: int) -> PassOutput:
-    logits, hidden = output
-    return PassOutput(logits[:count], None if hidden is None else hidden[:count])
-
-
-def _copied(output: PassOutput) -> PassOutput:
-    """Before the next pass writes over a graph's output."""
-    logits, hidden = output
-    return PassOutput(logits.clone(), None if hidden is None else hidden.clone())
+            output = compute(*inputs())
+        else:
+            for static, given in zip(captured.inputs, values):
+                static.copy_(given, non_blocking=True)
+            captured.replay()
+            output = captured.output
+        return output.map(lambda padded: padded[: len(fed)])
