@@ -292,7 +292,7 @@ def _make_runs(args: argparse.Namespace, stored: Measured | None) -> list[Measur
     from fly.runs import context
 
     planned = compare_plan.plan_runs(
-        compare_plan.Request.from_flags(args, _run_flags(args), stored)
+        compare_plan.ComparisonRequest.from_flags(args, _run_flags(args), stored)
     )
     if len(planned.modes) - args.noise_floor == 1 and not stored:
         _check_nothing_else_asked(args, *planned.modes)

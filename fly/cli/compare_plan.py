@@ -1,6 +1,6 @@
 """What a comparison will run: its request, and the modes as planned, before anything decodes.
 
-flags -> Request -> plan_runs -> run_modes.run_missing -> the comparison: one way.
+flags -> ComparisonRequest -> plan_runs -> run_modes.run_missing -> the comparison: one way.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Mode:
 
 
 @dataclass(frozen=True)
-class Request:
+class ComparisonRequest:
     """A comparison that makes runs: its flags, with those of --config.
 
     flags: the command line's flags of `fly run`, for every mode. inputs: hashes of the files that
@@ -88,7 +88,7 @@ class Request:
     @classmethod
     def from_flags(
         cls, args: argparse.Namespace, flags: Sequence[str], stored: scores.Measured | None
-    ) -> Request:
+    ) -> ComparisonRequest:
         """Check the flags, and read what --config says where the command line is silent."""
         values = yaml_values(args.config)
         samples = args.samples or values.get("samples")
@@ -123,7 +123,7 @@ class Request:
 
 @dataclass(frozen=True)
 class PlannedRuns:
-    """Runs to be made, in this order; modes by name. The rest is as in `Request`."""
+    """Runs to be made, in this order; modes by name. The rest is as in `ComparisonRequest`."""
 
     modes: dict[str, Mode]
     output: Path
@@ -131,7 +131,7 @@ class PlannedRuns:
     inputs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
-def plan_runs(request: Request) -> PlannedRuns:
+def plan_runs(request: ComparisonRequest) -> PlannedRuns:
     """The runs that the request needs. Raises FlyError for what could not be compared or stored."""
     stored = request.stored
     engine = registry.IN_PLACE_OF.get(request.model, request.model)
@@ -159,13 +159,13 @@ def plan_runs(request: Request) -> PlannedRuns:
     return PlannedRuns(modes, request.output, request.flags, request.inputs)
 
 
-def _baseline_mode(request: Request, modes: Mapping[str, Mode]) -> Mode:
+def _baseline_mode(request: ComparisonRequest, modes: Mapping[str, Mode]) -> Mode:
     """The mode whose run the others will be compared with."""
     target_only = [name for name, mode in modes.items() if mode.rule == "target-only"]
     return modes[request.baseline_run or [*target_only, *modes][0]]
 
 
-def _check_stored(request: Request, stored: scores.Measured) -> None:
+def _check_stored(request: ComparisonRequest, stored: scores.Measured) -> None:
     """Refuse before anything runs: another target, or other gen_kwargs on the command line."""
     assert request.baseline is not None
     config, _ = fly_config.of_model_args(request.model_args)
@@ -178,7 +178,7 @@ def _check_stored(request: Request, stored: scores.Measured) -> None:
         raise FlyError(scores.explain_not_reusable(request.baseline, reason))
 
 
-def _check_storable(mode: Mode, request: Request) -> None:
+def _check_storable(mode: Mode, request: ComparisonRequest) -> None:
     scores.check_storable(mode.rule, f"--save-baseline {request.save_baseline}")
     if request.with_outputs and not mode.records.get("enable_statistics"):
         raise FlyError(
@@ -187,7 +187,7 @@ def _check_storable(mode: Mode, request: Request) -> None:
         )
 
 
-def _noise_mode(request: Request, modes: Mapping[str, Mode]) -> Mode:
+def _noise_mode(request: ComparisonRequest, modes: Mapping[str, Mode]) -> Mode:
     """The baseline's decoding with another number of running sequences, whose passes round
     otherwise."""
     if request.stored:
