@@ -177,9 +177,4 @@ def pack_draft(model: PreTrainedModel, settings: ExecutionSettings) -> str:
 
 def set_threads(wanted: int | None) -> None:
     """Use `wanted` threads; None lowers PyTorch's number to this process's share of the cores."""
-    if wanted is not None:
-        torch.set_num_threads(wanted)
-        return
-    allowed = launch.cores_of_this_process()
-    if allowed < torch.get_num_threads():
-        torch.set_num_threads(allowed)
+    torch.set_num_threads(wanted or min(launch.cores_of_this_process(), torch.get_num_threads()))

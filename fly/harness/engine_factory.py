@@ -22,7 +22,7 @@ from fly.execution.weights import PackedWeights
 from fly.models.token_intersection import TokenIntersection
 from fly.runs.records import Observer
 from fly.settings import DrafterSettings, TextSourceName
-from fly.speculation.draft_length import AdaptiveLength, DraftLength, FixedLength, pays
+from fly.speculation.draft_length import AdaptiveLength, DraftLength, pays
 from fly.speculation.drafters.base import Drafter, DrafterContext, NoDrafter
 from fly.speculation.engine import Engine
 from fly.speculation.rules.base import Rule
@@ -263,7 +263,7 @@ class EngineFactory:
         fixed = config.draft_policy == "fixed" or config.drafter_name is None
         if fixed or not self._may_adapt:
             self.draft_length = {"policy": "fixed", "spd_k": config.spd_k}
-            return FixedLength(config.spd_k)
+            return DraftLength(config.spd_k)
         facts = {"spd_k": config.spd_k, **costs.as_dict()}
         if not _drafts_change_texts(config, wanted):
             # without a draft model texts alone are drafted from, as far as each of them is worth it
@@ -282,7 +282,7 @@ class EngineFactory:
                 planned,
                 self.pair.packed.target,
             )
-        return FixedLength(length)
+        return DraftLength(length)
 
     @property
     def _may_adapt(self) -> bool:

@@ -12,7 +12,6 @@ accepted tokens, never the clock of a round: the same run decides the same way a
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
 from fly.execution.pass_costs import PairCosts
 from fly.speculation.acceptance import DRAFT_MODEL, AcceptanceEstimate
@@ -23,35 +22,28 @@ GAIN = 1.08  # drafting has to promise this much over the target alone: costs ar
 GAIN_OF_TEXT = 1.05
 
 
-class DraftLength(Protocol):
-    def choose(self, sequences: int) -> int:
-        """Most draft tokens per sequence in the next round."""
-
-    def observe(self, judged: Iterable[tuple[int, int]]) -> None:
-        """Per sequence: draft tokens that were accepted, and that were drafted."""
-
-
-class FixedLength:
-    """K tokens in every round."""
+class DraftLength:
+    """How many tokens to draft; here K in every round."""
 
     def __init__(self, spd_k: int) -> None:
         self._spd_k = spd_k
 
     def choose(self, sequences: int) -> int:
+        """Most draft tokens per sequence in the next round."""
         return self._spd_k
 
     def observe(self, judged: Iterable[tuple[int, int]]) -> None:
-        pass
+        """Per sequence: draft tokens that were accepted, and that were drafted."""
 
 
-class AdaptiveLength:
+class AdaptiveLength(DraftLength):
     """At most `spd_k`, by costs and by how many draft tokens were accepted lately.
 
     Only where texts do not depend on it: greedy decoding, verified exactly.
     """
 
     def __init__(self, spd_k: int, costs: PairCosts) -> None:
-        self._spd_k = spd_k
+        super().__init__(spd_k)
         self._costs = costs
         self._acceptance = AcceptanceEstimate()
 

@@ -15,7 +15,7 @@ from fly.execution.argmax import NotFiniteError, mask_nonfinite
 from fly.execution.model_runner import ModelRunner
 from fly.execution.oom import is_out_of_memory
 from fly.runs.records import Observer, RequestRecord
-from fly.speculation.draft_length import DraftLength, FixedLength
+from fly.speculation.draft_length import DraftLength
 from fly.speculation.drafters.base import Drafter
 from fly.speculation.drafters.draft import Draft
 from fly.speculation.phase_timer import PhaseTimer
@@ -60,7 +60,7 @@ class Engine:
         self._drafter = drafter
         self._rule = rule
         self._spd_k = spd_k
-        self._draft_length = draft_length or FixedLength(spd_k)
+        self._draft_length = draft_length or DraftLength(spd_k)
         self._eos_ids = eos_ids
         self._decode, self._decode_lines = decode, decode_lines
         self._observer = observer

@@ -17,7 +17,7 @@ from fly.execution.oom import is_out_of_memory
 from fly.models.draft_vocabulary import NONE
 from fly.models.heads.checkpoint import Checkpoint, TargetShape
 from fly.settings import ExecutionSettings
-from fly.speculation.draft_length import FixedLength
+from fly.speculation.draft_length import DraftLength
 from fly.speculation.drafters.base import Drafter
 from fly.speculation.drafters.eagle3 import Eagle3Drafter
 from fly.speculation.sequence import Request
@@ -140,7 +140,7 @@ class Fresh(Eagle3Drafter):
         return super().propose(running, limits)
 
 
-def same_as_fresh(target, head, slots, rule, lengths=FixedLength):
+def same_as_fresh(target, head, slots, rule, lengths=DraftLength):
     """Records of a drafter, whose counts are those of one that starts afresh in every round."""
     fresh = Fresh(Eagle3Runner(head, target, slots, 512), frozenset({tiny.EOS}))
     fresh.target = target
@@ -165,7 +165,7 @@ def test_fly_with_a_head_keeps_its_cache_right(perfect, across, slots):
     assert tiny.total(records, "deferred_rolled_back") > 0
 
 
-class Moody(FixedLength):
+class Moody(DraftLength):
     """Nothing is drafted for many rounds, then again."""
 
     rounds = 0
@@ -185,7 +185,7 @@ class Later(Moody):
 
     def choose(self, running):
         self.rounds += 1
-        return FixedLength.choose(self, running) if self.rounds > 5 else 0
+        return DraftLength.choose(self, running) if self.rounds > 5 else 0
 
 
 @pytest.mark.parametrize("prompt", [100, 300])

@@ -12,7 +12,7 @@ import torch
 from fly.execution import kernels, packed_linear, pass_costs
 from fly.execution.pass_costs import PairCosts, PassCosts, by_rule, calibrate, relative_cost, way_of
 from fly.speculation.acceptance import DRAFT_MODEL
-from fly.speculation.draft_length import AdaptiveLength, FixedLength, best_length, pays
+from fly.speculation.draft_length import AdaptiveLength, DraftLength, best_length, pays
 from tests import tiny
 
 
@@ -98,7 +98,7 @@ def test_the_same_counts_choose_the_same_again():
         return chosen
 
     assert decisions() == decisions()
-    assert FixedLength(5).choose(12) == 5
+    assert DraftLength(5).choose(12) == 5
 
 
 @pytest.fixture

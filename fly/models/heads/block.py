@@ -70,14 +70,6 @@ class BlockSpec:
             )
 
 
-def is_block(config: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint's config.json is a block head's."""
-    names = config.get("architectures") or ()
-    return config.get("speculators_model_type") in _SPECULATORS or any(
-        name in _ARCHITECTURES for name in names
-    )
-
-
 def kind_of(config: Mapping[str, Any]) -> Literal["dflash", "dspark"]:
     """Which of the two a block head's config.json says it is. DeepSpec's DFlash is a DSpark head
     without its Markov and confidence heads, and goes by that name."""
@@ -95,7 +87,8 @@ def parse(
     computes what fly does not.
     """
     config = checkpoint.config
-    if not is_block(config):
+    is_named = any(name in _ARCHITECTURES for name in config.get("architectures") or ())
+    if not is_named and config.get("speculators_model_type") not in _SPECULATORS:
         raise checkpoint.refuse(
             f"no DFlash or DSpark head (architectures={shown(config.get('architectures'))}): name "
             "one, or choose another drafter"

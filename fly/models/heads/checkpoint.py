@@ -85,29 +85,23 @@ class Checkpoint:
                 f"its config.json makes no sense: {type(error).__name__}: {reason_of(error)}"
             ) from error
 
-    def check_names(self, wanted: Iterable[str]) -> None:
-        """Raise FlyError unless all `wanted` tensors are here, and no others: a tensor that nothing
-        reads is a part of the head that would be left out."""
-        names = set(wanted)
-        if missing := sorted(names - self.tensors.keys()):
-            raise self.refuse(f"the checkpoint lacks {some(missing)}")
-        if unread := sorted(self.tensors.keys() - names):
-            raise self.refuse(f"a head with {some(unread)} is not supported")
-
-    def check_shape(self, name: str, shape: tuple[int, ...], why: str) -> None:
-        """Raise FlyError unless the tensor has this shape; `why` says where the shape is from."""
-        found = tuple(self.tensors[name].shape)
-        if found != shape:
-            raise self.refuse(f"{name} is {_times(found)}, not {_times(shape)}: {why}")
-
     def build(self, make: Callable[[], T]) -> T:
         """The head that `make` makes, with these tensors. Raises FlyError unless they are its own,
-        by name and shape, before it takes memory."""
+        by name and shape, before it takes memory: a tensor that nothing reads is a part of the head
+        that would be left out."""
         with torch.device("meta"):
             wanted = make().state_dict()
-        self.check_names(wanted)
+        if missing := sorted(wanted.keys() - self.tensors.keys()):
+            raise self.refuse(f"the checkpoint lacks {some(missing)}")
+        if unread := sorted(self.tensors.keys() - wanted.keys()):
+            raise self.refuse(f"a head with {some(unread)} is not supported")
         for name, tensor in wanted.items():
-            self.check_shape(name, tuple(tensor.shape), "by its config.json and the target")
+            found, expected = self.tensors[name].shape, tensor.shape
+            if found != expected:
+                raise self.refuse(
+                    f"{name} is {_times(found)}, not {_times(expected)}: by its config.json and "
+                    "the target"
+                )
         head = make()
         head.load_state_dict(dict(self.tensors))
         return head
