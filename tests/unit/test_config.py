@@ -271,3 +271,30 @@ def test_what_is_written_down_of_a_run_is_in_no_hash():
     for key, value in {"verbose": True, "trace": True, "enable_statistics": False}.items():
         assert config.build({"target_model_path": "t", key: value}, "test").hash() == plain.hash()
     assert config.build({"target_model_path": "t", "spd_k": 9}, "test").hash() != plain.hash()
+
+
+HASHES = {
+    "FLy_DeepSeek_R1_Llama_70b": "f5248056390c",
+    "FLy_Llama33_70b": "028fc484f40d",
+    "FLy_Llama3_405b": "0ac3e138dc7b",
+    "FLy_Llama3_70b": "3ffe1f164a9d",
+    "FLy_Qwen25_72b": "8507983fa334",
+    "FLy_Qwen25_Coder_1.5b": "f98291eae428",
+    "gpt-oss-120b-eagle3": "fa8c2f41f89c",
+    "gpt-oss-20b-eagle3": "8e659f139fe5",
+    "kimi-k2.5-eagle3": "bbc18e7b0131",
+    "llama-3.1-8b-eagle3": "d4d7f6580a5a",
+    "llama-3.3-70b-eagle3": "7235c7ee76f6",
+    "minimax-m2.5-eagle3": "014136d3e9a3",
+    "qwen2.5-coder-guarded": "965f059e3755",
+    "qwen2.5-coder": "8179e46071be",
+    "qwen3-8b-dflash": "ace18b2dbcaf",
+    "qwen3-8b-dspark": "46a6b79acb82",
+    "qwen3-8b-eagle3": "1a44d06b741b",
+}
+
+
+@pytest.mark.parametrize("name", HASHES)
+def test_the_hashes_of_the_shipped_files_stay(name):
+    """Finished runs are matched by it."""
+    assert config.load(f"{name}.json").hash() == HASHES[name]
