@@ -7,23 +7,21 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from fly.analysis import statistics
-from fly.analysis.noise import NoiseRow, check_noise, noise_rows
-from fly.analysis.scores import (
-    MACHINE,
-    METHOD,
-    Measured,
-    Metric,
-    Task,
-    Work,
-    differences,
-    why_not_reusable,
+from fly.analysis.comparability import (
+    Reason,
+    Severity,
+    Subject,
+    check_comparable,
+    find_reasons,
 )
+from fly.analysis.noise import NoiseRow, check_noise, noise_rows
+from fly.analysis.scores import Measured, Metric, Task, Work
 from fly.analysis.statistics import DEFAULT_DEMAND, Comparison, Demand, Ratio, Verdict
 from fly.errors import FlyError
 from fly.runs.records import Positions, mean_lengths
 
 _WEAKEST_FIRST: tuple[Verdict, ...] = ("fell", "not enough evidence", "unchanged", "held")
-_WHOSE = {True: "of the same model", False: "of another model", None: "it is not known whose"}
+_OF_ALL: tuple[Subject, ...] = ("target", "decoding", "engine")  # in the result's notes alone
 
 
 @dataclass(frozen=True)
@@ -160,14 +158,11 @@ def compare(
     Raises FlyError if documents, prompts, targets or task versions differ, naming the first.
     """
     for other in others:
-        check_pairs(baseline, other)
+        check_comparable(baseline, other)
     chosen = _chosen(baseline, metrics)
     notes = list(dict.fromkeys(note for run in (baseline, *others) for note in run.notes))
     for other in others:
-        if reason := why_not_reusable(baseline, other):
-            notes.append(f"{other.name} against {baseline.name}: {reason}")
-        if apart := differences(baseline, other, {"engine": "engine"}):
-            notes.append(f"{other.name} against {baseline.name} compares engines ({apart})")
+        notes += [r.note for r in find_reasons(baseline, other) if r.subject in _OF_ALL]
         notes += _only_in(other, baseline)
     tasks = [found for found in chosen.values() if found]
     firsts = {name: first for name, of in chosen.items() if (first := primary(of)) is not None}
@@ -176,45 +171,14 @@ def compare(
     if others and not tasks:
         raise FlyError(f"{others[0].name}: no metric to compare ({'; '.join(notes) or 'none'})")
     verdicts = len(others) * max(1, rows_per_run)
-    compared = [against(baseline, other, demand, chosen, verdicts) for other in others]
+    compared = [_against(baseline, other, demand, chosen, verdicts) for other in others]
     notes += dict.fromkeys(note for each in compared for note in each.notes)
     floor: list[NoiseRow] = []
     if noise is not None:
-        check_pairs(baseline, noise)
+        check_comparable(baseline, noise)
         check_noise(baseline, noise)
         floor = [*noise_rows(baseline, noise, others, firsts)]
-    speeds = _speeds(baseline, None)
-    return Result(baseline.name, speeds, compared, demand, verdicts, notes, floor)
-
-
-def check_pairs(baseline: Measured, other: Measured) -> None:
-    """Raise FlyError, in one line, if the runs did not answer the same questions."""
-    who = f"{baseline.name} and {other.name} cannot be compared"
-    missing = sorted(baseline.tasks.keys() ^ other.tasks.keys())
-    if missing:
-        raise FlyError(f"{who}: task {missing[0]} is only in one of them")
-    for name, ours in baseline.tasks.items():
-        theirs = other.tasks[name]
-        for key in ("version", "num_fewshot"):
-            if getattr(ours, key) != getattr(theirs, key):
-                raise FlyError(
-                    f"{who}: {name} has {key} {getattr(ours, key)} and {getattr(theirs, key)}"
-                )
-        _check_documents(who, name, ours, theirs)
-
-
-def _check_documents(who: str, name: str, ours: Task, theirs: Task) -> None:
-    only = sorted(ours.documents.keys() ^ theirs.documents.keys())
-    if only:
-        raise FlyError(
-            f"{who}: {name} has {len(ours.documents)} and {len(theirs.documents)} documents; "
-            f"document {only[0]} is only in one of them: use the same --limit or --samples"
-        )
-    for doc_id, document in ours.documents.items():
-        found = theirs.documents[doc_id]
-        for key, what in (("doc", "content"), ("prompt", "prompt"), ("target", "target")):
-            if getattr(document, key) != getattr(found, key):
-                raise FlyError(f"{who}: {name}, document {doc_id}: the {what} differs")
+    return Result(baseline.name, _speeds(baseline), compared, demand, verdicts, notes, floor)
 
 
 def _chosen(baseline: Measured, wanted: Sequence[str] | None) -> dict[str, list[Metric]]:
@@ -277,21 +241,21 @@ def _paired(ours: Metric, task: Task, clusters: dict[int, str]) -> _Scores:
     return _Scores(base, scores, clusters=[clusters[i] for i in ours.scores] if clusters else [])
 
 
-def against(
+def _against(
     baseline: Measured,
     other: Measured,
-    demand: Demand = DEFAULT_DEMAND,
-    chosen: dict[str, list[Metric]] | None = None,
-    verdicts: int = 1,
+    demand: Demand,
+    chosen: dict[str, list[Metric]],
+    verdicts: int,
 ) -> Against:
-    """One run, which must have answered the same questions (`check_pairs`).
+    """One run, which must have answered the same questions (`check_comparable`).
 
-    chosen: the baseline's metrics to compare, by task; None for all. verdicts: as in
-    `statistics.compare_tasks`.
+    chosen: the baseline's metrics to compare, by task. verdicts: as in `statistics.compare_tasks`.
     """
     rows, primaries = [], []
-    withheld = _why_withheld(baseline, other)
-    for name, metrics in (chosen or _chosen(baseline, None)).items():
+    reasons = find_reasons(baseline, other)
+    withheld = _why_withheld(reasons, "withhold verdict")
+    for name, metrics in chosen.items():
         first = primary(metrics)
         for metric in metrics:
             higher = metric.higher_is_better
@@ -305,40 +269,17 @@ def against(
         other.name,
         rows,
         _overall(primaries, demand, verdicts, withheld),
-        _speeds(other, baseline),
+        _speeds(other, baseline, _why_withheld(reasons, "withhold times")),
         [
-            *_leaning_notes(baseline, other),
+            *(reason.note for reason in reasons if reason.note and reason.subject not in _OF_ALL),
             *_dependence_notes(other),
-            *_speed_notes(baseline, other),
         ],
     )
 
 
-def _why_withheld(baseline: Measured, other: Measured) -> str:
-    """Why no verdict can be reached, whatever the scores; empty if one can.
-
-    Under a lossy rule a run that drafts from an earlier run's outputs keeps more of them than the
-    model itself would write. Of another model's outputs, or of one that may be another, that says
-    nothing of what has changed.
-    """
-    for run in (other, baseline):
-        if run.leans and run.drafts and not run.drafts.same_target:
-            who = "" if run is other else f"{run.name} was "
-            return (
-                f"{who}drafted from an earlier run under a lossy rule: its texts lean towards that "
-                "run's, so this is no evidence about a changed model"
-            )
-    return ""
-
-
-def _leaning_notes(baseline: Measured, other: Measured) -> list[str]:
-    """Said also where a verdict is reached, as outputs of the same model allow."""
-    return [
-        f"{run.name} drafted from an earlier run ({_WHOSE[run.drafts.same_target]}) under a lossy "
-        "rule: its texts lean towards that run's"
-        for run in (baseline, other)
-        if run.leans and run.drafts
-    ]
+def _why_withheld(reasons: list[Reason], what: Severity) -> str:
+    """Empty unless it is withheld; the run's own reason, if the baseline has one, too."""
+    return next((r.why for r in reversed(reasons) if r.severity == what), "")
 
 
 def _dependence_notes(run: Measured) -> list[str]:
@@ -408,13 +349,16 @@ def primary(metrics: list[Metric]) -> Metric | None:
 # -------------------------------------------------------------------------------------- speed
 
 
-def _speeds(run: Measured, baseline: Measured | None) -> list[Speed]:
+def _speeds(run: Measured, baseline: Measured | None = None, withheld: str = "") -> list[Speed]:
+    """withheld: why there is no time x; empty if there is."""
     names = list((baseline or run).tasks)
     groups = [[name] for name in names] + ([names] if len(names) > 1 else [])
-    return [speed for group in groups if (speed := _speed(run, baseline, group))]
+    return [speed for group in groups if (speed := _speed(run, baseline, group, withheld))]
 
 
-def _speed(run: Measured, baseline: Measured | None, names: list[str]) -> Speed | None:
+def _speed(
+    run: Measured, baseline: Measured | None, names: list[str], withheld: str
+) -> Speed | None:
     work = _work_of(run, names)
     if not work:
         return None
@@ -429,8 +373,8 @@ def _speed(run: Measured, baseline: Measured | None, names: list[str]) -> Speed 
         return speed
     pairs = [(base[key], work[key]) for key in work]
     tokens = statistics.compare_sums([b.tokens for _, b in pairs], [a.tokens for a, _ in pairs])
-    if apart := differences(baseline, run, MACHINE):
-        return replace(speed, tokens=tokens, withheld=apart)
+    if withheld:
+        return replace(speed, tokens=tokens, withheld=withheld)
     return replace(
         speed,
         decode=statistics.compare_sums([a.decode for a, _ in pairs], [b.decode for _, b in pairs]),
@@ -443,37 +387,6 @@ def _speed(run: Measured, baseline: Measured | None, names: list[str]) -> Speed 
 
 def _work_of(run: Measured, names: list[str]) -> dict[tuple[str, int], Work]:
     return {(name, i): work for name in names for i, work in run.tasks[name].work.items()}
-
-
-def _speed_notes(baseline: Measured, run: Measured) -> list[str]:
-    """What a reader of the ratios has to know; empty where there are none."""
-    if not all(any(task.work for task in found.tasks.values()) for found in (baseline, run)):
-        return []
-    who = f"{baseline.name} and {run.name}"
-    notes = [_drafts_note(each) for each in (baseline, run) if each.is_from_earlier_runs]
-    for name, task in run.tasks.items():
-        ours, theirs = baseline.tasks[name].work, task.work
-        if ours.keys() != theirs.keys():
-            notes.append(
-                f"no time x of {name}: {who} have records of different documents of it "
-                f"({len(ours)} and {len(theirs)} of {len(task.documents)}; the others may have "
-                "come from --use_cache)"
-            )
-    if apart := differences(baseline, run, MACHINE):
-        return [*notes, f"no time x: {who} ran on different machines ({apart})"]
-    if not baseline.machine or not run.machine:  # a stored baseline of an earlier fly
-        return [*notes, f"time x of {who}: it is not known that they ran on one machine"]
-    if apart := differences(baseline, run, METHOD):
-        return [*notes, f"time x of {who} is not of decoding alone: they differ in {apart}"]
-    return notes
-
-
-def _drafts_note(run: Measured) -> str:
-    sources = ", ".join(key.replace("_", " ") for key in run.drafts.sources) if run.drafts else ""
-    return (
-        f"{run.name}: its seconds are with drafts from earlier outputs (drafted from: {sources}), "
-        f"not the speed of {run.mode} by itself"
-    )
 
 
 def _pace(work: list[Work], positions: Positions) -> Pace:

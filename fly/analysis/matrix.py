@@ -13,15 +13,9 @@ from typing import Any
 
 from fly import registry
 from fly.analysis import compare
+from fly.analysis.comparability import check_comparable, explain
 from fly.analysis.compare import ScoreRow, Speed
-from fly.analysis.scores import (
-    MACHINE,
-    METHOD,
-    Measured,
-    differences,
-    why_not_reusable,
-    why_other_target,
-)
+from fly.analysis.scores import Measured
 from fly.analysis.statistics import holm
 from fly.errors import FlyError
 from fly.runs import settings
@@ -150,7 +144,7 @@ def check_related(each: Scored, alone: Iterable[Scored]) -> None:
     """Raise FlyError unless just one of these runs, of targets alone, is of the run's own target,
     and both answered the same questions."""
     family = _family_of(each, [_Family(of_target) for of_target in alone])
-    compare.check_pairs(family.alone[1], each[1])
+    check_comparable(family.alone[1], each[1])
 
 
 def _is_tested(cell: Cell) -> bool:
@@ -201,7 +195,7 @@ def _family_of(each: Scored, families: list[_Family]) -> _Family:
         for family in families
         if family.alone[0].engine == run.engine
         and family.alone[1].tasks.keys() == measured.tasks.keys()
-        and not why_other_target(family.alone[1], measured)
+        and not explain(family.alone[1], measured, "target")
     ]
     what = f"target-only run of {measured.target['name']} ({measured.target['dtype']}, {run.engine}"
     what += f"; {', '.join(measured.tasks)})"
@@ -209,12 +203,10 @@ def _family_of(each: Scored, families: list[_Family]) -> _Family:
         raise FlyError(f"{measured.name}: no {what} is among the runs: add one (use_sd=false)")
     if len(fitting) == 1:
         return fitting[0]
-    facts = MACHINE | METHOD
     alike = [
         family
         for family in fitting
-        if not differences(family.alone[1], measured, facts)
-        and not why_not_reusable(family.alone[1], measured)
+        if not explain(family.alone[1], measured, "target", "decoding", "machine", "method")
     ]
     if len(alike) == 1:
         return alike[0]

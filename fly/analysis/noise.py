@@ -13,13 +13,8 @@ from dataclasses import dataclass
 
 from scipy import stats
 
-from fly.analysis.scores import (
-    MACHINE,
-    Measured,
-    Metric,
-    differences,
-    why_not_reusable,
-)
+from fly.analysis.comparability import explain
+from fly.analysis.scores import Measured, Metric
 from fly.errors import FlyError
 
 NAME = "noise"  # of the noise run
@@ -63,11 +58,11 @@ def check_noise(baseline: Measured, noise: Measured) -> None:
     who = f"--noise-floor: {noise.name} is not {baseline.name}'s decoding again"
     if noise.mode != baseline.mode:
         raise FlyError(f"{who}: it has the mode {noise.mode}, {baseline.name} {baseline.mode}")
-    if reason := why_not_reusable(baseline, noise):
+    if reason := explain(baseline, noise, "target", "decoding"):
         raise FlyError(f"{who}: {reason}")
     if None not in (hashes := {baseline.config_hash, noise.config_hash}) and len(hashes) > 1:
         raise FlyError(f"{who}: its settings differ: make it with the same configuration file")
-    if apart := differences(baseline, noise, {"engine": "engine", **MACHINE}):
+    if apart := explain(baseline, noise, "engine", "machine"):
         raise FlyError(f"{who}: it was made elsewhere ({apart})")
     sizes = [run.machine.get("batch_size") for run in (baseline, noise)]
     if None in sizes:

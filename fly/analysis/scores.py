@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from fly import reading, registry
 from fly.errors import FlyError
 from fly.models import sources
-from fly.models.fingerprint import WHOLE, as_one, hash_model
+from fly.models.fingerprint import as_one, hash_model
 from fly.paths import write_output
 from fly.runs.reader import Run, TaskRun
 from fly.runs.records import DECODING, TIMED, Lengths, Positions
@@ -127,14 +127,6 @@ class Drafts(_Stored):
 
 
 _OfTarget = Annotated[str, StringConstraints(pattern="^(name|dtype|revision|files)$")]
-
-
-# Where these facts differ, seconds do not compare; where those of METHOD do, a note says so.
-MACHINE = {"device": "device", "capability": "CPU capability", "threads": "threads"}
-METHOD = {
-    "engine": "engine", "processes": "processes", "batch_size": "batch size", "dtype": "dtype",
-    "passes": "passes of the target", "compile": "compile",
-}  # fmt: skip
 
 
 class Measured(_Stored):
@@ -398,16 +390,6 @@ def _machine(run: Run) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def differences(baseline: Measured, run: Measured, facts: dict[str, str]) -> str:
-    """In words, which of these facts both runs tell and differ in; empty if none."""
-    ours, theirs = baseline.machine, run.machine
-    return "; ".join(
-        f"{words}: {ours[key]} and {theirs[key]}"
-        for key, words in facts.items()
-        if key in ours and key in theirs and ours[key] != theirs[key]
-    )
-
-
 # ------------------------------------------------------------------------------ baseline files
 
 
@@ -447,10 +429,6 @@ def check_storable(mode: str, flag: str) -> None:
         )
 
 
-def explain_not_reusable(path: Path, reason: str) -> str:
-    return f"--baseline {path}: cannot be reused: {reason}: store a new one with --save-baseline"
-
-
 def read(path: Path) -> Measured:
     """Read a baseline file."""
     where = f"--baseline {path}"
@@ -467,48 +445,3 @@ def read(path: Path) -> Measured:
                     f"{where}: {name}: its scores are not of its documents: make it anew"
                 )
     return found
-
-
-_OF_FLY = ("sampling", "seed")  # that other backends do not tell
-
-
-def why_other_files(stored: str | None, now: str | None) -> str | None:
-    """Why two fingerprints are not of the same files; None if they are, or one is not known."""
-    if stored is None or now is None or stored == now:
-        return None
-    if not stored.startswith(WHOLE):
-        return "it was stored by an earlier fly, which knew models by the ends of their files"
-    return f"another target (files: {stored}, now {now})"
-
-
-def why_other_target(baseline: Measured, run: Measured) -> str | None:
-    """Why two runs are not of the same target in the same dtype; None if they are."""
-    ours, theirs = baseline.target, run.target
-    if reason := why_other_files(ours["files"], theirs["files"]):
-        return reason
-    keys = [] if ours["files"] and theirs["files"] else ["name", "revision"]
-    for key in [*keys, "dtype"]:
-        known = key != "revision" or None not in (ours[key], theirs[key])
-        if ours[key] != theirs[key] and known:
-            return f"another target ({key}: {ours[key]}, now {theirs[key]})"
-    return None
-
-
-def why_not_reusable(baseline: Measured, run: Measured) -> str | None:
-    """Why this baseline's scores are not what the run's own target would score; None if they are.
-
-    Documents, prompts and versions are for `compare.check_pairs` to check.
-    """
-    if reason := why_other_target(baseline, run):
-        return reason
-    for key, value in run.decoding.items():
-        stored = baseline.decoding.get(key)
-        if stored != value and not (key in _OF_FLY and None in (stored, value)):
-            return f"decoded otherwise ({key}: {stored}, now {value})"
-    for name, task in run.tasks.items():
-        stored_task = baseline.tasks.get(name)
-        if stored_task and stored_task.generation != task.generation:
-            return (
-                f"{name} is generated otherwise ({stored_task.generation}, now {task.generation})"
-            )
-    return None

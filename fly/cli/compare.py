@@ -119,7 +119,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _execute(args: argparse.Namespace) -> None:
-    from fly.analysis import compare, compare_files, compare_table, noise, scores
+    from fly.analysis import comparability, compare, compare_files, compare_table, noise, scores
 
     if args.matrix:
         _matrix(args)
@@ -137,8 +137,7 @@ def _execute(args: argparse.Namespace) -> None:
         measured_noise, found = noise.take_noise(found)
     if stored:
         for run in found:
-            if reason := scores.why_not_reusable(stored, run):
-                raise FlyError(scores.explain_not_reusable(args.baseline, reason))
+            comparability.check_reusable(args.baseline, stored, run)
         baseline, others = stored, found
     else:
         baseline = compare.choose_baseline(found, args.baseline_run)

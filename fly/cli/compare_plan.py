@@ -16,7 +16,7 @@ from typing import Any
 
 from fly import config as fly_config
 from fly import registry
-from fly.analysis import noise, scores
+from fly.analysis import comparability, noise, scores
 from fly.cli import run_inputs
 from fly.config import FlyConfig
 from fly.errors import FlyError
@@ -170,12 +170,7 @@ def _check_stored(request: ComparisonRequest, stored: scores.Measured) -> None:
     assert request.baseline is not None
     config, _ = fly_config.of_model_args(request.model_args)
     files = scores.fingerprint(config.target_model_path)
-    reason = scores.why_other_files(stored.target["files"], files)
-    before = stored.decoding.get("gen_kwargs")
-    if reason is None and before != request.gen_kwargs:
-        reason = f"decoded otherwise (gen_kwargs: {before}, now {request.gen_kwargs})"
-    if reason:
-        raise FlyError(scores.explain_not_reusable(request.baseline, reason))
+    comparability.check_reusable_for(request.baseline, stored, files, request.gen_kwargs)
 
 
 def _check_storable(mode: Mode, request: ComparisonRequest) -> None:

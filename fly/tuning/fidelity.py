@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fly.analysis import compare
+from fly.analysis.comparability import check_comparable
 from fly.analysis.scores import Measured
 from fly.analysis.statistics import Comparison
 from fly.errors import FlyError
@@ -73,7 +74,7 @@ def recoveries(baseline: Measured, other: Measured, least: float) -> list[Recove
 
     Raises FlyError if the runs did not answer the same questions.
     """
-    compare.check_pairs(baseline, other)
+    check_comparable(baseline, other)
     both = zip(_rows(baseline, baseline, least), _rows(baseline, other, least))
     return [
         Recovery(row.task, row.metric, row.scores, itself.scores.recovery is not None)

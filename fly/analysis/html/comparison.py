@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from fly.analysis import matrix
-from fly.analysis.compare import Against, check_pairs, compare
+from fly.analysis.comparability import explain_refusal
+from fly.analysis.compare import Against, compare
 from fly.analysis.compare_files import against_as_dict
 from fly.analysis.scores import Measured
 from fly.analysis.statistics import Comparison, Demand
@@ -23,7 +24,7 @@ def against_first(runs: Sequence[Measured]) -> tuple[list[dict[str, Any]], list[
     be compared.
     """
     baseline, *others = runs
-    refused = {run.name: why for run in others if (why := _why_not(baseline, run))}
+    refused = {run.name: why for run in others if (why := explain_refusal(baseline, run))}
     judged = [run for run in others if run.name not in refused]
     entries, notes = dict[str, dict[str, Any]](), list[str]()
     try:
@@ -68,15 +69,6 @@ def of_families(
         return matrix.arrange(cells, [*left_out, *notes]).as_dict, cells
     except FlyError as error:
         return {"refused": "; ".join([*left_out, str(error)])}, cells
-
-
-def _why_not(baseline: Measured, other: Measured) -> str | None:
-    """Why two runs cannot be compared, in one line; None if they can be."""
-    try:
-        check_pairs(baseline, other)
-    except FlyError as error:
-        return str(error)
-    return None
 
 
 def _entry(against: Against, demand: Demand) -> dict[str, Any]:
