@@ -117,10 +117,8 @@ def compare_tasks(
     if not arrays:
         raise ValueError("no documents to compare")
     documents = [Pairs(b, a) if higher_is_better else Pairs(a, b) for a, b in arrays]
-    lost, won = (
-        sum(int((sign * task.kept < sign * task.base).sum()) for task in documents)
-        for sign in (1, -1)
-    )
+    by_document = np.concatenate([task.kept - task.base for task in documents])
+    lost, won = int((by_document < 0).sum()), int((by_document > 0).sum())
     pairs = documents
     if clusters is not None:
         pairs = [task.by_cluster(labels) for task, labels in zip(documents, clusters, strict=True)]
@@ -128,9 +126,9 @@ def compare_tasks(
     change = np.concatenate([(t.kept - t.base) / len(t.base) for t in pairs]) / len(pairs)
     binary = all(np.isin([task.kept, task.base], (0, 1)).all() for task in pairs)
     mcnemar = binary and len(pairs) == 1  # over several tasks, documents differ in weight
-    p = _mcnemar(lost, won) if mcnemar else _sign_flips(change, resamples)
+    p = _mcnemar(change) if mcnemar else _sign_flips(change, resamples)
     found = Comparison(
-        documents=sum(len(task.base) for task in documents),
+        documents=len(by_document),
         clusters=None if clusters is None else len(change),
         baseline=float(np.mean([a.mean() for a, _ in arrays])),
         other=float(np.mean([b.mean() for _, b in arrays])),
@@ -225,7 +223,8 @@ def _scores_nothing(pairs: list[Pairs]) -> bool:
     return len(scores) == 1 and scores[0] <= 0
 
 
-def _mcnemar(lost: int, won: int) -> float:
+def _mcnemar(change: Floats) -> float:
+    lost, won = int((change < 0).sum()), int((change > 0).sum())
     return float(stats.binomtest(lost, lost + won).pvalue) if lost + won else 1.0
 
 
