@@ -145,8 +145,8 @@ class Watched(BlockDrafter):
 
     def propose(self, running, limits):
         draft = super().propose(running, limits)
-        for sequence, chain in zip(running, draft.tokens):
-            if chain:
+        for slot, sequence in enumerate(running):
+            if chain := draft.chain(slot):
                 known, last = sequence.tokens[:-1], sequence.tokens[-1:]
                 fresh = self.fresh()
                 seen = block_heads.features(self.target, self.wants_features, known)

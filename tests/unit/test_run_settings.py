@@ -24,7 +24,7 @@ def test_labels_hold_what_differs_and_what_is_in_force(tmp_path):
 
 def test_labels_tell_texts_and_batch_invariance_apart(tmp_path):
     """Runs that differed in nothing else had one label."""
-    for more in ({}, {"draft_sources": ["siblings", "own"]}, {"batch_invariant": "auto"}):
+    for more in ({}, {"draft_sources": ["runs", "own"]}, {"batch_invariant": "auto"}):
         keys = {"drafter": "ngram", "enable_fly": False, "batch_invariant": False, **more}
         written = write_run(tmp_path, {"a": SOLVED}, **keys)
     results = json.loads(written.read_text())
@@ -32,7 +32,7 @@ def test_labels_tell_texts_and_batch_invariance_apart(tmp_path):
     written.write_text(json.dumps(results))
     assert settings.labels(load_all(tmp_path)) == [
         "texts=all, not batch invariant",
-        "texts siblings, own, not batch invariant",
+        "texts runs, own, not batch invariant",
         "texts=all, batch invariant",
     ]
 
