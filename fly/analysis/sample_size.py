@@ -50,7 +50,7 @@ class _Drawn:
     """A task in the simulated runs: sums over its units by run, [runs] each."""
 
     def __init__(self, task: _Simulated, counts_RN: Floats) -> None:
-        self._task = task
+        self.task = task
         self.units = counts_RN.sum(axis=1)
         self._powers_R4 = counts_RN @ task.margins[:, None] ** np.arange(4)
         self.change = counts_RN @ task.change / self.units
@@ -62,7 +62,7 @@ class _Drawn:
         """Mean, variance and third central moment of the task's margin in the posterior with these
         documents added, [3, runs]: those of a mean under Dirichlet weights."""
         kept, base = size * ADDED_24
-        powers = (kept - self._task.min_recovery * base)[:, None] ** np.arange(4)
+        powers = (kept - self.task.min_recovery * base)[:, None] ** np.arange(4)
         weight, first, second, third = (self._powers_R4 + added_4 @ powers).T
         mean, second, third = first / weight, second / weight, third / weight
         variance = second - mean**2
@@ -92,14 +92,14 @@ def _chance(tasks: list[_Drawn], confidence: float, doubt: float, binary: bool) 
     total = np.sum(seen, axis=0)
     held = np.min(
         [
-            _above_zero(total - own + task.cumulants(ONE_LOST, task._task.top))
+            _above_zero(total - own + task.cumulants(ONE_LOST, task.task.top))
             for task, own in zip(tasks, seen)
         ],
         axis=0,
     )
     each = HALF_OF_EACH / len(tasks)
     as_seen = _above_zero(
-        np.sum([task.cumulants(each, task._task.largest_change) for task in tasks], axis=0)
+        np.sum([task.cumulants(each, task.task.largest_change) for task in tasks], axis=0)
     )
     fell = (as_seen <= doubt) & (_p_of_loss(tasks, binary) <= doubt)
     return float(np.mean((held >= confidence) | fell))

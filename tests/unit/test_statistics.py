@@ -242,14 +242,14 @@ def test_right_or_wrong_scores_change_by_the_largest_score(counts):
     assert task.largest_change == task.top == 1
 
 
-@pytest.mark.parametrize("documents", [20, 30, 40, 50])
-def test_the_number_of_documents_does_not_recede(documents):
+@pytest.mark.parametrize("seed", [0, 3, 7, 11])
+def test_the_number_of_documents_does_not_recede(seed):
     """It was always one more than there were."""
-    rng = np.random.default_rng(9)
-    base = rng.beta(2, 3, documents)
-    found = compare_scores(base, base * rng.uniform(0.93, 1.05, documents))
+    rng = np.random.default_rng(seed)
+    base = rng.beta(0.5, 3, 20)
+    found = compare_scores(base, base * rng.uniform(0.94, 0.97, 20), demand=Demand(0.97))
     assert found.verdict == "not enough evidence"
-    assert found.decides > 1.2 * documents
+    assert found.decides > 1.2 * 20
 
 
 def in_clusters(lost, rng, size=10, count=40):
