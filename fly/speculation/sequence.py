@@ -304,7 +304,7 @@ class Sequence:
         if self.open is not None and end is not None:
             if reason == "length" and self.open.at < end:
                 return False
-            if end - 1 == self.open.at and self._eos_ids.isdisjoint(self.generated[end:]):
+            if end - 1 == self.open.at and not self._eos_after(end):
                 return False
         if end is None:
             return False
@@ -326,6 +326,9 @@ class Sequence:
         if matched is not None and (start + matched < end or reason != "eos"):
             end, reason = start + matched, "stop"
         return (end, reason) if reason is not None else (None, None)
+
+    def _eos_after(self, start: int) -> bool:
+        return not self._eos_ids.isdisjoint(self.generated[start:])
 
     def _count(self, counts: Counts, drafted: str) -> None:
         """Count the tokens that became final, by their sources. drafted: by whom in this round."""
