@@ -16,7 +16,7 @@ class LostProcessError(FlyError):
     """Another process of the run has ended, or does not answer."""
 
 
-def some(names: Sequence[str]) -> str:
+def summarize_names(names: Sequence[str]) -> str:
     """The first three of them, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more

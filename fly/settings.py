@@ -23,6 +23,8 @@ TextSourceName = Literal["runs", "own"]
 # Keys, values as `key=value` (of a list: one item), flags as `--flag` and commands as `fly command`
 # that fly had once, and what to do instead. Finished runs that have them are read as ever.
 GONE = {
+    "--max_changed": "fly tune runs its candidates: --min-recovery decides",
+    "--draft_quantization": "it is the configuration's own: --model_args draft_quantization=...",
     "--memory": "docs/scale.md has the memory of the shipped pairs, and how to count any other's",
     "fly plot": "`fly report RUN...` draws the figures, and saves them as SVG and CSV",
     "execution=onednn": "set it to auto: fly's kernels where they work, else the model's passes",

@@ -45,7 +45,7 @@ def run_missing(planned: PlannedRuns) -> dict[str, Path]:
         difference = _difference(noted, mark)
         finished = unfinished = None
         if difference is None:
-            finished, unfinished = _begun(folder, noted["before"])
+            finished, unfinished = _find_begun(folder, noted["before"])
         elif noted.get("command") == mark["command"]:
             what, old, new = difference
             print(f"{name}: made anew: {what} was {old}, is now {new}", flush=True)
@@ -89,7 +89,7 @@ def _difference(noted: dict[str, Any], mark: dict[str, Any]) -> tuple[str, str, 
     return found and (found[0].removeprefix("."), *found[1:])
 
 
-def _begun(folder: Path, before: Sequence[str]) -> tuple[reader.Run | None, Path | None]:
+def _find_begun(folder: Path, before: Sequence[str]) -> tuple[reader.Run | None, Path | None]:
     """(the finished run, the manifest of the unfinished one) that the marked command began there.
 
     before: files that were in the folder when it began, which are another command's.

@@ -15,12 +15,6 @@ from fly.models import sources
 from fly.paths import timestamp
 from fly.runs import context
 
-# flags of earlier versions, and what to do instead
-_GONE = {
-    "--max_changed": "candidates are run, not predicted: --min-recovery decides",
-    "--draft_quantization": "it is the configuration's own: --model_args draft_quantization=...",
-}
-
 
 def add_command(subparsers: Any) -> None:
     """Register the subcommand with the CLI's parser."""
@@ -49,8 +43,6 @@ def add_command(subparsers: Any) -> None:
         metavar="SHARE",
         help="share of the target's score that every metric must keep (0.99)",
     )
-    for flag in _GONE:
-        add(flag, nargs="*", help=argparse.SUPPRESS)
     add("--max_gen_toks", type=int, help="instead of the tasks' own")
     add("--num_fewshot", type=int)
     add("--batch_size", default="1", help="running sequences; only 1")
@@ -124,9 +116,6 @@ def _checked(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, int]]:
     from fly.harness import evaluate
     from fly.harness.arguments import check_flags, check_model_args, check_task_files
 
-    for flag, instead in _GONE.items():
-        if getattr(args, flag.removeprefix("--")) is not None:
-            raise FlyError(f"{flag}: there is no such flag any more: {instead}")
     if args.batch_size != "1":
         raise FlyError(
             f"--batch_size {args.batch_size}: fly tune decodes document by document: use 1"

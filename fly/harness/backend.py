@@ -69,8 +69,8 @@ class Backend(TemplateLM):
         self.run_context = context.current()  # lm-eval makes the model: it cannot be handed over
         self.earlier = _earlier_outputs(config, self.run_context)
         self._same_target: bool | None = None
-        self._matched = earlier_outputs.Counts()
-        self._unshared_matched = earlier_outputs.Counts()
+        self._matched = earlier_outputs.MatchCounts()
+        self._unshared_matched = earlier_outputs.MatchCounts()
         self.observers: list[Observer] = []
         self.samplings: set[Sampling] = set()
         self.stats = RunStats()
@@ -346,7 +346,7 @@ class Backend(TemplateLM):
     def _share(self) -> None:
         """Only the first process gets the others' shares; it writes the results."""
         own, self._unshared = self._unshared, RunStats()
-        matched, self._unshared_matched = self._unshared_matched, earlier_outputs.Counts()
+        matched, self._unshared_matched = self._unshared_matched, earlier_outputs.MatchCounts()
         share = (own, self.samplings, matched)
         for stats, samplings, counts in self.processes.gather(share) or [share]:
             self.stats.merge(stats)
@@ -420,15 +420,15 @@ def _in_order(shares: list[Any]) -> Any:
     Process r of n has documents r, r + n, r + 2n, ...; samples come filter by filter.
     """
     if isinstance(shares[0], dict):
-        return {name: _dealt([share.get(name, []) for share in shares]) for name in shares[0]}
+        return {name: _interleave([share.get(name, []) for share in shares]) for name in shares[0]}
     filters = dict.fromkeys(sample["filter"] for sample in shares[0])
     of_filter = [
         [[s for s in share if s["filter"] == name] for share in shares] for name in filters
     ]
-    return [*chain(*map(_dealt, of_filter))]
+    return [*chain(*map(_interleave, of_filter))]
 
 
-def _dealt(hands: list[list[Any]]) -> list[Any]:
+def _interleave(hands: list[list[Any]]) -> list[Any]:
     """The first of each, then the second of each, and so on."""
     nothing = object()
     rounds = zip_longest(*hands, fillvalue=nothing)

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from fly.errors import FlyError, reason_of, some
+from fly.errors import FlyError, reason_of, summarize_names
 
 
 @contextmanager
@@ -46,8 +46,8 @@ class WithAllTensors:
         absent = sorted(n for n in missing if n not in tensors or id(tensors[n]) not in loaded)
         if absent:
             raise FlyError(
-                f"{self._field}={path}: the checkpoint lacks {some(absent)}: fetch the model "
-                "again, or name another one"
+                f"{self._field}={path}: the checkpoint lacks {summarize_names(absent)}: fetch the "
+                "model again, or name another one"
             )
         checked: PreTrainedModel = model
         return checked

@@ -41,7 +41,7 @@ class Output:
 
 
 @dataclass
-class Counts(Sums):
+class MatchCounts(Sums):
     """Requests by what earlier runs have for them.
 
     asked: all. matched: an output to draft from. changed: the document, but with another prompt.
@@ -116,7 +116,7 @@ class Matcher:
     """Finds the outputs for a request, as ids of `tokenizer`, and counts what it finds."""
 
     def __init__(self, earlier: EarlierOutputs, tokenizer: Tokenizer) -> None:
-        self.counts = Counts()
+        self.counts = MatchCounts()
         self._earlier = earlier
         self._tokenizer = tokenizer
         self._hash = output_ids.tokenizer_hash(tokenizer)

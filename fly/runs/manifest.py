@@ -66,7 +66,7 @@ class Manifest:
         data = reading.read_object(path)
         if data.get("format") != _FORMAT:
             raise FlyError(f"{path}: not a run's manifest of this version of fly")
-        shapes.check(data, shapes.Manifest, f"{path}, a run's manifest")
+        shapes.check(data, shapes.ManifestShape, f"{path}, a run's manifest")
         return cls(path, data)
 
     @property

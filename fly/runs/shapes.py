@@ -285,7 +285,7 @@ class _Model(TypedDict):
     commit: NotRequired[str | None]
 
 
-class Manifest(TypedDict):
+class ManifestShape(TypedDict):
     started: Name
     finished: bool
     results: str | None

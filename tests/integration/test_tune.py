@@ -163,8 +163,6 @@ def test_no_configuration_is_written_if_none_kept_the_score(arguments, capsys, m
     [
         ({"batch_size": 4}, "--batch_size 4: fly tune decodes document by document"),
         ({"limit": 0}, "--limit 0: must be at least 1"),
-        ({"max_changed": 0.1}, "--max_changed: there is no such flag any more: candidates are run"),
-        ({"draft_quantization": "int8"}, "--draft_quantization: there is no such flag any more"),
         ({"min_recovery": 0}, "--min-recovery 0: give a share above 0 and at most 1"),
         ({"min-recovery": 1.5}, "--min-recovery 1.5: give a share above 0 and at most 1"),
         ({"output": "here"}, "--output here: give the name of a .json file"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fly.errors import FlyError
 from fly.models.fingerprint import as_one
 from fly.runs import output_ids, reader, shapes
-from fly.runs.earlier_outputs import Counts, EarlierOutputs, Matcher, target_of
+from fly.runs.earlier_outputs import MatchCounts, EarlierOutputs, Matcher, target_of
 from tests import tiny, written_runs
 
 PROMPT = written_runs.digest("p")
@@ -127,7 +127,7 @@ def test_ids_of_this_tokenizer_are_used_as_they_are(tmp_path, tokenizer):
     records = [record(ids=ids, tokenizer=own, repeat=repeat) for ids, repeat in repeats]
     found, counts = find(tokenizer, write(tmp_path / "run", *records))
     assert found == ((5, 6), (7, 257))
-    assert counts == Counts(asked=1, matched=1)
+    assert counts == MatchCounts(asked=1, matched=1)
 
 
 def test_ids_of_another_tokenizer_are_not_used(tmp_path, tokenizer):
@@ -150,7 +150,7 @@ def test_texts_without_ids_are_used_if_encoding_keeps_them(tmp_path, tokenizer):
             return tokenizer.decode(ids, **kwargs).replace("\u00e9", "e")
 
     found, counts = find(Lossy(), folder)
-    assert (found, counts) == ((), Counts(asked=1, untokenized=1))
+    assert (found, counts) == ((), MatchCounts(asked=1, untokenized=1))
 
 
 def test_ids_outside_of_the_vocabulary_never_come_through(tmp_path, tokenizer):
@@ -164,8 +164,8 @@ def test_ids_outside_of_the_vocabulary_never_come_through(tmp_path, tokenizer):
 def test_another_prompt_and_another_document_are_left_out_and_counted(tmp_path, tokenizer):
     """The mutant that looks documents up without their prompt drafts the old prompt's output."""
     folder = write(tmp_path / "run", record(0), record(1))
-    assert find(tokenizer, folder, prompt="f" * 64) == ((), Counts(asked=1, changed=1))
-    assert find(tokenizer, folder, doc_id=2, prompt="f" * 64) == ((), Counts(asked=1, missing=1))
+    assert find(tokenizer, folder, prompt="f" * 64) == ((), MatchCounts(asked=1, changed=1))
+    assert find(tokenizer, folder, doc_id=2, prompt="f" * 64) == ((), MatchCounts(asked=1, missing=1))
     newer = write(tmp_path / "newer", record(0, text="b", prompt="f" * 64))
     assert find(tokenizer, folder, newer)[0] == (tuple(tokenizer.encode("text")),)
 
@@ -175,7 +175,7 @@ def test_documents_that_are_numbered_anew_are_known_by_their_prompts(tmp_path, t
     folder = write(tmp_path / "run", record(7))
     found, counts = find(tokenizer, folder, doc_id=0)
     assert found == (tuple(tokenizer.encode("text")),)
-    assert counts == Counts(asked=1, matched=1)
+    assert counts == MatchCounts(asked=1, matched=1)
 
 
 def test_the_newest_run_of_a_folder_is_read_finished_or_not(tmp_path, tokenizer):

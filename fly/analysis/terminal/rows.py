@@ -20,7 +20,7 @@ _new_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 @dataclass(frozen=True)
-class Cell:
+class TokenCell:
     """One character. starts: it is the first of its token. provisional: it may be taken back."""
 
     text: str
@@ -33,7 +33,7 @@ class Cell:
         return cell_len(self.text)
 
 
-Line = list[Cell]
+Line = list[TokenCell]
 
 
 def _copy(decoder: codecs.IncrementalDecoder) -> codecs.IncrementalDecoder:
@@ -86,7 +86,7 @@ class Layout:
     def _append(self, text: str, source: str, provisional: bool) -> Iterator[Line]:
         for place, character in enumerate(text):
             for number, shown in enumerate(self._printable(character)):
-                cell = Cell(shown, source, place == number == 0, provisional)
+                cell = TokenCell(shown, source, place == number == 0, provisional)
                 if self.rest and sum(c.width for c in self.rest) + cell.width > self.width:
                     yield self._take()
                 self.rest.append(cell)
@@ -124,7 +124,7 @@ def lettered(line: Line) -> Text:
     return Text("".join(cell.text for cell in line) + "\n" + letters, no_wrap=True)
 
 
-def _letters(cell: Cell) -> str:
+def _letters(cell: TokenCell) -> str:
     follows = PROVISIONAL_LETTER if cell.provisional else CONTINUES
     first = STYLES[cell.source].letter if cell.starts else follows
     return (first + follows * cell.width)[: cell.width]

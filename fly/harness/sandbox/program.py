@@ -43,7 +43,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-class Program(Peer):
+class ProgramPeer(Peer):
     """Answers for the module that the source became."""
 
     def __init__(self, pipes: Pipes) -> None:
@@ -85,7 +85,7 @@ class Program(Peer):
 class _Tests:
     """A function of the tests', handed to the program as an argument."""
 
-    def __init__(self, program: Program, number: int) -> None:
+    def __init__(self, program: ProgramPeer, number: int) -> None:
         self.reference = ["yours", number]
         self._program = program
 
@@ -103,7 +103,7 @@ def _close_executors() -> None:
 
 def run(source: str, pipes: Pipes) -> None:
     """Execute the source and answer for it."""
-    program = Program(pipes)
+    program = ProgramPeer(pipes)
     process = os.getpid()
     try:
         try:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from fly.errors import FlyError, reason_of, some
+from fly.errors import FlyError, reason_of, summarize_names
 from fly.models.draft_vocabulary import DraftVocabulary
 from fly.models.heads import shapes
 from fly.models.sources import ModelSource, is_local
@@ -92,9 +92,9 @@ class Checkpoint:
         with torch.device("meta"):
             wanted = make().state_dict()
         if missing := sorted(wanted.keys() - self.tensors.keys()):
-            raise self.refuse(f"the checkpoint lacks {some(missing)}")
+            raise self.refuse(f"the checkpoint lacks {summarize_names(missing)}")
         if unread := sorted(self.tensors.keys() - wanted.keys()):
-            raise self.refuse(f"a head with {some(unread)} is not supported")
+            raise self.refuse(f"a head with {summarize_names(unread)} is not supported")
         for name, tensor in wanted.items():
             found, expected = self.tensors[name].shape, tensor.shape
             if found != expected:
