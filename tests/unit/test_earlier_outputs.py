@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fly.errors import FlyError
 from fly.models.fingerprint import as_one
 from fly.runs import output_ids, reader, shapes
-from fly.runs.earlier_outputs import MatchCounts, EarlierOutputs, Matcher, target_of
+from fly.runs.earlier_outputs import EarlierOutputs, MatchCounts, Matcher, target_of
 from tests import tiny, written_runs
 
 PROMPT = written_runs.digest("p")
@@ -165,7 +165,10 @@ def test_another_prompt_and_another_document_are_left_out_and_counted(tmp_path, 
     """The mutant that looks documents up without their prompt drafts the old prompt's output."""
     folder = write(tmp_path / "run", record(0), record(1))
     assert find(tokenizer, folder, prompt="f" * 64) == ((), MatchCounts(asked=1, changed=1))
-    assert find(tokenizer, folder, doc_id=2, prompt="f" * 64) == ((), MatchCounts(asked=1, missing=1))
+    assert find(tokenizer, folder, doc_id=2, prompt="f" * 64) == (
+        (),
+        MatchCounts(asked=1, missing=1),
+    )
     newer = write(tmp_path / "newer", record(0, text="b", prompt="f" * 64))
     assert find(tokenizer, folder, newer)[0] == (tuple(tokenizer.encode("text")),)
 
