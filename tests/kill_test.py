@@ -213,7 +213,8 @@ class Report(Command):
 
     def arguments(self, out):
         made = self.place / "report-runs"
-        return ["report", made / "target-only", made / "fly", "--output", out / "report.html"]
+        output = ["--output", out / "report.html", "--force"]
+        return ["report", made / "target-only", made / "fly", *output]
 
     def start(self, out):
         if not out.exists():
