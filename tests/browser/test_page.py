@@ -57,7 +57,8 @@ def test_drafters_by_rules_are_a_shaded_matrix(open_report, tmp_path):
         told = {"entry": {"drafter": "ngram"}, "settings": {"spd_k": 4}, "seconds": 0.5}
         folders.append(written_runs.write(tmp_path / mode, mode, values, **told))
     matrix = open_report(*folders).locator("#matrix")
-    assert matrix.locator("thead th").all_inner_texts() == ["target, drafter", "exact", "FLy"]
+    head = matrix.locator("table:has(.cell) thead th")
+    assert head.all_inner_texts() == ["target, drafter", "exact", "FLy"]
     kept, lost = (matrix.locator(".cell").nth(at) for at in (0, 1))
     assert "1 lost, 0 won; p 1.000" in lost.inner_text()
     assert "time x 2.00\u00d7" in lost.inner_text()
@@ -93,12 +94,12 @@ def test_figures_over_many_runs(open_report, many):
     assert frontier.locator("polyline.curve").count() == 1
     legend = page.locator("figure", has=frontier).locator(".legend li").all_inner_texts()
     assert legend[:2] == ["1: target-only (batch size=1)", "2: exact (K=4, batch size=1)"]
-    assert sorted(frontier.locator("text.strong").all_inner_texts()) == list("123456")
+    assert sorted(frontier.locator("text.strong").all_text_contents()) == list("123456")
     for name, lines in (("Mean acceptance length (tau) by K: a", 2), ("Time x by K: a", 2),
                         ("Throughput: a", 3)):  # fmt: skip
         drawn = page.get_by_role("img", name=name)
         assert drawn.locator("polyline.join").count() == lines
-    sizes = page.get_by_role("img", name="Throughput: a").locator("text.strong").all_inner_texts()
+    sizes = page.get_by_role("img", name="Throughput: a").locator("text.strong").all_text_contents()
     assert sizes == ["4", "1"] * 3  # from the slowest user to the fastest
 
 
