@@ -179,6 +179,17 @@ def test_one_process_at_a_time(tmp_path):
     other.release()
 
 
+def test_a_lock_whose_process_was_killed_before_its_manifest_was_written_is_removed(tmp_path):
+    orphan, held = (Manifest(tmp_path / f"fly_run_{name}.json", {}) for name in ("a", "b"))
+    for run in (orphan, held):
+        assert run.hold()
+    orphan.lock.release()  # as the system does for a killed process: the file stays
+    assert len([*tmp_path.glob(".fly_run_*.lock")]) == 2
+    create(tmp_path)
+    assert not (tmp_path / ".fly_run_a.lock").exists()
+    assert (tmp_path / ".fly_run_b.lock").exists()
+
+
 def test_facts_are_noted_once_and_then_compared(tmp_path):
     first = create(tmp_path)
     first.agree("facts", {"target": {"files": {"a.json": "1"}}, "many": (1, 2)})
