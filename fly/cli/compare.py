@@ -287,14 +287,16 @@ def _read(paths: Sequence[tuple[str | None, str | Path]], taken: list[str]) -> I
 
 def _make_runs(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
     """The modes' runs, made now where they have not been before."""
+    from fly.analysis import noise
     from fly.cli import compare_plan, run_modes
     from fly.runs import context
 
     planned = compare_plan.plan_runs(
         compare_plan.ComparisonRequest.from_flags(args, _run_flags(args), stored)
     )
-    if len(planned.modes) - args.noise_floor == 1 and not stored:
-        _check_nothing_else_asked(args, *planned.modes)
+    compared = [name for name in planned.modes if name != noise.NAME]
+    if len(compared) == 1 and not stored:
+        _check_nothing_else_asked(args, *compared)
     context.check_writable(planned.output, "output_path")
     folders = run_modes.run_missing(planned)
     return _load(list(folders.items()), [stored.name] if stored else [], args)

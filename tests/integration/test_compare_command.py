@@ -248,6 +248,10 @@ def test_bad_modes_are_refused_before_anything_runs(
             ("--modes", "target-only", "--save-baseline", tmp_path / "b", "--min-recovery", "0.97"),
             "--min-recovery: nothing to compare target-only with",
         ),
+        (
+            ("--modes", "target-only", "--save-baseline", tmp_path / "b", "--noise-floor"),
+            "--noise-floor: nothing to compare target-only with",
+        ),
     ]:
         assert run(*common, *more) == 2
         assert message in capsys.readouterr().err.splitlines()[-1]
