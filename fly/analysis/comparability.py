@@ -58,15 +58,20 @@ def explain(baseline: Measured, run: Measured, *subjects: Subject) -> str:
     return "; ".join(r.why for r in find_reasons(baseline, run) if r.subject in subjects)
 
 
-def check_comparable(baseline: Measured, run: Measured) -> None:
-    """Raise FlyError if `explain_refusal` has a reason."""
-    if refusal := explain_refusal(baseline, run):
+def check_comparable(baseline: Measured, run: Measured) -> list[Reason]:
+    """`find_reasons`, of which none refuses. Raises FlyError if one does."""
+    reasons = find_reasons(baseline, run)
+    if refusal := _refusal(reasons):
         raise FlyError(refusal)
+    return reasons
 
 
 def explain_refusal(baseline: Measured, run: Measured) -> str:
     """Why the runs cannot be compared at all, in one line; empty if they can be."""
-    reasons = find_reasons(baseline, run)
+    return _refusal(find_reasons(baseline, run))
+
+
+def _refusal(reasons: list[Reason]) -> str:
     return next((reason.note for reason in reasons if reason.severity == "refuse"), "")
 
 

@@ -12,7 +12,6 @@ from fly.analysis.comparability import (
     Severity,
     Subject,
     check_comparable,
-    find_reasons,
 )
 from fly.analysis.noise import NoiseRow, check_noise, noise_rows
 from fly.analysis.scores import Measured, Metric, Task, Work
@@ -157,12 +156,11 @@ def compare(
 
     Raises FlyError if documents, prompts, targets or task versions differ, naming the first.
     """
-    for other in others:
-        check_comparable(baseline, other)
+    reasons = [check_comparable(baseline, other) for other in others]
     chosen = _chosen(baseline, metrics)
     notes = list(dict.fromkeys(note for run in (baseline, *others) for note in run.notes))
-    for other in others:
-        notes += [r.note for r in find_reasons(baseline, other) if r.subject in _OF_ALL]
+    for other, found in zip(others, reasons):
+        notes += [reason.note for reason in found if reason.subject in _OF_ALL]
         notes += _only_in(other, baseline)
     tasks = [found for found in chosen.values() if found]
     firsts = {name: first for name, of in chosen.items() if (first := primary(of)) is not None}
@@ -171,7 +169,10 @@ def compare(
     if others and not tasks:
         raise FlyError(f"{others[0].name}: no metric to compare ({'; '.join(notes) or 'none'})")
     verdicts = len(others) * max(1, rows_per_run)
-    compared = [_against(baseline, other, demand, chosen, verdicts) for other in others]
+    compared = [
+        _against(baseline, other, found, demand, chosen, verdicts)
+        for other, found in zip(others, reasons)
+    ]
     notes += dict.fromkeys(note for each in compared for note in each.notes)
     floor: list[NoiseRow] = []
     if noise is not None:
@@ -244,16 +245,16 @@ def _paired(ours: Metric, task: Task, clusters: dict[int, str]) -> _Scores:
 def _against(
     baseline: Measured,
     other: Measured,
+    reasons: list[Reason],
     demand: Demand,
     chosen: dict[str, list[Metric]],
     verdicts: int,
 ) -> Against:
-    """One run, which must have answered the same questions (`check_comparable`).
+    """One run. reasons: what stands between it and the baseline (`check_comparable`).
 
     chosen: the baseline's metrics to compare, by task. verdicts: as in `statistics.compare_tasks`.
     """
     rows, primaries = [], []
-    reasons = find_reasons(baseline, other)
     withheld = _why_withheld(reasons, "withhold verdict")
     for name, metrics in chosen.items():
         first = primary(metrics)
