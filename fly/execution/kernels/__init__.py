@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fly.errors import FlyError, reason_of
 from fly.execution.kernels import blocks, build, tiles
 from fly.execution.kernels.build import instructions
-from fly.execution.kernels.vector import PANEL
+from fly.execution.kernels.ir import PANEL
 
 __all__ = [
     "Bfloat16Linear",
@@ -78,9 +78,9 @@ def _isa() -> str:
 
 
 @functools.cache
-def _configurations() -> Tensor:
+def tile_configurations(*, quantized: bool = False) -> Tensor:
     """Tile configurations of 1 to 32 rows, one after the other."""
-    data = b"".join(tiles.configuration(rows) for rows in range(1, 33))
+    data = b"".join(tiles.configuration(rows, quantized=quantized) for rows in range(1, 33))
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
@@ -137,13 +137,13 @@ class _PackedLinear(nn.Module):
         product, threads = self._product, torch.get_num_threads()
         grab = max(4, self._panels // (_GRABS * threads) // 4 * 4)
         if self._product_of_many is not None and count > blocks.CHUNK:
-            product, pack = self._product_of_many
-            rows = self._packed(rows, pack)
+            product = self._product_of_many
+            rows = self._packed(rows, build.pack_for_many())
             grab = blocks.grab(self._panels, threads)
         build.run(
             product, rows.data_ptr(), weight.data_ptr(), self._bias.data_ptr(), out.data_ptr(),
             self._steps, count, self._panels, columns * out.element_size(), grab, 0,
-            *scales, _configurations().data_ptr(),
+            *scales, tile_configurations().data_ptr(), 0, 0, 0, 0, 0,
         )  # fmt: skip
         return out
 

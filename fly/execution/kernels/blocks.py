@@ -18,9 +18,10 @@ from __future__ import annotations
 from functools import partial
 from types import SimpleNamespace
 
-from fly.execution.kernels.ir import PRODUCT, Function, module
+from fly.execution.kernels.formats import Unpacking, unpack_panels
+from fly.execution.kernels.ir import PANEL, PRODUCT, Function, module
+from fly.execution.kernels.quantized import transpose_tile
 from fly.execution.kernels.tiles import LINE, ROWS, TILE, W_TILE, X_TILE, TileFunction
-from fly.execution.kernels.vector import PANEL
 
 CHUNK = 2 * ROWS
 _STEPS = 8  # of 64 bytes of inputs, in a block
@@ -53,9 +54,10 @@ def grab(panels: int, threads: int) -> int:
     return -(-panels // (2 * shares)) * 2
 
 
-def product(*, int8: bool) -> str:
-    """IR of `@product(ptr arguments)`, one thread's share, for inputs that `@pack` has packed."""
-    f = TileFunction("product", int8=int8)
+def product(*, int8: bool = False, unpacking: Unpacking | None = None) -> str:
+    """IR of `@product(ptr arguments)`, one thread's share, for inputs that `@pack` has packed, or
+    transposed chunks of them if weights are quantised, which are unpacked block by block."""
+    f = TileFunction("product", int8=int8, unpacking=unpacking)
     a = f.arguments(PRODUCT)
     whole_chunk = f.at(a.configurations, 64 * (CHUNK - 1))
     f.configure(whole_chunk)
@@ -63,6 +65,10 @@ def product(*, int8: bool) -> str:
     chunks = f.div(f.add(a.rows, CHUNK - 1), CHUNK)
     block_steps = f.mul(f.min(chunks, _CHUNKS), _STEPS)
     lines = f.div(f.add(block_steps, _STEPS * TILE // LINE - 1), block_steps)
+    if unpacking is not None:
+        lines, panel_bytes = "0", str(_STEPS * TILE)
+        unpacked = f.op(f"alloca i8, i64 {2 * _PAIRS * _STEPS * TILE}, align 64")
+        of_columns = f.op(f"alloca i8, i64 {PANEL * unpacking.scratch}, align 64")
     lines_per_chunk = f.mul(lines, _STEPS)
     scratch = f.op(f"alloca i8, i64 {_PAIRS * _CHUNKS * _SUMS}, align 64")
     with f.panel_groups(a) as (first, end), f.loop_if_any(first, end, 2 * _PAIRS) as block:
@@ -75,6 +81,8 @@ def product(*, int8: bool) -> str:
                 next_steps = f.add(f.mul(k, TILE), _STEPS * TILE)
                 next_panels = f.mul(panel_bytes, 2 * _PAIRS)
                 ahead_block = f.select(is_last, next_panels, next_steps)
+                if unpacking is not None:
+                    unpack_panels(f, a, unpacking, unpacked, of_columns, block, block_end, k, k_end)
                 with f.loop_if_any(some, some_end) as chunk:
                     c = f.sub(chunk, some)
                     sums = f.at(scratch, f.mul(c, _SUMS))
@@ -90,8 +98,13 @@ def product(*, int8: bool) -> str:
                     out = f.at(a.out, f.mul(row, a.out_stride))
                     with f.loop_if_any(block, block_end, 2) as panel:
                         pair_at = f.mul(f.sub(panel, block), _CHUNKS * _SUMS // 2)
-                        pair_sums, w = f.at(sums, pair_at), f.at(a.w, f.mul(panel, panel_bytes))
+                        pair_sums = f.at(sums, pair_at)
                         chunk_lines = f.mul(f.mul(c, lines_per_chunk), LINE)
+                        if unpacking is None:
+                            w = f.at(a.w, f.mul(panel, panel_bytes))
+                        else:  # as if the panels' first steps were there, too
+                            w = f.at(unpacked, f.mul(f.sub(panel, block), _STEPS * TILE))
+                            w = f.at(w, f.sub(0, f.mul(k, TILE)))
                         ahead = f.at(w, f.add(chunk_lines, ahead_block))
                         multiply = partial(
                             _block, f, x=x, w=w, sums=pair_sums, start=k, end=k_end,
@@ -139,15 +152,17 @@ def _block(
     with f.loop(start, end, carried=[("ptr", ahead)]) as loop:
         x_step = f.at(x, f.mul(loop.index, 2 * TILE))
         w_offset = f.mul(loop.index, TILE)
-        lower_x = f.at(x_step, TILE)
+        lower_x, x_line = f.at(x_step, TILE), LINE
+        if f.unpacking is not None:  # pairs of 32 rows, side by side
+            lower_x, x_line = f.at(x_step, LINE), 2 * LINE
         w_step = [f.at(w_panel, w_offset) for w_panel in w_panels]
         f.load_tile(W_TILE, w_step[0])  # loads of tiles between the products that need them
-        f.load_tile(X_TILE, x_step)
+        f.load_tile(X_TILE, x_step, x_line)
         f.multiply(0, X_TILE, W_TILE)
         if panels == 2:
             f.load_tile(W_TILE + 1, w_step[1])
             f.multiply(1, X_TILE, W_TILE + 1)
-        f.load_tile(X_TILE + 1, lower_x)
+        f.load_tile(X_TILE + 1, lower_x, x_line)
         for panel in range(panels):
             f.multiply(2 + panel, X_TILE + 1, W_TILE + panel)
         (ahead_step,) = loop.values
@@ -173,6 +188,13 @@ def _finish(
     """From the sums of a chunk and of the panels of a block to results.
 
     Row by row, as results of a row lie side by side and those of other rows on other pages."""
+    if f.unpacking is not None:
+        with f.loop_if_any(block, block_end) as panel:
+            in_block = f.sub(panel, block)
+            pair_at = f.mul(f.div(in_block, 2), _CHUNKS * _SUMS)
+            tile = f.at(sums, f.add(pair_at, f.mul(f.rem(in_block, 2), TILE)))
+            for row_tile in range(2):
+                transpose_tile(f, f.at(tile, 2 * TILE * row_tile))
     with f.loop_if_any(0, rows) as i:
         tile_at = f.mul(f.div(i, ROWS), 2 * TILE - ROWS * LINE)
         row_sums = f.at(sums, f.add(tile_at, f.mul(i, LINE)))
@@ -182,5 +204,5 @@ def _finish(
             in_block = f.sub(panel, block)
             pair_at = f.mul(f.div(in_block, 2), _CHUNKS * _SUMS)
             panel_sums = f.at(row_sums, f.add(pair_at, f.mul(f.rem(in_block, 2), TILE)))
-            column = f.mul(panel, PANEL)
+            column = f.column(a, panel)
             f.finish(a, panel_sums, column, f.at(out_row, column, "bfloat"), scale)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fly.execution.kernels import blocks, elementwise, tiles, vector
+from fly.execution.kernels import blocks, elementwise, formats, quantized, tiles, vector
 
 try:
     import llvmlite.binding as llvm
@@ -97,23 +97,43 @@ def run(function: int, *arguments: int, work: int = _MUCH) -> None:
 
 
 @functools.cache
-def product(*, int8: bool, instructions: str) -> int:
-    """Address of the matrix product's code, to be called by `run`."""
+def product(*, int8: bool = False, form: str | None = None, instructions: str) -> int:
+    """Address of the matrix product's code, to be called by `run`. form: GGUF's of the weights."""
+    unpacking = unpacking_of(form, instructions) if form else None
     if instructions == "amx":
-        return _compile(tiles.product(int8=int8), instructions, "product")
+        source = quantized.product(unpacking) if unpacking else tiles.product(int8=int8)
+        return _compile(source, instructions, "product")
     vectors = _VECTORS[instructions]
     if int8 and instructions == "avx512":
         vectors = vector.AVX512_DOT if torch.cpu._is_vnni_supported() else vector.AVX2
-    return _compile(vector.product(vectors, int8=int8), instructions, "product")
+    source = vector.product(vectors, int8=int8, unpacking=unpacking)
+    return _compile(source, instructions, "product")
 
 
 @functools.cache
-def product_of_many(*, int8: bool) -> tuple[int, int]:
-    """Addresses of AMX's product for more than 32 rows and of the code that packs its inputs."""
-    return (
-        _compile(blocks.product(int8=int8), "amx", "product"),
-        _compile(blocks.pack(), "amx", "pack"),
-    )
+def product_of_many(*, int8: bool = False, form: str | None = None) -> int:
+    """Address of AMX's product for more than 32 rows."""
+    unpacking = unpacking_of(form, "amx") if form else None
+    return _compile(blocks.product(int8=int8, unpacking=unpacking), "amx", "product")
+
+
+@functools.cache
+def pack_for_many() -> int:
+    """Address of the code that packs inputs for `product_of_many`, unless weights are quantised."""
+    return _compile(blocks.pack(), "amx", "pack")
+
+
+@functools.cache
+def unpack_rows(form: str, instructions: str) -> int:
+    """Address of the code that unpacks rows of weights in a GGUF format."""
+    source = formats.rows(unpacking_of(form, instructions))
+    return _compile(source, instructions, "rows")
+
+
+def unpacking_of(form: str, instructions: str) -> formats.Unpacking:
+    """How a GGUF format is unpacked with these instructions."""
+    has_dots, has_words = instructions in ("amx", "avx512_bf16"), instructions != "avx2"
+    return formats.FORMATS[form](dots=has_dots, words=has_words)
 
 
 @functools.cache

@@ -14,10 +14,13 @@ from types import SimpleNamespace
 
 Value = str | int
 
-# of every matrix product
+PANEL = 16  # output columns that lie side by side
+
+# of every matrix product; after `configurations`, what those of quantised weights need
 PRODUCT = (
     "ptr x, ptr w, ptr bias, ptr out, i64 steps, i64 rows, i64 panels, i64 out_stride, i64 grab, "
-    "counter counter, ptr scale, ptr offset, ptr row_scale, ptr configurations"
+    "counter counter, ptr scale, ptr offset, ptr row_scale, ptr configurations, "
+    "i64 columns, i64 x_line, ptr scratch, i64 scratch_bytes, counter threads"
 )
 
 

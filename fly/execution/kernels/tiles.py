@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from fly.execution.kernels.ir import PRODUCT, Function, Value, module
-from fly.execution.kernels.vector import PANEL
+from fly.execution.kernels.formats import Unpacking, first_column
+from fly.execution.kernels.ir import PANEL, PRODUCT, Function, Value, module
 
 ROWS = 16  # of a tile
 LINE = 64  # bytes of a row of a tile
@@ -25,24 +25,34 @@ _PREFETCH = 2048  # bytes ahead of the weights in use
 _SIDE_BY_SIDE = {1: 4, 2: 2}  # panels that a kernel for so many row tiles walks through at once
 
 
-def configuration(rows: int) -> bytes:
-    """The tile configuration for a chunk of 1 to 32 rows (Intel's manual, LDTILECFG)."""
+def configuration(rows: int, *, quantized: bool = False) -> bytes:
+    """The tile configuration for a chunk of 1 to 32 rows (Intel's manual, LDTILECFG).
+
+    quantized: rows of the pass are columns of the tiles (quantized.py).
+    """
     data = bytearray(64)
     data[0] = 1  # palette
     upper, lower = min(rows, ROWS), max(rows - ROWS, 0)
     sums = [upper] * 4 if not lower else [upper, upper, lower, lower]
     for tile, tile_rows in enumerate([*sums, upper, lower or upper, ROWS, ROWS]):
-        data[16 + 2 * tile] = LINE
-        data[48 + tile] = tile_rows
+        data[16 + 2 * tile] = 4 * tile_rows if quantized else LINE
+        data[48 + tile] = ROWS if quantized else tile_rows
     return bytes(data)
 
 
 class TileFunction(Function):
-    """A kernel on tiles. `int8`: of their elements, bfloat16 otherwise."""
+    """A kernel on tiles. `int8`: of their elements, bfloat16 otherwise. unpacking: of quantised
+    weights, which are the first factor of tile products (quantized.py)."""
 
-    def __init__(self, name: str, *, int8: bool) -> None:
+    def __init__(self, name: str, *, int8: bool, unpacking: Unpacking | None = None) -> None:
         super().__init__(name)
-        self._int8 = int8
+        self._int8, self.unpacking = int8, unpacking
+
+    def column(self, a: SimpleNamespace, panel: str) -> str:
+        """A panel's first column."""
+        if self.unpacking is not None:
+            return first_column(self, a, panel)
+        return self.mul(panel, PANEL)
 
     def configure(self, pointer: str) -> None:
         self.run("x86.ldtilecfg", f"ptr {pointer}")
@@ -59,7 +69,8 @@ class TileFunction(Function):
     def multiply(self, total: int, x: int, w: int) -> None:
         """Add the product of two tiles to a third."""
         name = "tdpbssd" if self._int8 else "tdpbf16ps"
-        self.run(f"x86.{name}", f"i8 {total}", f"i8 {x}", f"i8 {w}")
+        first, second = (x, w) if self.unpacking is None else (w, x)
+        self.run(f"x86.{name}", f"i8 {total}", f"i8 {first}", f"i8 {second}")
 
     def row_scale(self, a: SimpleNamespace, row: str) -> str:
         """What a row's int8 sums are multiplied by; unused for bfloat16."""

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fly.execution.kernels.ir import PRODUCT, Function, module
+from fly.execution.kernels.formats import Unpacking, unpack_columns
+from fly.execution.kernels.ir import PANEL, PRODUCT, Function, module
 
-PANEL = 16  # output columns
 _PREFETCH = 4096  # bytes ahead of the weights in use
 
 
@@ -139,10 +139,11 @@ def _kind(vectors: Vectors, *, int8: bool) -> _Kind:
     return _Bfloat16Dot(vectors) if vectors.dot else _Bfloat16(vectors)
 
 
-def product(vectors: Vectors, *, int8: bool) -> str:
+def product(vectors: Vectors, *, int8: bool = False, unpacking: Unpacking | None = None) -> str:
     """IR of `@product(ptr arguments)`, one thread's share of [rows, inputs] x [inputs, columns].
 
-    Its arguments are those of `ir.PRODUCT`.
+    Its arguments are those of `ir.PRODUCT`. Quantised weights are unpacked, a group of panels at a
+    time, into the thread's part of `scratch`.
     """
     kind = _kind(vectors, int8=int8)
     shapes = sorted(
@@ -158,7 +159,7 @@ def product(vectors: Vectors, *, int8: bool) -> str:
     widths = [vectors.panels(max(1, rows)) for rows in range(vectors.most_rows + 1)]
     table = ", ".join(f"i64 {width}" for width in widths)
     micro = [_micro(kind, vectors, rows, panels) for rows, panels in shapes]
-    code = module(*micro, _dispatch(shapes), _task(vectors, kind.step_bytes))
+    code = module(*micro, _dispatch(shapes), _task(vectors, kind.step_bytes, unpacking))
     return f"@widths = private constant [{len(widths)} x i64] [{table}]\n{code}"
 
 
@@ -232,19 +233,31 @@ def _dispatch(shapes: list[tuple[int, int]]) -> Function:
     return f
 
 
-def _task(vectors: Vectors, step_bytes: int) -> Function:
+def _task(vectors: Vectors, step_bytes: int, unpacking: Unpacking | None) -> Function:
     """Groups of panels from the counter; in a group, as many panels side by side as the rows allow;
     rows in chunks of even size, so that no chunk is much narrower than the others."""
     most = vectors.most_rows
     f = Function("product")
     a = f.arguments(PRODUCT)
+    if unpacking is not None:
+        thread = f.op(f"atomicrmw add ptr {a.threads}, i64 1 monotonic")
+        unpacked = f.at(a.scratch, f.mul(thread, a.scratch_bytes))
+        a.unpacking_scratch = [
+            f.op(f"alloca i8, i64 {size}, align 64")
+            for size in (unpacking.scratch, 32 * PANEL * unpacking.weights // 16)
+        ]
     x_stride, panel_bytes = f.mul(a.steps, step_bytes), f.mul(a.steps, 4 * PANEL)
     chunks = f.div(f.add(a.rows, most - 1), most)
     small, larger = f.div(a.rows, chunks), f.rem(a.rows, chunks)  # so many have one row more
     one_more = f.op(f"zext i1 {f.compare('ne', larger, 0)} to i64")
     width = f.load("i64", f.at("@widths", f.add(small, one_more), "i64"), 8)
     with f.panel_groups(a) as (first, end), f.panels(first, end, width) as (panel, _, count):
-        w, column = f.at(a.w, f.mul(panel, panel_bytes)), f.mul(panel, PANEL)
+        column = f.mul(panel, PANEL)
+        if unpacking is None:
+            w = f.at(a.w, f.mul(panel, panel_bytes))
+        else:
+            unpack_columns(f, a, unpacking, panel, count, unpacked)
+            w = unpacked
         out_panel = f.at(a.out, column, "float")
         with f.loop(0, chunks, carried=[("i64", "0")]) as loop:
             (row,) = loop.values

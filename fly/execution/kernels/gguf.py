@@ -1,0 +1,178 @@
+"""Linear layers and embeddings whose weights stay as they lie in a GGUF file.
+
+A pass reads a third of bfloat16's bytes or less. Weights are unpacked as they are read, to the
+values of the gguf package's dequantisation rounded to bfloat16, and results have the same bits as
+Bfloat16Linear's on those (tests/unit/test_gguf_kernels.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fly.execution.kernels import (
+    Bfloat16Linear,
+    _isa,
+    activation_dtype,
+    blocks,
+    build,
+    formats,
+    tile_configurations,
+    why_not,
+)
+from fly.execution.kernels.ir import PANEL
+
+_GRABS = 8  # how often a thread comes for more panels
+
+
+class Weight(Protocol):
+    """A weight [out_features, in_features] of a GGUF file, in blocks, uint8 [out_features, bytes of
+    a row]; `format` is gguf's name of its type."""
+
+    in_features: int
+    out_features: int
+    format: str
+    blocks: Tensor
+    bias: Tensor | None
+
+
+def takes(weight: Weight) -> bool:
+    """Whether the kernels compute with a weight as it is."""
+    return weight.out_features >= PANEL and why_not_format(weight.format) is None
+
+
+@functools.cache
+def why_not_format(form: str) -> str | None:
+    """Why weights of a format are not computed with as they are; None if they are.
+
+    A product is compared with that of the dequantised weights once.
+    """
+    if (reason := why_not()) is not None:
+        return reason
+    if form not in formats.FORMATS:
+        return f"fly's kernels do not know {form}"
+    raw = random_blocks(form, rows=40, width=512)
+    dense = nn.Linear(512, 40, bias=False, device="meta")
+    dense.weight = nn.Parameter(dequantize(raw, form), requires_grad=False)
+    kept = GgufProduct(
+        [SimpleNamespace(in_features=512, out_features=40, format=form, blocks=raw, bias=None)]
+    )
+    plain = Bfloat16Linear(dense)
+    x = torch.sin(torch.arange(37 * 512)).view(37, 512).to(activation_dtype())
+    if all(torch.equal(plain(x[:rows]), kept(x[:rows])) for rows in (1, 5, 20, 37)):
+        return None
+    return f"fly's kernels compute wrongly with {form} here"
+
+
+def random_blocks(form: str, rows: int, width: int) -> Tensor:
+    """Weights of a format, [rows, bytes]: random levels, and scales of up to 1 / 64."""
+    kind = formats.FORMATS[form]
+    generator = torch.Generator().manual_seed(0)
+    shape = (rows, width // kind.weights, kind.bytes)
+    raw = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    for at in kind.factors:
+        factors = torch.rand(*shape[:2], 1, generator=generator) / 64
+        raw[..., at : at + 2] = factors.half().view(torch.uint8)
+    return raw.flatten(1)
+
+
+def dequantize(raw: Tensor, form: str) -> Tensor:
+    """Rows of blocks as bfloat16, by the gguf package: the reference."""
+    import gguf
+
+    dense = gguf.dequantize(raw.numpy(), gguf.GGMLQuantizationType[form])
+    return torch.from_numpy(dense).bfloat16()
+
+
+class GgufProduct(nn.Module):
+    """One or several linears that take the same input, [..., in] -> [..., outs]. Their widths are
+    multiples of 16, but for the last."""
+
+    def __init__(self, linears: Sequence[Weight]) -> None:
+        super().__init__()
+        isa = _isa()
+        self.rounds_inputs = isa in ("amx", "avx512_bf16")
+        self.in_features = linears[0].in_features
+        self.out_features = sum(linear.out_features for linear in linears)
+        self._is_amx = isa == "amx"
+        self._parts = []
+        column = 0
+        for linear in linears:
+            panels = -(-linear.out_features // PANEL)
+            bias = torch.zeros(panels * PANEL)
+            if linear.bias is not None:
+                bias[: linear.out_features] = linear.bias
+            products = [build.product(form=linear.format, instructions=isa)]
+            if self._is_amx:
+                products.append(build.product_of_many(form=linear.format))
+            self._parts.append((linear.blocks, bias, column, linear.out_features, panels, products))
+            column += linear.out_features
+        self._columns = column - column % -PANEL
+        self._dtype = activation_dtype()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features).to(self._dtype)
+        if self.rounds_inputs:
+            rows = rows.bfloat16()
+        count, threads = rows.shape[0], torch.get_num_threads()
+        out = torch.empty(count, self._columns, dtype=self._dtype)
+        is_many = self._is_amx and count > blocks.CHUNK
+        scratch, scratch_bytes, line, steps = out, 0, 0, self.in_features // 2
+        if self._is_amx:
+            rows, line = _transposed(rows)
+            steps = self.in_features // 32
+        else:
+            rows = rows.contiguous()
+            scratch_bytes = 4 * PANEL * 2 * self.in_features
+            scratch = torch.empty(threads * scratch_bytes, dtype=torch.uint8)
+        for weight, bias, column, columns, panels, products in self._parts if count else ():
+            grab = max(4, panels // (_GRABS * threads) // 4 * 4)
+            if is_many:
+                grab = blocks.grab(panels, threads)
+            build.run(
+                products[is_many], rows.data_ptr(), weight.data_ptr(), bias.data_ptr(),
+                out.data_ptr() + column * out.element_size(), steps, count, panels,
+                self._columns * out.element_size(), grab, 0, 0, 0, 0,
+                tile_configurations(quantized=True).data_ptr(), columns, line,
+                scratch.data_ptr(), scratch_bytes, 0,
+            )  # fmt: skip
+        return out[:, : self.out_features].view(*x.shape[:-1], self.out_features)
+
+
+def _transposed(rows: Tensor) -> tuple[Tensor, int]:
+    """Rows of bfloat16 as [inputs / 2, rows] pairs, in chunks if they are many, and the bytes from
+    one line to the next: a power of two, as lines of a tile should not cross those of the cache."""
+    pairs = rows.contiguous().view(torch.int32)
+    count, width = pairs.shape
+    line = min(1 << (count - 1).bit_length(), blocks.CHUNK)
+    chunks = -(-count // line)
+    if count < chunks * line:
+        padded = pairs.new_empty(chunks * line, width)
+        padded[:count] = pairs
+        pairs = padded
+    return pairs.view(chunks, line, width).transpose(1, 2).contiguous(), 4 * line
+
+
+class GgufEmbedding(nn.Module):
+    """Rows of a weight, unpacked as they are looked up: ids [...] -> [..., width]."""
+
+    def __init__(self, weight: Weight) -> None:
+        super().__init__()
+        self._blocks, self._width = weight.blocks, weight.in_features
+        self._unpack = build.unpack_rows(weight.format, _isa())
+        self._count = weight.in_features // formats.FORMATS[weight.format].weights
+        self._dtype = activation_dtype()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        ids = ids.contiguous()
+        out = torch.empty(*ids.shape, self._width, dtype=torch.bfloat16)
+        build.run(
+            self._unpack, self._blocks.data_ptr(), ids.data_ptr(), out.data_ptr(), ids.numel(),
+            self._count, self._blocks.shape[1], 0, work=out.numel(),
+        )  # fmt: skip
+        return out.to(self._dtype)
