@@ -23,7 +23,6 @@ from fly.paths import data_dir, expanded
 from fly.settings import (
     GONE,
     RECORDING_KEYS,
-    RULE_SETTINGS,
     DrafterSettings,
     ExecutionSettings,
     FlySettings,
@@ -35,6 +34,7 @@ from fly.settings import (
     TextSourceName,
     TopKSettings,
     TypicalSettings,
+    settings_of_rule,
 )
 
 logger = logging.getLogger(__name__)
@@ -118,62 +118,48 @@ class FlyConfig(
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def check_consistency(config: FlyConfig, where: str) -> None:
-    """What a single field's type cannot express. Raises FlyError."""
-    for name in ("target_model_path", "draft_model_path"):
-        _check_model_name(name, getattr(config, name), where)
+def _contradictions(config: FlyConfig) -> Iterator[str]:
+    """What a single field's type cannot express."""
+    for field in ("target_model_path", "draft_model_path"):
+        name = getattr(config, field)
+        if name is not None and (not name.strip() or not name.isprintable()):
+            yield (
+                f"{field}={name!r} names no model: give a hub id, a model's folder, a .gguf file "
+                "or pair:NAME/target"
+            )
     if config.compile == "off" and config.execution not in ("auto", "eager"):
-        raise FlyError(
-            f"execution={config.execution!r} contradicts compile='off' ({where}): "
-            "set compile to 'auto', or leave execution out"
-        )
+        set_back = "set compile to 'auto', or leave execution out"
+        yield f"execution={config.execution!r} contradicts compile='off': {set_back}"
     if config.drafter == "model" and config.use_ngram:
-        raise FlyError(
-            f"drafter='model' contradicts use_ngram=true ({where}): "
-            "set drafter to 'cascade', or use_ngram to false"
-        )
+        set_back = "set drafter to 'cascade', or use_ngram to false"
+        yield f"drafter='model' contradicts use_ngram=true: {set_back}"
     drafter = config.drafter_name
     if config.draft_runs and drafter is not None and not registry.DRAFTERS[drafter].from_texts:
-        raise FlyError(
-            f"draft_runs with drafter={drafter!r} ({where}): it does not draft from texts: "
-            "set drafter to 'cascade' or 'ngram', or leave draft_runs out"
+        yield (
+            f"draft_runs with drafter={drafter!r}, which does not draft from texts: set drafter to "
+            "'cascade' or 'ngram', or leave draft_runs out"
         )
     if config.min_ngram_size > config.max_ngram_size:
-        raise FlyError(
-            f"min_ngram_size={config.min_ngram_size} is above "
-            f"max_ngram_size={config.max_ngram_size} ({where}): raise max_ngram_size"
-        )
+        sizes = f"{config.min_ngram_size} is above max_ngram_size={config.max_ngram_size}"
+        yield f"min_ngram_size={sizes}: raise max_ngram_size"
     if config.entropy_kind == "normalized" and (config.entropy_thre or 0) > 1:
-        raise FlyError(
-            f"entropy_thre={config.entropy_thre} with entropy_kind='normalized' ({where}): "
-            "a normalized entropy lies between 0 and 1, so nothing could ever be deferred"
+        yield (
+            f"entropy_thre={config.entropy_thre} with entropy_kind='normalized': a normalized "
+            "entropy lies between 0 and 1, so nothing could ever be deferred"
         )
     if not config.enable_fly and config.verification not in (None, "exact"):
-        raise FlyError(
-            f"verification={config.verification!r} contradicts enable_fly=false ({where}): "
-            "set enable_fly to true, or verification to 'exact'"
-        )
+        set_back = "set enable_fly to true, or verification to 'exact'"
+        yield f"verification={config.verification!r} contradicts enable_fly=false: {set_back}"
     if config.defer_across_rounds and config.window_rule == "reference":
-        raise FlyError(
-            f"defer_across_rounds=true with window_rule='reference' ({where}): the reference code "
-            "knows no window across rounds: set one of them back"
+        yield (
+            "defer_across_rounds=true with window_rule='reference': the reference code knows no "
+            "window across rounds: set one of them back"
         )
     if _wants_room(config) and config.win_len >= config.spd_k:
-        raise FlyError(
+        yield (
             f"win_len={config.win_len} needs spd_k >= {config.win_len + 1}, got {config.spd_k}: "
-            f"lower win_len or raise spd_k ({where}); defer_across_rounds=true (with "
-            "window_rule='paper') needs neither; for exact verification set enable_fly=false"
-        )
-
-
-def _check_model_name(field: str, name: str | None, where: str) -> None:
-    """Whether it names a model at all; not whether that is here."""
-    if name is None:
-        return
-    if not name.strip() or not name.isprintable():
-        raise FlyError(
-            f"{field}={name!r} ({where}): names no model: give a hub id, a model's folder, a .gguf "
-            "file or pair:NAME/target"
+            "lower win_len or raise spd_k; defer_across_rounds=true (with window_rule='paper') "
+            "needs neither; for exact verification set enable_fly=false"
         )
 
 
@@ -193,7 +179,8 @@ def build(values: Mapping[str, Any], where: str) -> FlyConfig:
         config = FlyConfig(**{**values, **_keys_of_further_rules(values)})
     except ValidationError as error:
         raise FlyError(f"{reading.problem(error, where)}{_example(error)}") from None
-    check_consistency(config, where)
+    for problem in _contradictions(config):
+        raise FlyError(f"{problem} ({where})")
     return config
 
 
@@ -216,12 +203,9 @@ def _known_keys() -> dict[str, FieldInfo]:
 
 
 def _further_rules() -> dict[str, type[Settings]]:
-    """The settings of rules in the registry whose keys are not FlyConfig's own."""
-    return {
-        name: registry.load(where).settings_type
-        for name, where in registry.RULES.items()
-        if name not in RULE_SETTINGS
-    }
+    """The settings of registered rules whose keys are not FlyConfig's own."""
+    all_settings = {name: settings_of_rule(name) for name in registry.RULES}
+    return {name: kind for name, kind in all_settings.items() if not issubclass(FlyConfig, kind)}
 
 
 def _keys_of_further_rules(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -299,8 +283,8 @@ def _without_effect(config: FlyConfig, own: Mapping[str, Any]) -> Iterator[str]:
     if config.drafter_name is None:
         return
     in_force = "fly" if config.rule == "exact" else config.rule
-    for rule, settings in {**RULE_SETTINGS, **_further_rules()}.items():
-        for key in settings.model_fields if rule != in_force else ():
+    for rule in registry.RULES:
+        for key in settings_of_rule(rule).model_fields if rule != in_force else ():
             if key in own:
                 yield f"model_args {key}={own[key]}: verification={config.rule} does not read it"
     longest = min(config.spd_k, config.num_ngram_pred_tokens)

@@ -16,14 +16,20 @@ from fly.errors import FlyError
 
 @dataclass(frozen=True)
 class DrafterEntry:
-    """Where a drafter's class is, whether it needs the draft model to be loaded, and whether it
-    drafts from texts, earlier runs' outputs among them. head: where the class of its draft is, if
-    that is no language model but a head of the target (fly/execution/heads/base.py)."""
+    """A drafter."""
 
-    where: str
+    where: str  # its class
     needs_draft_model: bool = True
-    from_texts: bool = False
-    head: str | None = None
+    from_texts: bool = False  # earlier runs' outputs among them
+    head: str | None = None  # its draft's class, if that is a head (fly/execution/heads/base.py)
+
+
+@dataclass(frozen=True)
+class RuleEntry:
+    """A verification rule."""
+
+    where: str  # its class
+    settings: str = "fly.settings:Settings"  # its keys in a pair's JSON
 
 
 DRAFTERS = {
@@ -40,12 +46,14 @@ DRAFTERS = {
         "fly.speculation.drafters.block:BlockDrafter", head="fly.execution.heads.block:BlockHead"
     ),
 }
-RULES: dict[str, str] = {
-    "fly": "fly.speculation.rules.fly:FlyRule",
-    "exact": "fly.speculation.rules.exact:ExactRule",
-    "typical": "fly.speculation.rules.typical:TypicalRule",
-    "top_k": "fly.speculation.rules.top_k:TopKRule",
-    "accept_all": "fly.speculation.rules.accept_all:AcceptAllRule",
+RULES = {
+    "fly": RuleEntry("fly.speculation.rules.fly:FlyRule", "fly.settings:FlySettings"),
+    "exact": RuleEntry("fly.speculation.rules.exact:ExactRule"),
+    "typical": RuleEntry(
+        "fly.speculation.rules.typical:TypicalRule", "fly.settings:TypicalSettings"
+    ),
+    "top_k": RuleEntry("fly.speculation.rules.top_k:TopKRule", "fly.settings:TopKSettings"),
+    "accept_all": RuleEntry("fly.speculation.rules.accept_all:AcceptAllRule"),
 }
 ENGINES: dict[str, str] = {  # by the name that lm-eval registers
     "fly": "fly.harness.hf:FlyLM",

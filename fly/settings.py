@@ -478,11 +478,10 @@ class OutputSettings(Settings):
     )
 
 
-RULE_SETTINGS: dict[str, type[Settings]] = {  # of the rules whose keys are FlyConfig's own
-    "fly": FlySettings,
-    "exact": Settings,
-    "accept_all": Settings,
-    "typical": TypicalSettings,
-    "top_k": TopKSettings,
-}
 RECORDING_KEYS = tuple(OutputSettings.model_fields)
+
+
+def settings_of_rule(name: str) -> type[Settings]:
+    """A verification rule's keys; none of a finished run's that is not registered any more."""
+    entry = registry.RULES.get(name)
+    return Settings if entry is None else registry.load(entry.settings)

@@ -8,7 +8,7 @@ from typing import Any
 
 from fly.config import FlyConfig
 from fly.runs.reader import Run
-from fly.settings import GONE, RULE_SETTINGS, Settings
+from fly.settings import GONE, settings_of_rule
 
 MODES = {"fly": "FLy"}  # names for print; others go by their own
 
@@ -68,7 +68,7 @@ def of_rule(run: Run) -> dict[str, Any]:
 
 
 def _of_rule(mode: str, config: dict[str, Any]) -> dict[str, Any]:
-    keys = [*RULE_SETTINGS.get(mode, Settings).model_fields]
+    keys = [*settings_of_rule(mode).model_fields]
     known = {*FlyConfig.model_fields, *GONE}
     keys += [key for key in config if key not in known]  # a further rule's
     found = {key: config[key] for key in keys if key in config and key != "abla_no_window"}
@@ -80,7 +80,7 @@ def _of_rule(mode: str, config: dict[str, Any]) -> dict[str, Any]:
 def rule_in_words(mode: str, config: dict[str, Any]) -> list[str]:
     """The rule's settings, so that one run says how it verified: numbers and switches that are in
     use, and whatever else is not the default."""
-    known = RULE_SETTINGS.get(mode, Settings).model_fields
+    known = settings_of_rule(mode).model_fields
     return [
         _in_words(key, value)
         for key, value in _of_rule(mode, config).items()

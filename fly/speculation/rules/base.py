@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -68,12 +67,11 @@ class Resolution:
 class Rule:
     """Which draft tokens stand. This one: those that match, and mismatches that pass all gates.
 
-    A rule is made from its `settings_type`, whose fields are its keys in a pair's JSON.
+    A rule is made from its settings, which fly/registry.py names with it.
     gates: what a mismatch must pass; None lets no mismatch in. decides_alone: under sampling the
     gates alone decide, and the rejection sampler is not asked.
     """
 
-    settings_type: ClassVar[type[Settings]] = Settings
     decides_alone = True
 
     def __init__(self, settings: Settings) -> None:

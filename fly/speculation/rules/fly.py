@@ -30,7 +30,6 @@ class FlyRule(Rule):
     they match.
     """
 
-    settings_type = FlySettings
     decides_alone = False
 
     def __init__(self, settings: FlySettings) -> None:

@@ -8,7 +8,5 @@ from fly.speculation.rules.gates import DistanceGate, RankGate
 
 
 class TopKRule(Rule):
-    settings_type = TopKSettings
-
     def __init__(self, settings: TopKSettings) -> None:
         self.gates = (RankGate(settings.relaxed_top_k), DistanceGate(settings.relaxed_delta))

@@ -8,7 +8,5 @@ from fly.speculation.rules.gates import TypicalGate
 
 
 class TypicalRule(Rule):
-    settings_type = TypicalSettings
-
     def __init__(self, settings: TypicalSettings) -> None:
         self.gates = (TypicalGate(settings.typical_epsilon, settings.typical_delta),)
