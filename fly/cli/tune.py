@@ -66,11 +66,11 @@ def _tune(args: argparse.Namespace) -> None:
     from fly.execution.device import device_facts
     from fly.harness import evaluate
     from fly.tuning import output
-    from fly.tuning.real_runs import TunedLM, Workload
+    from fly.tuning.real_runs import TunedPair, Workload
     from fly.tuning.tune import Options, Tuner, Tuning
 
     context.start()
-    lm = TunedLM(args.file, model_args)
+    pair = TunedPair(args.file, model_args)
     workload = Workload(
         tasks=tuple(args.tasks),
         limit=args.limit,
@@ -82,17 +82,17 @@ def _tune(args: argparse.Namespace) -> None:
         confirm_run_unsafe_code=args.confirm_run_unsafe_code,
     )
     options = Options(args.output, args.candidates, args.min_recovery)
-    facts = device_facts(lm.device)
+    facts = device_facts(pair.lm.device)
     print(f"tuning for {facts['name']} ({facts['type']}, {facts['threads']} threads)")
     record = args.output.with_name(f"fly_tune_{timestamp()}.json")
 
     def keep(tuning: Tuning) -> None:
-        output.write_record(record, tuning, lm, workload, options)
+        output.write_record(record, tuning, pair, workload, options)
 
     try:
         # they would log the same for every run, between our lines
         with evaluate.quiet("lm_eval"), evaluate.quiet("fly"):
-            tuning = Tuner(lm, workload, options, keep).run()
+            tuning = Tuner(pair, workload, options, keep).run()
     except BaseException:
         if record.exists():
             print(f"what was measured before: {record}", file=sys.stderr)

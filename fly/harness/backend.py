@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import hash_string
+from typing_extensions import Self
 
 from fly.config import FlyConfig
 from fly.errors import FlyError, reason_of
@@ -77,6 +78,12 @@ class Backend(TemplateLM):
         self._unshared = RunStats()  # counts that the other processes do not know of yet
         if config.trace:
             check_has_folder(self.run_context)
+
+    def with_config(self, config: FlyConfig) -> Self:
+        """The same loaded models under another configuration, with statistics of their own."""
+        other = copy.copy(self)
+        other.use_config(config)
+        return other
 
     def join_run(self, model_args: dict[str, Any]) -> None:
         """Take part in the run: what decides its texts is noted, or is as it was."""

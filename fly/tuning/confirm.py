@@ -16,7 +16,7 @@ from fly.analysis.statistics import Ratio
 from fly.config import FlyConfig
 from fly.tuning import fidelity
 from fly.tuning.fidelity import Recovery
-from fly.tuning.real_runs import RunResult, TunedLM, Workload
+from fly.tuning.real_runs import RunResult, TunedPair, Workload
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def documents_for(available: dict[str, int], count: int) -> tuple[dict[str, list
 
 
 def confirm(
-    lm: TunedLM,
+    pair: TunedPair,
     workload: Workload,
     given: FlyConfig,
     candidate: FlyConfig,
@@ -90,7 +90,7 @@ def confirm(
     documents, fresh = documents_for(workload.available, workload.limit)
     alone = given.model_copy(update={"use_sd": False})
     on = replace(workload, samples=documents)
-    target, own, other = lm.run_in_turns(on, [alone, given, candidate], done)
+    target, own, other = pair.run_in_turns(on, [alone, given, candidate], done)
     return Confirmation(
         documents,
         fresh,

@@ -20,7 +20,7 @@ from fly.paths import write_output
 from fly.runs.environment import versions
 from fly.tuning.candidates import changes, kind
 from fly.tuning.fidelity import Recovery
-from fly.tuning.real_runs import TunedLM, Workload
+from fly.tuning.real_runs import TunedPair, Workload
 from fly.tuning.tune import Options, RealRun, Tuning
 
 _NOT_WRITTEN = ("trace", "draft_runs")  # switched off for the time of tuning
@@ -54,14 +54,14 @@ def _documents(run: RealRun) -> int:
 
 
 def write_record(
-    path: Path, tuning: Tuning, lm: TunedLM, workload: Workload, options: Options
+    path: Path, tuning: Tuning, pair: TunedPair, workload: Workload, options: Options
 ) -> None:
     """Everything measured so far, to check the choice by or to choose anew."""
     least, confirmation = options.min_recovery, tuning.confirmation
     record = {
         "fly": versions(),
-        "device": device_facts(lm.device),
-        "dtype": str(lm.model.dtype),
+        "device": device_facts(pair.lm.device),
+        "dtype": str(pair.lm.model.dtype),
         "workload": asdict(workload),
         "min_recovery": least,
         "given": tuning.given.model_dump(),

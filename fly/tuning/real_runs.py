@@ -25,7 +25,6 @@ from fly.runs.records import (
     TIMED,
     Counts,
     RequestRecord,
-    RunStats,
     rates,
     zero_seconds,
 )
@@ -137,90 +136,40 @@ def _join_task(parts: Sequence[Task]) -> Task:
     return parts[0].model_copy(update=changed)
 
 
-@dataclass
-class _Decoded:
-    """What a configuration's requests leave in a run."""
+class _TimedLM(FlyLM):
+    """The pair under one configuration; keeps the seconds of each document's decoding."""
 
-    config: FlyConfig
-    stats: RunStats = field(default_factory=RunStats)
-    seconds: dict[tuple[str, int], float] = field(default_factory=lambda: defaultdict(float))
+    def begin(self, config: FlyConfig) -> _TimedLM:
+        """The same pair under another configuration, with nothing decoded yet."""
+        lm = self.with_config(config)
+        lm.seconds = defaultdict[tuple[str, int], float](float)
+        lm.texts = dict[tuple[Any, ...], str]()
+        lm.in_turns, lm.done = (), None
+        return lm
 
-    def add(self, record: RequestRecord) -> None:
-        document = str(record.request.tag.task_name), int(record.request.tag.doc_id)
+    def keep(self, instance: Instance, text: str, record: RequestRecord, log: JsonLines) -> None:
+        document = str(instance.task_name), int(record.request.tag.doc_id)
         self.seconds[document] += sum(record.seconds[phase] for phase in DECODING)
+        super().keep(instance, text, record, log)
 
-    def result(self, found: dict[str, Any]) -> RunResult:
-        """With what lm-eval found."""
-        measured = scores.measure(reader.of_results(found, self.config.mode))
-        stats = self.stats
-        return RunResult(stats.counts, stats.seconds, stats.requests, measured, dict(self.seconds))
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """With others `in_turns` every document is decoded by all, whoever is asked; which is the
+        first changes from document to document."""
+        if not self.in_turns:
+            return super().generate_until(requests, disable_tqdm)
+        texts = []
+        for count, instance in enumerate(requests):
+            key = (instance.task_name, instance.doc_id, instance.idx, instance.args[0])
+            if key not in self.texts:
+                first = len(self.texts) % len(self.in_turns)
+                for lm in (*self.in_turns[first:], *self.in_turns[:first]):
+                    (lm.texts[key],) = FlyLM.generate_until(lm, [instance], disable_tqdm=True)
+                self.done(count + 1, len(requests))
+            texts.append(self.texts[key])
+        return texts
 
-
-@dataclass
-class _Turns:
-    """Several configurations in turn. wanted: whose texts lm-eval gets now. texts: by request, of
-    all."""
-
-    decoded: list[_Decoded]
-    done: Callable[[int, int], None]
-    wanted: int = 0
-    texts: dict[tuple[Any, ...], list[str]] = field(default_factory=dict)
-
-
-class TunedLM(FlyLM):
-    """A pair whose configuration can be changed between runs."""
-
-    def __init__(self, config_path: str, model_args: dict[str, Any]) -> None:
-        self._decoded: _Decoded | None = None
-        self._turns: _Turns | None = None
-        super().__init__(config_path=config_path, batch_size=1, **model_args)
-        if self.draft_model is None:
-            raise FlyError(f"config_path={config_path}: names no draft model: nothing to tune")
-        self._model_args = model_args
-        if self.fly_config.draft_runs:
-            # settings are for runs that have no earlier outputs to draft from, by the rule and the
-            # drafter that are in force with them
-            fixed = {"verification": self.fly_config.rule, "drafter": self.fly_config.drafter_name}
-            self.fly_config = self.fly_config.model_copy(update={"draft_runs": None, **fixed})
-        self.given = self.fly_config
-        self.earlier = None
-
-    def identity(self) -> dict[str, Any]:
-        """What the models are, beside the configuration: their files, HFLM's arguments."""
-        _, hf_args = fly_config.split_model_args(self._model_args)
-        hf_args.pop("device", None)  # where it runs is noted as what was found
-        hashed = fingerprint.hash_json(hf_args)  # they may hold a token
-        return {"models": models_of(self.given, hf_args), "model_args": hashed}
-
-    def run(self, workload: Workload, config: FlyConfig) -> RunResult:
-        """The workload under a configuration, through lm-eval."""
-        decoded = _Decoded(config)
-        self._decode_for(decoded)
-        return decoded.result(self._evaluate(workload))
-
-    def _decode_for(self, decoded: _Decoded) -> None:
-        """From now on."""
-        self.fly_config, self.stats, self._decoded = decoded.config, decoded.stats, decoded
-
-    def run_in_turns(
-        self,
-        workload: Workload,
-        configs: Sequence[FlyConfig],
-        done: Callable[[int, int], None] = lambda count, total: None,
-    ) -> list[RunResult]:
-        """The workload under several configurations, each document by all of them in turn; which
-        is the first changes from document to document."""
-        turns = self._turns = _Turns([_Decoded(config) for config in configs], done)
-        results = []
-        try:
-            for number, decoded in enumerate(turns.decoded):
-                turns.wanted = number  # decoded at the first call, looked up at the others
-                results.append(decoded.result(self._evaluate(workload)))
-        finally:
-            self._turns = None
-        return results
-
-    def _evaluate(self, workload: Workload) -> dict[str, Any]:
+    def evaluate(self, workload: Workload) -> RunResult:
+        """The workload through lm-eval."""
         budget = workload.max_gen_toks
         found = evaluate.run_tasks(
             self,
@@ -234,34 +183,45 @@ class TunedLM(FlyLM):
         )
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        return found
+        measured = scores.measure(reader.of_results(found, self.fly_config.mode))
+        stats = self.stats
+        return RunResult(stats.counts, stats.seconds, stats.requests, measured, dict(self.seconds))
 
-    # ------------------------------------------------- what lm-eval's requests come through
 
-    def keep(self, instance: Instance, text: str, record: RequestRecord, log: JsonLines) -> None:
-        assert self._decoded is not None
-        self._decoded.add(record)
-        super().keep(instance, text, record, log)
+class TunedPair:
+    """A loaded pair that runs workloads under one configuration after another."""
 
-    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        turns = self._turns
-        if turns is None:
-            return super().generate_until(requests, disable_tqdm)
-        texts = []
-        for count, instance in enumerate(requests):
-            key = (instance.task_name, instance.doc_id, instance.idx, instance.args[0])
-            if key not in turns.texts:
-                turns.texts[key] = self._by_all(instance, turns)
-                turns.done(count + 1, len(requests))
-            texts.append(turns.texts[key][turns.wanted])
-        return texts
+    def __init__(self, config_path: str, model_args: dict[str, Any]) -> None:
+        self.lm = _TimedLM(config_path=config_path, batch_size=1, **model_args)
+        self.given = given = self.lm.fly_config
+        if self.lm.draft_model is None:
+            raise FlyError(f"config_path={config_path}: names no draft model: nothing to tune")
+        self._model_args = model_args
+        if given.draft_runs:
+            # settings are for runs that have no earlier outputs to draft from, by the rule and the
+            # drafter that are in force with them
+            fixed = {"verification": given.rule, "drafter": given.drafter_name}
+            self.given = given.model_copy(update={"draft_runs": None, **fixed})
 
-    def _by_all(self, instance: Instance, turns: _Turns) -> list[str]:
-        """One document's text under every configuration."""
-        numbers = range(len(turns.decoded))
-        first = len(turns.texts) % len(numbers)
-        texts: dict[int, str] = {}
-        for number in [*numbers[first:], *numbers[:first]]:
-            self._decode_for(turns.decoded[number])
-            (texts[number],) = super().generate_until([instance], disable_tqdm=True)
-        return [texts[number] for number in numbers]
+    def identity(self) -> dict[str, Any]:
+        """What the models are, beside the configuration: their files, HFLM's arguments."""
+        _, hf_args = fly_config.split_model_args(self._model_args)
+        hf_args.pop("device", None)  # where it runs is noted as what was found
+        hashed = fingerprint.hash_json(hf_args)  # they may hold a token
+        return {"models": models_of(self.given, hf_args), "model_args": hashed}
+
+    def run(self, workload: Workload, config: FlyConfig) -> RunResult:
+        """The workload under a configuration, through lm-eval."""
+        return self.lm.begin(config).evaluate(workload)
+
+    def run_in_turns(
+        self,
+        workload: Workload,
+        configs: Sequence[FlyConfig],
+        done: Callable[[int, int], None] = lambda count, total: None,
+    ) -> list[RunResult]:
+        """The workload under several configurations, each document by all of them in turn."""
+        lms = tuple(self.lm.begin(config) for config in configs)
+        for lm in lms:
+            lm.in_turns, lm.done = lms, done
+        return [lm.evaluate(workload) for lm in lms]

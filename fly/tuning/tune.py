@@ -20,7 +20,7 @@ from fly.tuning.confirm import Confirmation, confirm
 from fly.tuning.fidelity import Recovery
 from fly.tuning.kept_runs import KeptRuns
 from fly.tuning.progress import Plan
-from fly.tuning.real_runs import RunResult, TunedLM, Workload, join
+from fly.tuning.real_runs import RunResult, TunedPair, Workload, join
 
 _SETS = 4  # of documents, each half as many as the next
 
@@ -161,12 +161,12 @@ class Tuner:
 
     def __init__(
         self,
-        lm: TunedLM,
+        pair: TunedPair,
         workload: Workload,
         options: Options,
         keep: Callable[[Tuning], None] = lambda tuning: None,
     ) -> None:
-        self._lm, self._workload, self._options, self._keep = lm, workload, options, keep
+        self._pair, self._workload, self._options, self._keep = pair, workload, options, keep
         self._sets = growing_sets(workload.available, workload.limit)
         self._stages = [
             f"search, {number + 1} of {len(self._sets)}" for number in range(len(self._sets))
@@ -174,17 +174,17 @@ class Tuner:
         self._plan = Plan(["the target alone", *self._stages, "confirmation"])
         common = {
             "versions": versions(),
-            "device": device_facts(lm.device),
-            "dtype": str(lm.model.dtype),
+            "device": device_facts(pair.lm.device),
+            "dtype": str(pair.lm.model.dtype),
             "files": fingerprint.hash_files(Path(workload.include_path or os.devnull).resolve()),
-            **lm.identity(),
+            **pair.identity(),
         }
         self._kept = KeptRuns(options.kept_runs, common)
 
     def run(self) -> Tuning:
         """Everything from the target alone to the confirmation. Raises FlyError if nothing can be
         told."""
-        given = self._lm.given
+        given = self._pair.given
         self._plan.start("the target alone")
         alone = given.model_copy(update={"use_sd": False})
         tuning = Tuning(given, [self._run_on(alone, number) for number in range(len(self._sets))])
@@ -211,7 +211,7 @@ class Tuner:
         key = {"workload": asdict(workload), "config": config.model_dump()}
         if (kept := self._kept.load(key)) is not None:
             return kept
-        found = self._lm.run(workload, config)
+        found = self._pair.run(workload, config)
         self._kept.save(key, found)
         return found
 
@@ -263,6 +263,6 @@ class Tuner:
             return
         self._plan.start("confirmation")
         tuning.confirmation = confirm(
-            self._lm, self._workload, tuning.given, best.config, least, self._plan.step
+            self._pair, self._workload, tuning.given, best.config, least, self._plan.step
         )
         self._keep(tuning)

@@ -106,7 +106,7 @@ def test_a_tune_from_end_to_end(arguments, saved_pair, capsys):
 
 def test_a_restart_decodes_nothing_that_is_finished(arguments, capsys, monkeypatch):
     """And refuses to replace what it wrote, unless told; another workload is measured anew."""
-    whole, ran = real_runs.TunedLM.run, []
+    whole, ran = real_runs.TunedPair.run, []
 
     def stops(self, workload, config):
         if len(ran) == 4:  # the target alone on both sets, the given configuration, a candidate
@@ -118,9 +118,9 @@ def test_a_restart_decodes_nothing_that_is_finished(arguments, capsys, monkeypat
         ran.append((config.hash(), str(workload.samples)))
         return whole(self, workload, config)
 
-    monkeypatch.setattr(real_runs.TunedLM, "run", stops)
+    monkeypatch.setattr(real_runs.TunedPair, "run", stops)
     assert tune_it(arguments, min_recovery=0.01) == 2
-    monkeypatch.setattr(real_runs.TunedLM, "run", goes_on)
+    monkeypatch.setattr(real_runs.TunedPair, "run", goes_on)
     capsys.readouterr()
     assert tune_it(arguments, min_recovery=0.01) == 0
     assert len(ran) == len(set(ran)) == 2 + 2 * 4  # nothing twice
@@ -202,7 +202,7 @@ def test_a_target_that_scores_nothing_ends_the_tune_early(arguments, capsys):
 
 def test_a_real_run_that_fails_loses_nothing_of_those_before(arguments, capsys, monkeypatch):
     """The record was written at the end alone: hours of runs were gone with the last one."""
-    whole = real_runs.TunedLM.run
+    whole = real_runs.TunedPair.run
     count = iter(range(99))
 
     def fails(self, workload, config):
@@ -210,7 +210,7 @@ def test_a_real_run_that_fails_loses_nothing_of_those_before(arguments, capsys, 
             raise FlyError("no memory")
         return whole(self, workload, config)
 
-    monkeypatch.setattr(real_runs.TunedLM, "run", fails)
+    monkeypatch.setattr(real_runs.TunedPair, "run", fails)
     assert tune_it(arguments, min_recovery=0.01) == 2
     (path,) = arguments["--output"].parent.glob("fly_tune_*.json")
     error = capsys.readouterr().err
@@ -228,12 +228,13 @@ def test_earlier_runs_are_left_out(saved_pair, config_file, tmp_path):  # noqa: 
     records = [{"task": "t", "doc_id": 0, "prompt_hash": "0" * 64, "text": "a"}]
     write_lines(tmp_path / "fly_requests_2026-01-01T00-00-00.jsonl", records)
     given = {"pretrained": str(saved_pair / "draft"), "dtype": "float32", "device": "cpu"}
-    lm = real_runs.TunedLM(str(config_file), {**given, "draft_runs": str(tmp_path)})
+    pair = real_runs.TunedPair(str(config_file), {**given, "draft_runs": str(tmp_path)})
     # the rule and drafter in force with them: FLy has to be asked for there
-    assert (lm.given.draft_runs, lm.given.rule, lm.earlier) == (None, "exact", None)
-    assert lm.given.drafter_name == "cascade"
+    assert (pair.given.draft_runs, pair.given.rule) == (None, "exact")
+    assert pair.given.drafter_name == "cascade"
+    assert pair.lm.begin(pair.given).earlier is None
     asked = {"draft_runs": str(tmp_path), "verification": "fly"}
-    assert real_runs.TunedLM(str(config_file), {**given, **asked}).given.rule == "fly"
+    assert real_runs.TunedPair(str(config_file), {**given, **asked}).given.rule == "fly"
 
 
 def test_retrained_weights_at_the_same_path_are_measured_anew(
@@ -241,7 +242,7 @@ def test_retrained_weights_at_the_same_path_are_measured_anew(
 ):
     """The key named paths alone: scores of the weights before were taken for the new ones'."""
 
-    whole, ran = real_runs.TunedLM.run, []
+    whole, ran = real_runs.TunedPair.run, []
 
     def stop(self, first):
         raise FlyError("far enough")
@@ -250,7 +251,7 @@ def test_retrained_weights_at_the_same_path_are_measured_anew(
         ran.append(config)
         return whole(self, workload, config)
 
-    monkeypatch.setattr(real_runs.TunedLM, "run", noted)
+    monkeypatch.setattr(real_runs.TunedPair, "run", noted)
     monkeypatch.setattr(tune.Tuner, "_check", stop)
     for name in ("target", "draft"):
         shutil.copytree(saved_pair / name, tmp_path / name)
@@ -285,7 +286,7 @@ def test_loglikelihood_tasks_are_refused_before_models_load(
     capsys,
     monkeypatch,
 ):
-    load = "fly.tuning.real_runs.TunedLM.__init__"
+    load = "fly.tuning.real_runs.TunedPair.__init__"
     monkeypatch.setattr(load, lambda *a: pytest.fail("the models were loaded"))
     text = (task_dir / "tiny_task.yaml").read_text().replace("tiny_task", "tiny_choice")
     text = text.replace("generate_until", "multiple_choice").replace("exact_match", "acc")
@@ -298,23 +299,23 @@ def test_loglikelihood_tasks_are_refused_before_models_load(
 
 def test_configurations_in_turns_decode_what_each_does_alone(arguments, saved_pair):
     """Every document by all of them, on the documents that were asked for, counted apart."""
-    lm = real_runs.TunedLM(str(arguments["file"]), {
+    pair = real_runs.TunedPair(str(arguments["file"]), {
         "pretrained": str(saved_pair / "draft"), "dtype": "float32", "device": "cpu",
         "trace": False,
     })  # fmt: skip
-    alone = config.build({**lm.given.model_dump(), "use_sd": False}, "test")
-    other = config.build({**lm.given.model_dump(), "spd_k": 2, "win_len": 1}, "test")
+    alone = config.build({**pair.given.model_dump(), "use_sd": False}, "test")
+    other = config.build({**pair.given.model_dump(), "spd_k": 2, "win_len": 1}, "test")
     workload = real_runs.Workload(
         ("tiny_scored",), 3, {"tiny_scored": 4}, max_gen_toks=12,
         include_path=str(arguments["--include_path"]),
         samples={"tiny_scored": [0, 2, 3]},
     )  # fmt: skip
-    configs = [alone, lm.given, other]
+    configs = [alone, pair.given, other]
     steps = []
-    together = lm.run_in_turns(workload, configs, lambda done, total: steps.append((done, total)))
+    together = pair.run_in_turns(workload, configs, lambda done, total: steps.append((done, total)))
     assert steps == [(1, 3), (2, 3), (3, 3)]
     for result, own in zip(together, configs):
-        single = lm.run(workload, own)
+        single = pair.run(workload, own)
         assert result.measured.tasks["tiny_scored"].texts == (
             single.measured.tasks["tiny_scored"].texts
         )
