@@ -12,18 +12,16 @@ from fly.runs.replay import Generation, Token
 
 @dataclass
 class Acceptance:
-    """deferred: mismatches that stood, by position. blocks: rounds by tokens that stood.
-
-    stood, rolled_back, rejected: the target's entropies at mismatches, by what became of them. A
-    mismatch that was dropped only because it was in another deferral's window is in none of them.
-    """
+    """How drafts fared. A mismatch that was dropped only because it was in another deferral's
+    window is in none of the entropies."""
 
     positions: Positions = field(default_factory=Positions)
-    deferred: Counter[int] = field(default_factory=Counter)
-    blocks: Counter[int] = field(default_factory=Counter)
+    deferred: Counter[int] = field(default_factory=Counter)  # mismatches that stood, by position
+    blocks: Counter[int] = field(default_factory=Counter)  # rounds by tokens that stood
+    # the target's entropies at mismatches that stood
     stood: list[float] = field(default_factory=list)
-    rolled_back: list[float] = field(default_factory=list)
-    rejected: list[float] = field(default_factory=list)
+    rolled_back: list[float] = field(default_factory=list)  # and at those that were rolled back
+    rejected: list[float] = field(default_factory=list)  # and at those that were rejected at once
 
 
 def measure(generations: Iterable[Generation]) -> Acceptance:

@@ -27,15 +27,12 @@ _WHOSE = {True: "of the same model", False: "of another model", None: "it is not
 
 @dataclass(frozen=True)
 class Reason:
-    """One thing that stands between two runs.
-
-    why: a clause. note: a line for people; empty where the comparison has nothing that it bears on.
-    """
+    """One thing that stands between two runs."""
 
     severity: Severity
     subject: Subject
-    why: str
-    note: str = ""
+    why: str  # a clause
+    note: str = ""  # a line for people; empty where the comparison has nothing that it bears on
 
 
 def find_reasons(baseline: Measured, run: Measured) -> list[Reason]:

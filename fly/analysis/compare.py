@@ -25,11 +25,11 @@ _OF_ALL: tuple[Subject, ...] = ("target", "decoding", "engine")  # in the result
 
 @dataclass(frozen=True)
 class ScoreRow:
-    """One metric of one task. primary: it stands for the task in the overall row."""
+    """One metric of one task."""
 
     task: str
     metric: str
-    primary: bool
+    primary: bool  # it stands for the task in the overall row
     higher_is_better: bool
     scores: Comparison
 
@@ -49,56 +49,51 @@ class ScoreRow:
 
 @dataclass(frozen=True)
 class Pace:
-    """What a run decoded of a task, and how fast: sums over documents and their rates.
-
-    decode, end_to_end: seconds, without and with prefill. saved: the share of the emitted tokens
-    that took no target pass of their own, 1 - rounds / emitted. tau, al: of all tokens together;
-    the document means: of each document's own. positions: empty for earlier runs.
-    """
+    """What a run decoded of a task, and how fast: sums over documents and their rates."""
 
     tokens: int
     rounds: int
-    decode: float
-    end_to_end: float
+    decode: float  # seconds, without prefill
+    end_to_end: float  # seconds, with prefill
     decode_tok_s: float | None
     end_to_end_tok_s: float | None
-    tau: float | None
-    tau_document_mean: float | None
-    al: float | None
-    al_document_mean: float | None
+    tau: float | None  # of all tokens together
+    tau_document_mean: float | None  # the mean of each document's own
+    al: float | None  # of all tokens together
+    al_document_mean: float | None  # the mean of each document's own
+    # share of the emitted tokens that took no target pass of their own: 1 - rounds / emitted
     saved: float | None
-    positions: Positions
+    positions: Positions  # empty for earlier runs
 
 
 @dataclass(frozen=True)
 class Speed:
     """A task's pace in a run, and against the baseline.
 
-    decode, end_to_end: time x, the baseline's seconds over the run's for the same documents; None
-    without records of both, and where the runs' seconds do not compare (`withheld` says why).
-    from_earlier_runs: these are not the seconds of the run's mode by itself: it drafted from
-    outputs of earlier runs. tokens: the run's emitted tokens over the baseline's. A run that talks
-    more takes longer, however many tokens per second it makes.
+    A run that talks more takes longer, however many tokens per second it makes. Times are None
+    without records of both, and where the runs' seconds do not compare.
     """
 
     task: str
     pace: Pace
+    # time x: the baseline's seconds over the run's for the same documents
     decode: Ratio | None = None
-    end_to_end: Ratio | None = None
-    tokens: Ratio | None = None
-    withheld: str = ""
+    end_to_end: Ratio | None = None  # the same, with prefill
+    tokens: Ratio | None = None  # the run's emitted tokens over the baseline's
+    withheld: str = ""  # why the seconds do not compare
+    # the seconds are with drafts from earlier outputs, not those of the mode by itself
     from_earlier_runs: bool = False
 
 
 @dataclass(frozen=True)
 class Against:
-    """One run against the baseline. overall: the mean of the primary scores, None for one task.
-    notes: what a reader of its scores and its time x has to know."""
+    """One run against the baseline."""
 
     name: str
     rows: list[ScoreRow]
-    overall: ScoreRow | None
+    overall: ScoreRow | None  # the mean of the primary scores; None for one task
     speeds: list[Speed]
+    # what a reader of its scores and its time x has to know
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -112,15 +107,15 @@ class Against:
 
 @dataclass(frozen=True)
 class Result:
-    """All runs against one. verdicts: how many rows were judged. notes: what was left out. noise:
-    what rounding alone changes, if that was measured."""
+    """All runs against one."""
 
     baseline: str
     baseline_speeds: list[Speed]
     others: list[Against]
     demand: Demand
-    verdicts: int = 1
-    notes: list[str] = field(default_factory=list)
+    verdicts: int = 1  # how many rows were judged
+    notes: list[str] = field(default_factory=list)  # what was left out
+    # what rounding alone changes, if that was measured
     noise: list[NoiseRow] = field(default_factory=list)
 
     @property
@@ -218,12 +213,12 @@ def _only_in(other: Measured, baseline: Measured) -> list[str]:
 
 @dataclass(frozen=True)
 class _Scores:
-    """A metric's scores of both runs, document by document; `lacking` says why other has none.
-    clusters: the documents' own; empty where every document stands for itself."""
+    """A metric's scores of both runs, document by document."""
 
     baseline: list[float]
     other: list[float]
-    lacking: str = ""
+    lacking: str = ""  # why other has none
+    # the documents' own; empty where every document stands for itself
     clusters: list[str] = field(default_factory=list)
 
 

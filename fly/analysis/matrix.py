@@ -27,21 +27,17 @@ _NAMED = ("drafter", "target_model_path", "draft_model_path")  # whether they di
 
 @dataclass(frozen=True)
 class Cell:
-    """One run on one task (or `overall`), against its target alone, the run `baseline`.
+    """One run on one task (or `overall`), against its target alone."""
 
-    target, drafter, rule: the cell's place. speed, alone: the run's pace and its target's; None
-    without records. p: of equal scores, corrected for all cells; None without a test.
-    """
-
-    target: str
+    target: str  # the cell's place, with drafter and rule
     drafter: str
     rule: str
     run: str
-    baseline: str
+    baseline: str  # the run of its target alone
     row: ScoreRow
-    speed: Speed | None
-    alone: Speed | None
-    p: float | None = None
+    speed: Speed | None  # the run's pace; None without records
+    alone: Speed | None  # its target's pace; None without records
+    p: float | None = None  # of equal scores, corrected for all cells; None without a test
 
     @property
     def as_dict(self) -> dict[str, Any]:
@@ -69,11 +65,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Matrix:
-    """tests: how many p-values were corrected together. notes: what a reader has to know."""
+    """All cells, and what they have in common."""
 
     cells: list[Cell]
-    tests: int
-    notes: list[str]
+    tests: int  # how many p-values were corrected together
+    notes: list[str]  # what a reader has to know
 
     @property
     def tables(self) -> dict[tuple[str, str], list[Cell]]:

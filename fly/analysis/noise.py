@@ -22,24 +22,25 @@ NAME = "noise"  # of the noise run
 
 @dataclass(frozen=True)
 class Changed:
-    """Documents that differ from the baseline's: in the noise run, in the run, and the chance that
-    the run would differ in so many more if it, too, were rounding (one-sided exact McNemar)."""
+    """Documents that differ from the baseline's."""
 
     documents: int
-    by_rounding: int
-    by_run: int
+    by_rounding: int  # in the noise run
+    by_run: int  # in the run
+    # chance that the run would differ in so many more if it, too, were rounding (one-sided exact
+    # McNemar)
     p: float
 
 
 @dataclass(frozen=True)
 class NoiseRow:
-    """One run and task. scores: by the task's first metric. texts: None if they are not known."""
+    """One run and task."""
 
     run: str
     task: str
     metric: str
-    scores: Changed
-    texts: Changed | None
+    scores: Changed  # by the task's first metric
+    texts: Changed | None  # None if they are not known
 
 
 def take_noise(runs: Sequence[Measured]) -> tuple[Measured, list[Measured]]:

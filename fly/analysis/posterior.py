@@ -27,9 +27,9 @@ class Interval:
 
 @dataclass(frozen=True)
 class Pairs:
-    """One task; kept / base is the recovery. Where lower is better, the runs change places.
+    """One task's scores by document, or by cluster of documents; kept / base is the recovery.
 
-    kept, base: scores by unit: by document, or by cluster of documents.
+    Where lower is better, the runs change places.
     """
 
     kept: Floats

@@ -39,10 +39,10 @@ _FEW = 10  # resamples beyond the observed value; with fewer, p is only an upper
 
 @dataclass(frozen=True)
 class Demand:
-    """What scores must do: keep this share of the baseline's, shown with this confidence."""
+    """What scores must do."""
 
-    min_recovery: float = 0.99
-    confidence: float = 0.95
+    min_recovery: float = 0.99  # the share of the baseline's to be kept
+    confidence: float = 0.95  # with which that must be shown
 
 
 DEFAULT_DEMAND = Demand()
@@ -50,40 +50,32 @@ DEFAULT_DEMAND = Demand()
 
 @dataclass(frozen=True)
 class Comparison:
-    """Scores of two runs on the same documents.
-
-    baseline, other: mean scores; over several tasks, the mean of the tasks' means. other is None
-    where the run lacks some of the scores. recovery: None if it is undefined; `reason` says why.
-    interval: of the recovery, paired, at LEVEL; None for a task of one document. lost, won:
-    documents that the other run scores worse and better. clusters: of documents, where only those
-    are independent; None where documents are. p: two-sided; `test` names it. bound: without losses,
-    the largest loss of recovery (a share) that so few documents leave possible, with the demanded
-    confidence; else None. probability: that the recovery is at least the demanded one, if one more
-    document had been lost.
-    verdict: `held` says that it is; `unchanged` only says that every document scored the same.
-    decides_nothing: the baseline scores nothing, so that nothing can be lost.
-    decides: documents that would decide with a chance of POWER if they went on differing as these
-    did; None if no number would, and where a verdict has been reached. reason: a clause for people.
-    withheld: the scores allow no verdict, however many they are; `reason` says why.
-    """
+    """Scores of two runs on the same documents."""
 
     documents: int
-    baseline: float
-    other: float | None = None
-    recovery: float | None = None
+    baseline: float  # mean score; over several tasks, the mean of the tasks' means
+    other: float | None = None  # None where the run lacks some of the scores
+    recovery: float | None = None  # None if it is undefined; `reason` says why
+    # of the recovery, paired, at LEVEL; None for a task of one document
     interval: Interval | None = None
-    lost: int = 0
-    won: int = 0
-    clusters: int | None = None
-    p: float = 1.0
+    lost: int = 0  # documents that the other run scores worse
+    won: int = 0  # and better
+    clusters: int | None = None  # of documents, where only those are independent; else None
+    p: float = 1.0  # two-sided; `test` names it
     test: Literal["McNemar", "sign flips", "none"] = "none"
+    # without losses, the largest loss of recovery (a share) that so few documents leave possible,
+    # with the demanded confidence; else None
     bound: float | None = None
+    # that the recovery is at least the demanded one, if one more document had been lost
     probability: float | None = None
+    # `held`: the recovery is shown; `unchanged`: every document scored the same, no more is known
     verdict: Verdict = "not enough evidence"
-    decides_nothing: bool = False
+    decides_nothing: bool = False  # the baseline scores nothing, so that nothing can be lost
+    # documents that would decide with a chance of POWER if they went on differing as these did;
+    # None if no number would, and where a verdict has been reached
     decides: int | None = None
-    reason: str = ""
-    withheld: bool = False
+    reason: str = ""  # a clause for people
+    withheld: bool = False  # the scores allow no verdict, however many they are; `reason` says why
 
 
 @dataclass(frozen=True)

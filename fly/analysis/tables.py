@@ -27,11 +27,11 @@ _NUMBERS = (
 
 @dataclass(frozen=True)
 class Table:
-    """columns: names, with their widths where they are fixed. In a grouped table the first cell of
-    a group's first row names the group, and is empty in its other rows."""
+    """In a grouped table the first cell of a group's first row names the group, and is empty in
+    its other rows."""
 
     title: str
-    columns: dict[str, int | None]
+    columns: dict[str, int | None]  # names, with their widths where they are fixed
     rows: list[list[str]]
 
     def groups(self) -> list[Table]:
@@ -109,18 +109,14 @@ def _coloured(cell: str) -> Text:
 
 @dataclass(frozen=True)
 class ScoreTexts:
-    """One row's numbers, as every table and file for people writes them.
-
-    interval: of the recovery, with a space before it; empty where there is none. changed: documents
-    lost and won. bound: the largest loss that scores without any leave possible; else empty.
-    """
+    """One row's numbers, as every table and file for people writes them."""
 
     score: str = "-"
     recovery: str = "-"
-    interval: str = ""
-    changed: str = "-"
+    interval: str = ""  # of the recovery, with a space before it; empty where there is none
+    changed: str = "-"  # documents lost and won
     p: str = "-"
-    bound: str = ""
+    bound: str = ""  # the largest loss that scores without any leave possible; else empty
 
 
 def score_texts(scores: Comparison, p: float | None = None) -> ScoreTexts:

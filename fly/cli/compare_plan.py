@@ -43,30 +43,22 @@ DEFAULT = ("target-only", "exact", "fly")
 
 @dataclass(frozen=True)
 class Mode:
-    """One run to be made: `fly run` with `model` and these `model_args`.
-
-    identity: what the texts depend on; a run of another identity is not reused. models: looks up
-    the models' fingerprints, by role. rule: the mode that the run itself will report. records: the
-    configuration's RECORDING_KEYS, with their values. flags: of `fly run`, after all modes'.
-    """
+    """One run to be made: `fly run` with `model` and these `model_args`."""
 
     name: str
     model: str
     model_args: dict[str, Any]
-    identity: str
-    models: Callable[..., dict[str, Any]] = dict
-    rule: str = ""
+    identity: str  # what the texts depend on; a run of another identity is not reused
+    models: Callable[..., dict[str, Any]] = dict  # looks up the models' fingerprints, by role
+    rule: str = ""  # the mode that the run itself will report
+    # the configuration's RECORDING_KEYS, with their values
     records: dict[str, bool] = field(default_factory=dict)
-    flags: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()  # of `fly run`, after all modes'
 
 
 @dataclass(frozen=True)
 class ComparisonRequest:
-    """A comparison that makes runs: its flags, with those of --config.
-
-    flags: the command line's flags of `fly run`, for every mode. inputs: hashes of the files that
-    the flags name, by flag; see run_inputs. stored: the run of --baseline.
-    """
+    """A comparison that makes runs: its flags, with those of --config."""
 
     model: str
     model_args: dict[str, Any]
@@ -74,14 +66,15 @@ class ComparisonRequest:
     batch_size: Any
     use_cache: str | None
     output: Path
-    flags: tuple[str, ...]
+    flags: tuple[str, ...]  # the command line's flags of `fly run`, for every mode
+    # hashes of the files that the flags name, by flag; see run_inputs
     inputs: dict[str, dict[str, str]]
     modes: tuple[str, ...] | None
     custom_modes: tuple[str, ...]
     noise_floor: bool
     baseline_run: str | None
     baseline: Path | None
-    stored: scores.Measured | None
+    stored: scores.Measured | None  # the run of --baseline
     save_baseline: Path | None
     with_outputs: bool
 
@@ -123,9 +116,9 @@ class ComparisonRequest:
 
 @dataclass(frozen=True)
 class PlannedRuns:
-    """Runs to be made, in this order; modes by name. The rest is as in `ComparisonRequest`."""
+    """Runs to be made, in this order. The rest is as in `ComparisonRequest`."""
 
-    modes: dict[str, Mode]
+    modes: dict[str, Mode]  # by name
     output: Path
     flags: Sequence[str] = ()
     inputs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)

@@ -53,33 +53,26 @@ def captures_graphs(config: FlyConfig, model: PreTrainedModel) -> bool:
 
 @dataclass(frozen=True)
 class LoadedPair:
-    """Both models as they decode: checked, packed, and the draft quantised.
-
-    max_length: of the target's context, in tokens. intersection: what the draft shares with the
-    target if it has another tokenizer.
-    """
+    """Both models as they decode: checked, packed, and the draft quantised."""
 
     target: PreTrainedModel
     draft: PreTrainedModel | None
     tokenizer: Any
     eos_ids: frozenset[int]
-    max_length: int
+    max_length: int  # of the target's context, in tokens
     packed: PackedWeights
+    # what the draft shares with a target of another tokenizer
     intersection: TokenIntersection | None = None
 
 
 @dataclass
 class EngineFactory:
-    """Makes engines of one pair.
-
-    batch_size: sequences that run together; `auto` for as many as memory holds, at most
-    max_batch_size. draft_length: for the results, how the draft length of the last engine was
-    decided.
-    """
+    """Makes engines of one pair."""
 
     pair: LoadedPair
-    batch_size: int | str
-    max_batch_size: int
+    batch_size: int | str  # sequences that run together; `auto`: as many as memory holds
+    max_batch_size: int  # the most for `auto`
+    # for the results: how that of the last engine was decided
     draft_length: dict[str, Any] | None = field(default=None, init=False)
 
     def engine(

@@ -63,11 +63,11 @@ def _installed() -> Installed:
 
 @dataclasses.dataclass
 class _Running:
-    """A request in vLLM's engine. lengths: of its output, after each pass that gave it tokens,
-    its prefill's included."""
+    """A request in vLLM's engine."""
 
     request: Request
     seconds: dict[str, float] = dataclasses.field(default_factory=zero_seconds)
+    # of its output, after each pass that gave it tokens, its prefill's included
     lengths: list[int] = dataclasses.field(default_factory=list)
     prefilled_at: float = 0.0
 

@@ -49,11 +49,11 @@ _OF_FLY: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Installed:
-    """The vLLM at hand: its version, and the fields and methods of its SpeculativeConfig."""
+    """The vLLM at hand."""
 
     version: str
-    fields: Collection[str]
-    methods: Collection[str]
+    fields: Collection[str]  # of its SpeculativeConfig
+    methods: Collection[str]  # of speculation that it knows
 
     def refuse(self, what: str, remedy: str) -> FlyError:
         return FlyError(f"{what}: vLLM {self.version} {remedy}, or use --model hf")

@@ -24,24 +24,19 @@ if TYPE_CHECKING:
 
 @dataclass
 class RunContext:
-    """`output_dir`: where lm-eval writes samples; None without --output_path.
+    """One run, as all that takes part in it knows it. All calls share its traces' files."""
 
-    results_entry: makes `config.fly` of the results; None until a model is made, and in all
-    processes but the first. traced_requests, traced_tokens: how many requests are in the trace
-    file, and which token ids in its vocabulary; all calls of a run share these files. manifest: of
-    a run that can be resumed, in its first process. finished_requests: of a resumed run; else None.
-    is_resumable: whether there is a manifest. samples: the documents that were chosen, by task;
-    None for all.
-    """
-
-    output_dir: Path | None = None
+    output_dir: Path | None = None  # where lm-eval writes samples; None without --output_path
+    # makes `config.fly` of the results; None until a model is made, and in all processes but the
+    # first
     results_entry: Callable[[], dict[str, Any]] | None = None
-    traced_requests: int = 0
-    traced_tokens: set[int] = field(default_factory=set)
+    traced_requests: int = 0  # how many are in the trace file
+    traced_tokens: set[int] = field(default_factory=set)  # which ids are in its vocabulary
     started: str = field(default_factory=timestamp)
-    manifest: Manifest | None = None
-    finished_requests: FinishedRequests | None = None
-    is_resumable: bool = False
+    manifest: Manifest | None = None  # of a run that can be resumed, in its first process
+    finished_requests: FinishedRequests | None = None  # of a resumed run; else None
+    is_resumable: bool = False  # there is a manifest
+    # the documents that were chosen, by task; None for all
     samples: dict[str, list[int]] | None = None
 
     def join(self, manifest: Manifest, finished: FinishedRequests | None) -> None:

@@ -31,40 +31,33 @@ Own = tuple[Path, str]  # the folder of a run and when it started
 
 @dataclass(frozen=True)
 class Output:
-    """What an earlier run wrote for one request: its text, or token ids of the tokenizer with this
-    hash, or both."""
+    """What an earlier run wrote for one request: its text, or token ids, or both."""
 
     repeat: int
     text: str | None
     ids: Ids | None = None
-    tokenizer: str | None = None
+    tokenizer: str | None = None  # the hash of the ids' tokenizer
 
 
 @dataclass
 class MatchCounts(Sums):
-    """Requests by what earlier runs have for them.
+    """Requests by what earlier runs have for them."""
 
-    asked: all. matched: an output to draft from. changed: the document, but with another prompt.
-    missing: not the document. untokenized: an output that has no ids under this run's tokenizer.
-    """
-
-    asked: int = 0
-    matched: int = 0
-    changed: int = 0
-    missing: int = 0
-    untokenized: int = 0
+    asked: int = 0  # all
+    matched: int = 0  # an output to draft from
+    changed: int = 0  # the document, but with another prompt
+    missing: int = 0  # not the document
+    untokenized: int = 0  # an output that has no ids under this run's tokenizer
 
 
 @dataclass
 class EarlierRun:
-    """One earlier run. source: the file that it was read from, or the folder of its records.
+    """One earlier run."""
 
-    target: which model's outputs these are, as `target_of` has it; None if that is not known.
-    outputs: by (task, document), then by the first digits of the prompt's hash.
-    """
-
-    source: Path
+    source: Path  # the file that it was read from, or the folder of its records
+    # which model's outputs these are, as `target_of` has it; None if that is not known
     target: str | None = None
+    # by (task, document), then by the first digits of the prompt's hash
     outputs: dict[tuple[str, int], dict[str, list[Output]]] = field(
         default_factory=dict, repr=False
     )
@@ -216,11 +209,11 @@ def _read(path: str, own: Own | None) -> EarlierRun:
 
 @dataclass(frozen=True, order=True)
 class _Found:
-    """A run in a folder. started: for other backends, when it ended. results: once it has ended."""
+    """A run in a folder."""
 
     folder: Path = field(compare=False)
-    started: str
-    results: Path | None = field(compare=False)
+    started: str  # for other backends, when it ended
+    results: Path | None = field(compare=False)  # once it has ended
 
 
 def _newest(folder: Path, own: Own | None) -> _Found | None:

@@ -29,7 +29,7 @@ _ABSENT = object()
 
 @dataclass
 class Manifest:
-    """`data`: what the file holds. `lock`: held while this process works on the run.
+    """The file that makes a run resumable.
 
     Keys of `data`: format, started, finished, results (name of the results file), resumed (when),
     working_directory, below (records lie in a folder below --output_path), arguments (lm-eval's),
@@ -37,7 +37,8 @@ class Manifest:
     """
 
     path: Path
-    data: dict[str, Any]
+    data: dict[str, Any]  # what the file holds
+    # held while this process works on the run
     lock: FileLock | None = field(default=None, repr=False)
 
     @classmethod

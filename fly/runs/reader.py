@@ -39,50 +39,42 @@ _RESULTS = re.compile(rf"(?!fly_).*_{_DATE}|.*results_\d{{4}}-.*")
 
 @dataclass(frozen=True)
 class Sample:
-    """One document of a task under one filter, as lm-eval scored it.
-
-    scores: by metric, numbers only. responses: the model's texts, one per repeat, before the
-    filter; answer: after it. hashes: lm-eval's, of document, prompt and target.
-    """
+    """One document of a task under one filter, as lm-eval scored it."""
 
     doc_id: int
     doc: dict[str, Any]
-    hashes: tuple[str, str, str]
+    hashes: tuple[str, str, str]  # lm-eval's, of document, prompt and target
     prompt: str
     target: str
-    responses: tuple[str, ...]
-    answer: str
-    scores: dict[str, float]
+    responses: tuple[str, ...]  # the model's texts, one per repeat, before the filter
+    answer: str  # after the filter
+    scores: dict[str, float]  # by metric, numbers only
 
 
 @dataclass(frozen=True)
 class TaskRun:
-    """One task of a run under one filter.
-
-    aggregated: by metric, (value, standard error). documents: by metric, those that it is of: a
-    task may give different documents different metrics (RULER's are called by their lengths).
-    """
+    """One task of a run under one filter."""
 
     name: str
     filter: str
     version: str
     num_fewshot: int
     higher_is_better: dict[str, bool]
-    aggregated: dict[str, tuple[float, float | None]]
+    aggregated: dict[str, tuple[float, float | None]]  # by metric: (value, standard error)
+    # by metric, those that it is of: a task may give different documents different metrics (RULER's
+    # are called by their lengths)
     documents: dict[str, frozenset[int]] = field(repr=False)
     samples: dict[int, Sample] = field(repr=False)
 
 
 @dataclass(frozen=True)
 class Run:
-    """One results file. `name`: what tables call it. `entry`: `config.fly`, None for other models.
-
-    `tasks`: by (task, filter), in the order of the results file.
-    """
+    """One results file."""
 
     path: Path
-    name: str
+    name: str  # what tables call it
     results: dict[str, Any] = field(repr=False)
+    # by (task, filter), in the order of the results file
     tasks: dict[tuple[str, str], TaskRun] = field(repr=False)
 
     @property

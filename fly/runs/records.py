@@ -62,10 +62,10 @@ class Counts(Sums):
 
 @dataclass
 class SourceCounts(Sums):
-    """Of one source of draft tokens. accepted: those that stand in the output, deferred ones too;
-    they count once they are final, as in `Counts`."""
+    """Of one source of draft tokens."""
 
     drafted: int = 0
+    # those that stand in the output, once they are final, as in `Counts`; deferred ones too
     accepted: int = 0
 
 
@@ -98,14 +98,15 @@ class CountsBySource(dict[str, SourceCounts]):
 class Positions:
     """Rounds by the position in the draft, from the first; the lists may differ in length.
 
-    drafted: whose draft reached this position. reached: of those, where every earlier position was
-    accepted. accepted: where this one was, too: matches, and deferrals that stand. A round counts
-    once its tokens are final, as in `Counts`; a draft that the end of the output cuts short counts
-    whole as drafted. sum(drafted) and sum(accepted) are the draft tokens of `Counts`.
+    A round counts once its tokens are final, as in `Counts`; a draft that the end of the output
+    cuts short counts whole as drafted. sum(drafted) and sum(accepted) are the draft tokens of
+    `Counts`.
     """
 
-    drafted: list[int] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)  # whose draft reached this position
+    # of those, where every earlier position was accepted
     reached: list[int] = field(default_factory=list)
+    # where this one was, too: matches, and deferrals that stand
     accepted: list[int] = field(default_factory=list)
 
     def add_round(self, drafted: int, accepted: int) -> None:
@@ -142,12 +143,12 @@ class Positions:
 
 @dataclass
 class Lengths(Sums):
-    """What mean acceptance lengths are made of. accepted: draft tokens; drafts: rounds with one."""
+    """What mean acceptance lengths are made of."""
 
     emitted: int = 0
     rounds: int = 0
-    accepted: int = 0
-    drafts: int = 0
+    accepted: int = 0  # draft tokens
+    drafts: int = 0  # rounds with one
 
     @classmethod
     def of(cls, counts: Counts, positions: Positions) -> Lengths:
@@ -189,31 +190,24 @@ def zero_seconds() -> dict[str, float]:
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """One sequence's round, as values, for observers (progress, log, traces).
+    """One sequence's round, as values, for observers (progress, log, traces)."""
 
-    request: what is decoded (fly.speculation.sequence.Request). number: of the round, from 1.
-    draft, matches, target_tokens, entropy: as in fly.speculation.sequence.Verdict. drafted_by: one
-    letter of `SOURCES` per draft token. start, length: tokens generated
-    before the round and after it, provisional ones included. deferred: places among the generated
-    tokens of mismatches that stand, for now or for good. rolled_back: the place of a recovered
-    token that replaces a deferral. open_at: the deferral still open. finish: why the request ended,
-    None while it has not. seconds: spent on the request so far, by phase.
-    """
-
-    request: Any
-    number: int
+    request: Any  # what is decoded (fly.speculation.sequence.Request)
+    number: int  # of the round, from 1
     counts: Counts
+    # draft, matches, target_tokens, entropy: as in fly.speculation.sequence.Verdict
     draft: list[int]
     matches: list[bool]
     target_tokens: list[int]
-    drafted_by: str
-    start: int
-    length: int
+    drafted_by: str  # one letter of `SOURCES` per draft token
+    start: int  # tokens generated before the round, provisional ones included
+    length: int  # and after it
+    # places among the generated tokens of mismatches that stand, for now or for good
     deferred: list[int]
-    rolled_back: int | None
-    open_at: int | None
-    finish: str | None
-    seconds: dict[str, float]
+    rolled_back: int | None  # the place of a recovered token that replaces a deferral
+    open_at: int | None  # the deferral still open
+    finish: str | None  # why the request ended; None while it has not
+    seconds: dict[str, float]  # spent on the request so far, by phase
     entropy: list[float] | None = None
 
     @property
@@ -227,11 +221,7 @@ Observer = Callable[[RoundRecord], None]
 
 @dataclass
 class RequestRecord:
-    """One finished request. `seconds` is its share of each pass it took part in.
-
-    wall_seconds: from the end of its prefill to its own end, while others were decoded and
-    prefilled beside it; None if the engine does not say.
-    """
+    """One finished request."""
 
     request: Any
     tokens: list[int]
@@ -239,9 +229,11 @@ class RequestRecord:
     prompt_tokens: int
     prompt_tokens_reused: int
     counts: Counts
-    seconds: dict[str, float]
+    seconds: dict[str, float]  # its share of each pass that it took part in
     sources: CountsBySource = field(default_factory=CountsBySource)
     positions: Positions = field(default_factory=Positions)
+    # from the end of its prefill to its own end, while others were decoded and prefilled beside it;
+    # None if the engine does not say
     wall_seconds: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -262,7 +254,7 @@ class RequestRecord:
 
 @dataclass
 class RunStats:
-    """Sums over the requests of a run. documents: by task and document id."""
+    """Sums over the requests of a run."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -272,6 +264,7 @@ class RunStats:
     seconds: dict[str, float] = field(default_factory=zero_seconds)
     sources: CountsBySource = field(default_factory=CountsBySource)
     positions: Positions = field(default_factory=Positions)
+    # by task and document id
     documents: dict[tuple[str, int], Lengths] = field(default_factory=dict)
 
     def add_request(self, record: RequestRecord) -> None:

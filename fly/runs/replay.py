@@ -23,29 +23,22 @@ class Token:
 
     source: `draft`, `ngram`, `earlier`, `sibling` or `other` (MATCHES), a draft token that matches
     the target's; `deferred`, a mismatch that stands; `recovered`, the target's token in place of a
-    draft token that was rejected or rolled back; `bonus`, the target's token after a draft that was
-    accepted whole; `rolled_back`, accepted at first, then dropped.
-
-    index: its place among the generated tokens, those dropped before it not counted. round: from 1.
-    target_id: the target's token at this place. position: in the round's draft, None for the
-    target's own tokens. by: who drafted it, a letter of fly.runs.records.SOURCES; empty for the
-    target's. entropy: the target's before the token, None if the trace has none. window: index of
-    the deferral whose window this token is in. replaced: of a recovered token, the draft token's
-    id. text: what it adds to the text; empty if only a later token completes a character.
+    draft token that was rejected or rolled back; `bonus`, the target's token after a draft that
+    was accepted whole; `rolled_back`, accepted at first, then dropped.
     """
 
     id: int
     source: str
-    index: int
-    round: int
-    target_id: int
+    index: int  # its place among the generated tokens, those dropped before it not counted
+    round: int  # from 1
+    target_id: int  # the target's token at this place
     matches_target: bool
-    position: int | None = None
-    by: str = ""
-    entropy: float | None = None
-    window: int | None = None
-    replaced: int | None = None
-    text: str = ""
+    position: int | None = None  # in the round's draft; None for the target's own tokens
+    by: str = ""  # who drafted it, a letter of fly.runs.records.SOURCES; empty for the target's
+    entropy: float | None = None  # the target's before the token; None if the trace has none
+    window: int | None = None  # index of the deferral whose window this token is in
+    replaced: int | None = None  # of a recovered token, the draft token's id
+    text: str = ""  # what it adds to the text; empty if only a later token completes a character
     target_text: str = ""
     replaced_text: str = ""
 
@@ -61,16 +54,14 @@ class Token:
 
 @dataclass(frozen=True)
 class Generation:
-    """One request. `shown`: its tokens in order, the rolled back ones before what replaced them.
-
-    finish: `eos`, `stop`, `length`, or None if the run was cut short in it.
-    """
+    """One request."""
 
     task: str
     doc_id: int
     request: int
-    finish: str | None
+    finish: str | None  # `eos`, `stop`, `length`, or None if the run was cut short in it
     rounds: list[RoundLine] = field(repr=False)
+    # its tokens in order, the rolled back ones before what replaced them
     shown: list[Token] = field(repr=False)
 
     @property

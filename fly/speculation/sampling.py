@@ -32,17 +32,16 @@ _TIES = 64  # so many tokens may tie with the k-th largest before all of them ar
 
 @dataclass(frozen=True)
 class Sampling:
-    """A request's decoding settings, in transformers' meaning and order. temperature 0 is greedy.
+    """A request's decoding settings, in transformers' meaning and order.
 
-    top_k 0, top_p 1, min_p 0 and repetition_penalty 1 are off. Greedy requests keep only the
-    penalty.
+    Greedy requests keep only the penalty.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: float = 0.0  # 0 is greedy
+    top_k: int = 0  # 0 is off
+    top_p: float = 1.0  # 1 is off
+    min_p: float = 0.0  # 0 is off
+    repetition_penalty: float = 1.0  # 1 is off
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
@@ -138,15 +137,11 @@ _BLOCK = 64  # places whose numbers are drawn at once
 
 @dataclass(frozen=True)
 class Noise:
-    """One sequence's random numbers for one round, uniform on [0, 1), as many as a draft has.
+    """One sequence's random numbers for one round, uniform on [0, 1), as many as a draft has."""
 
-    draft: the draft model's draws. accept: the rejection sampler's. target: the target's own
-    draws, one more.
-    """
-
-    draft: Tensor
-    accept: Tensor
-    target: Tensor
+    draft: Tensor  # the draft model's draws
+    accept: Tensor  # the rejection sampler's
+    target: Tensor  # the target's own draws, one more
 
 
 class NoiseStream:

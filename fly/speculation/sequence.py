@@ -27,20 +27,16 @@ from fly.speculation.stop_strings import BROKEN, Decode, StopMatcher
 
 @dataclass(frozen=True)
 class Request:
-    """What to decode. `budget`: most new tokens (>= 1). `tag`: the caller's own, handed back.
-
-    seed: where a sampled request's random numbers start; nothing else influences them.
-    repeat: how many equal requests of the same document came before it. earlier: token ids that
-    earlier runs gave for the same document and prompt; they may be drafted from.
-    """
+    """What to decode."""
 
     prompt: tuple[int, ...]
-    budget: int
+    budget: int  # most new tokens (>= 1)
     stops: tuple[str, ...] = ()
-    tag: Any = None
+    tag: Any = None  # the caller's own, handed back
     sampling: Sampling = GREEDY
-    seed: int = 0
-    repeat: int = 0
+    seed: int = 0  # where a sampled request's random numbers start; nothing else influences them
+    repeat: int = 0  # how many equal requests of the same document came before it
+    # token ids that earlier runs gave for the same document and prompt; they may be drafted from
     earlier: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
@@ -62,18 +58,14 @@ class Source(Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the target and the rule say of one sequence's draft.
-
-    matches, by: as long as the draft; by: who drafted each token, a letter of
-    fly.runs.records.SOURCES. target_tokens: the target's own, one more than the draft. entropy: of
-    the target before every one of them, for traces; None when nothing asks.
-    """
+    """What the target and the rule say of one sequence's draft."""
 
     draft: list[int]
-    matches: list[bool]
-    target_tokens: list[int]
+    matches: list[bool]  # as long as the draft
+    target_tokens: list[int]  # the target's own, one more than the draft
     resolution: Resolution
-    by: str
+    by: str  # who drafted each token, a letter of fly.runs.records.SOURCES
+    # of the target before every one of its tokens, for traces; None when nothing asks
     entropy: list[float] | None = None
 
     @property
@@ -93,14 +85,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class OpenDeferral:
-    """at: its index in the generated tokens. recovered_token: what replaces it in a rollback.
+    """A deferral whose window later rounds fill."""
 
-    matches: how many its window has seen.
-    """
-
-    at: int
-    recovered_token: int
-    matches: int
+    at: int  # its index in the generated tokens
+    recovered_token: int  # what replaces it in a rollback
+    matches: int  # how many its window has seen
 
 
 class Sequence:

@@ -21,18 +21,16 @@ from fly.tuning.real_runs import RunResult, TunedPair, Workload
 
 @dataclass(frozen=True)
 class Confirmation:
-    """documents: by task. fresh: whether the search has used none of them. over_given: the given
-    configuration's seconds of decoding over the candidate's, paired by document; over_target and
-    given_over_target: the target's over each. recoveries, given_recoveries: against the target
-    alone on these documents."""
+    """What the runs in turns say."""
 
-    documents: dict[str, list[int]]
-    fresh: bool
+    documents: dict[str, list[int]]  # by task
+    fresh: bool  # the search has used none of them
+    # the given configuration's seconds of decoding over the candidate's, paired by document
     over_given: Ratio | None
-    over_target: Ratio | None
-    given_over_target: Ratio | None
-    recoveries: list[Recovery] = field(repr=False)
-    given_recoveries: list[Recovery] = field(repr=False)
+    over_target: Ratio | None  # the target's over the candidate's
+    given_over_target: Ratio | None  # the target's over the given one's
+    recoveries: list[Recovery] = field(repr=False)  # against the target alone on these documents
+    given_recoveries: list[Recovery] = field(repr=False)  # the same of the given configuration
 
     @property
     def is_judged(self) -> bool:

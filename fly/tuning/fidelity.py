@@ -15,16 +15,12 @@ from fly.errors import FlyError
 
 @dataclass(frozen=True)
 class Recovery:
-    """One metric under one filter, against the target alone on the same documents.
-
-    metric: `name` or `name,filter`. scores: as `fly compare` judges them. is_judged: whether the
-    target alone has a recovery by this metric; if not, none can be shown.
-    """
+    """One metric under one filter, against the target alone on the same documents."""
 
     task: str
-    metric: str
-    scores: Comparison
-    is_judged: bool
+    metric: str  # `name` or `name,filter`
+    scores: Comparison  # as `fly compare` judges them
+    is_judged: bool  # the target alone has a recovery by this metric; if not, none can be shown
 
     @property
     def name(self) -> str:

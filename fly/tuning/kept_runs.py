@@ -28,10 +28,10 @@ class _Kept(BaseModel):
 
 @dataclass(frozen=True)
 class KeptRuns:
-    """folder: a file for each run. common: what all runs of this tune depend on."""
+    """Finished runs of a tune, for the next one."""
 
-    folder: Path
-    common: dict[str, Any]
+    folder: Path  # a file for each run
+    common: dict[str, Any]  # what all runs of this tune depend on
 
     def load(self, key: dict[str, Any]) -> RunResult | None:
         """The run that an earlier tune has kept; None without one."""

@@ -35,32 +35,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is run: lm-eval's arguments. available: how many documents each task has. samples: the
-    documents of a run, by task."""
+    """What is run: lm-eval's arguments."""
 
     tasks: tuple[str, ...]
     limit: int
-    available: dict[str, int]
+    available: dict[str, int]  # how many documents each task has
     chat: bool = False
     max_gen_toks: int | None = None
     num_fewshot: int | None = None
     include_path: str | None = None
     confirm_run_unsafe_code: bool = False
-    samples: dict[str, list[int]] | None = None
+    samples: dict[str, list[int]] | None = None  # the documents of a run, by task
 
 
 @dataclass
 class RunResult:
-    """A configuration on some documents.
+    """A configuration on some documents."""
 
-    counts, seconds: sums over the requests; seconds by phase. measured: the scores.
-    decode_seconds: by task and document; empty for runs that were kept by an earlier tune.
-    """
-
-    counts: Counts
-    seconds: dict[str, float]
+    counts: Counts  # sums over the requests
+    seconds: dict[str, float]  # sums over the requests, by phase
     requests: int
-    measured: Measured = field(repr=False)
+    measured: Measured = field(repr=False)  # the scores
+    # by task and document; empty for runs that were kept by an earlier tune
     decode_seconds: dict[tuple[str, int], float] = field(default_factory=dict, repr=False)
 
     @property

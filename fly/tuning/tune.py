@@ -27,13 +27,12 @@ _SETS = 4  # of documents, each half as many as the next
 
 @dataclass(frozen=True)
 class Options:
-    """survivors: candidates that are run on all documents, beside the given configuration and exact
-    verification. min_recovery: the least share of the target's score that a configuration must
-    keep."""
+    """What a tune is asked for."""
 
     output: Path
+    # candidates on all documents, beside the given configuration and exact verification
     survivors: int = 3
-    min_recovery: float = 0.99
+    min_recovery: float = 0.99  # least share of the target's score that a configuration must keep
 
     @property
     def kept_runs(self) -> Path:
@@ -42,12 +41,13 @@ class Options:
 
 @dataclass
 class RealRun:
-    """A configuration and what it did. parts: one run for each set of documents that it was run on.
-    recoveries: on all of these; empty until they are judged."""
+    """A configuration and what it did."""
 
     config: FlyConfig
     is_given: bool
+    # one run for each set of documents that it was run on
     parts: list[RunResult] = field(default_factory=list)
+    # on all of these; empty until they are judged
     recoveries: list[Recovery] = field(default_factory=list)
 
     @property
@@ -70,13 +70,13 @@ class RealRun:
 
 @dataclass
 class Tuning:
-    """All that was measured. target: the target alone on each set of documents. runs: of every
-    configuration, those that were dropped early with fewer documents. confirmation: of `fastest`,
-    where that is not the given configuration."""
+    """All that was measured."""
 
     given: FlyConfig
-    target: list[RunResult]
+    target: list[RunResult]  # the target alone on each set of documents
+    # of every configuration, those that were dropped early with fewer documents
     runs: list[RealRun] = field(default_factory=list)
+    # of `fastest`, where that is not the given configuration
     confirmation: Confirmation | None = None
 
     @cached_property

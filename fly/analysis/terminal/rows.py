@@ -21,12 +21,12 @@ _new_decoder = codecs.getincrementaldecoder("utf-8")
 
 @dataclass(frozen=True)
 class TokenCell:
-    """One character. starts: it is the first of its token. provisional: it may be taken back."""
+    """One character."""
 
     text: str
     source: str
-    starts: bool
-    provisional: bool
+    starts: bool  # it is the first of its token
+    provisional: bool  # it may be taken back
 
     @property
     def width(self) -> int:
@@ -44,16 +44,16 @@ def _copy(decoder: codecs.IncrementalDecoder) -> codecs.IncrementalDecoder:
 
 @dataclass
 class Layout:
-    """Tokens in, full lines out; the start of the next line stays in `rest`.
+    """Tokens in, full lines out.
 
     A character that several tokens share appears with the token that completes it; until then its
-    bytes are held back. encoding: of the output; a character that it lacks becomes `?`.
+    bytes are held back.
     """
 
     bytes_of: Callable[[int], bytes]
     width: int
-    encoding: str = "utf-8"
-    rest: Line = field(default_factory=list)
+    encoding: str = "utf-8"  # of the output; a character that it lacks becomes `?`
+    rest: Line = field(default_factory=list)  # the start of the next line
 
     def __post_init__(self) -> None:
         self._decoder: codecs.IncrementalDecoder = _new_decoder(errors="replace")

@@ -11,11 +11,11 @@ from rich.text import Text
 
 @dataclass(frozen=True)
 class SourceStyle:
-    """style: rich's. letter: below the token's first column, where there are no colours."""
+    """How tokens of one source are shown."""
 
     name: str
-    letter: str
-    style: str
+    letter: str  # below the token's first column, where there are no colours
+    style: str  # rich's
 
 
 STYLES = {  # by fly.runs.replay's sources; no two differ by red against green alone

@@ -35,12 +35,10 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use. Every field must be positive.
+    """What one program may use. Every field must be positive."""
 
-    wall_seconds is more than code_eval's 3 s: it is there to end infinite loops, and a slow or
-    busy machine must not turn a right answer into a wrong one.
-    """
-
+    # more than code_eval's 3 s: it ends infinite loops, and must not end a right answer on a slow
+    # or busy machine
     wall_seconds: float = 10.0
     cpu_seconds: float = 10.0  # per process
     memory_bytes: int = 4 << 30  # address space, per process
@@ -60,14 +58,12 @@ class Program:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended.
-
-    reason: passed, exception, exit (left before its end), threads (one outlived it), timeout,
-    killed (a signal ended it), garbled (it wrote bytes of its own to its judge), sandbox (it could
-    not be run or judged) or machine (the machine could not run it: this says nothing about it).
-    """
+    """How a program ended."""
 
     passed: bool
+    # passed, exception, exit (left before its end), threads (one outlived it), timeout, killed (a
+    # signal ended it), garbled (it wrote bytes of its own to its judge), sandbox (it could not be
+    # run or judged) or machine (the machine could not run it: this says nothing about it)
     reason: str
     detail: str
     seconds: float
@@ -121,22 +117,17 @@ def _has_users_of_its_own() -> bool:
 
 @dataclass(frozen=True)
 class _Request:
-    """What bootstrap.py reads from the first line of its input.
+    """What bootstrap.py reads from the first line of its input."""
 
-    source: the program, or its tests. pipes: to read from and to write to the other side.
-    processes: the limit as the kernel counts it, None if that is unknown. needed: features of
-    isolation without which it does not start. nonce: the proof that a pass comes from the judge;
-    the program's side has none. uid: the user that root runs it as.
-    """
-
-    source: str
-    pipes: tuple[int, int]
+    source: str  # the program, or its tests
+    pipes: tuple[int, int]  # to read from and to write to the other side
     limits: Limits
-    processes: int | None
+    processes: int | None  # the limit as the kernel counts it; None if that is unknown
     launch: Launch
-    needed: tuple[str, ...]
+    needed: tuple[str, ...]  # features of isolation without which it does not start
+    # the proof that a pass comes from the judge; the program's side has none
     nonce: str | None = None
-    uid: int = field(default_factory=_new_uid)
+    uid: int = field(default_factory=_new_uid)  # the user that root runs it as
 
 
 class _Ending(BaseModel):

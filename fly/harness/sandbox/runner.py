@@ -31,15 +31,11 @@ _GAPS = (
 
 @dataclass(frozen=True)
 class Isolation:
-    """The isolation in force.
+    """The isolation in force."""
 
-    name: namespaces, bwrap, landlock or process, strongest first.
-    features: what took hold. gaps: what a hostile program could still do.
-    """
-
-    name: str
-    features: tuple[str, ...]
-    gaps: tuple[str, ...]
+    name: str  # namespaces, bwrap, landlock or process, strongest first
+    features: tuple[str, ...]  # what took hold
+    gaps: tuple[str, ...]  # what a hostile program could still do
     launch: Launch
 
     def __str__(self) -> str:

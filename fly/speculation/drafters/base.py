@@ -19,25 +19,20 @@ from fly.speculation.sequence import Sequence, Verdict
 
 @dataclass(frozen=True)
 class DrafterContext:
-    """What a drafter is made from.
+    """What a drafter is made from."""
 
-    slots: how many sequences run at most. sequences: the same for the whole run, of which a part
-    may be there already. draft_runner: of the draft, with so many slots: a ModelRunner, or what the
-    registry's `head` makes by `runner`; None for drafters that need no draft (fly/registry.py).
-    costs: of both models' passes.
-    changes_texts: what is drafted, and how much, may change a text (lossy rules; tokens drawn from
-    a draft model), so that it must not depend on what other requests were like. text_sources: see
-    fly/speculation/drafters/texts.py.
-    """
-
-    slots: int
-    sequences: int
+    slots: int  # how many sequences run at most
+    sequences: int  # the same for the whole run, of which a part may be there already
     settings: DrafterSettings
     eos_ids: frozenset[int]
+    # of the draft, with so many slots: a ModelRunner, or what the registry's `head` makes by
+    # `runner`; None for drafters that need no draft
     draft_runner: Any
-    costs: PairCosts
+    costs: PairCosts  # of both models' passes
+    # what is drafted, and how much, may change a text (lossy rules; tokens drawn from a draft
+    # model), so that it must not depend on what other requests were like
     changes_texts: bool
-    text_sources: tuple[TextSourceName, ...]
+    text_sources: tuple[TextSourceName, ...]  # see fly/speculation/drafters/texts.py
 
 
 class Drafter:

@@ -31,15 +31,12 @@ CATCH_UP = 32  # a sequence this far behind is fed without building logits
 
 @dataclass
 class Chain:
-    """One sequence's draft while it grows.
-
-    by: who proposed each token (see `Draft`). q: what each was drawn from, [V], when sampling.
-    """
+    """One sequence's draft while it grows."""
 
     limit: int
     tokens: list[int] = field(default_factory=list)
-    by: str = ""
-    q: list[Tensor] = field(default_factory=list)
+    by: str = ""  # who proposed each token (see `Draft`)
+    q: list[Tensor] = field(default_factory=list)  # what each was drawn from, [V], when sampling
     ended: bool = False  # by EOS
 
     @property

@@ -28,15 +28,12 @@ from fly.speculation.sequence import Sequence, Verdict
 
 @dataclass
 class TrueStates:
-    """What is known of a sequence.
+    """What is known of a sequence."""
 
-    states_MH: the projected features of its tokens from `first` on; earlier ones cannot be needed
-    again. fed: how many pairs with true features the head's cache holds.
-    """
-
+    # the projected features of its tokens from `first` on; earlier ones cannot be needed again
     states_MH: Tensor
     first: int = 0
-    fed: int = 0
+    fed: int = 0  # how many pairs with true features the head's cache holds
 
     @property
     def end(self) -> int:

@@ -11,10 +11,11 @@ _NEAR = 24  # a place that only one token speaks for must be so near to the expe
 
 @dataclass(frozen=True)
 class Place:
-    """at: the next token of the earlier output. agreed: how many tokens before it are the
-    sequence's last ones, too; 0 where a token of it was replaced by another."""
+    """Where an earlier output is followed."""
 
-    at: int
+    at: int  # the next token of the earlier output
+    # how many tokens before it are the sequence's last ones, too; 0 where a token of it was
+    # replaced by another
     agreed: int
 
 

@@ -21,10 +21,10 @@ _MOST_FOLLOWED = 8  # earlier outputs of one document
 
 @dataclass(frozen=True)
 class Proposal:
-    """Tokens from a text. size: how many of the sequence's last tokens spoke for it, or START."""
+    """Tokens from a text."""
 
     source: type[TextSource]
-    size: int
+    size: int  # how many of the sequence's last tokens spoke for it, or START
     tokens: list[int]
 
     @property

@@ -23,45 +23,36 @@ from fly.speculation.rules.gates import Gate, all_pass
 
 @dataclass(frozen=True)
 class JudgedDraft:
-    """One sequence's draft, every position judged by itself. On the host.
-
-    matches: the draft token is what the target's own decoding accepts there: its argmax (greedy),
-    or what the rejection sampler accepts (sampling). deferrable: a mismatch that the rule's gates
-    let in. target_tokens: the target's own, one more than the draft. eos_ids: of the target.
-    stop_at: finds how many draft tokens complete the first stop string, if all stand; None without.
-    open_matches: matches that the window of a deferral left open by earlier rounds has seen; None
-    without one. start: tokens of the output before the draft. texts: of the prompt and of the
-    output, if these tokens follow; special tokens are line breaks there.
-    """
+    """One sequence's draft, every position judged by itself. On the host."""
 
     draft: list[int]
+    # the draft token is what the target's own decoding accepts there: its argmax (greedy), or what
+    # the rejection sampler accepts (sampling)
     matches: list[bool]
-    deferrable: list[bool]
-    target_tokens: list[int]
-    eos_ids: frozenset[int] = frozenset()
+    deferrable: list[bool]  # a mismatch that the rule's gates let in
+    target_tokens: list[int]  # the target's own, one more than the draft
+    eos_ids: frozenset[int] = frozenset()  # of the target
+    # finds how many draft tokens complete the first stop string, if all stand; None without
     stop_at: Callable[[], int | None] = lambda: None
+    # matches that the window of a deferral left open by earlier rounds has seen; None without one
     open_matches: int | None = None
-    start: int = 0
+    start: int = 0  # tokens of the output before the draft
+    # of the prompt and of the output, if these tokens follow; special tokens are line breaks there
     texts: Callable[[list[int]], tuple[str, str]] = lambda tokens: ("", "")
 
 
 @dataclass(frozen=True)
 class Resolution:
-    """What becomes of one sequence's draft.
+    """What becomes of one sequence's draft."""
 
-    accepted: leading draft tokens that stay, provisional ones included. deferred: positions among
-    them that are deferred mismatches. rolled_back: the position at `accepted` was deferred first.
-    rolls_back_earlier: the open deferral of an earlier round is rolled back, and with it this whole
-    draft. open_at, open_matches: the deferral still open, its position in this draft (-1: it is the
-    earlier round's) and how many matches its window has seen; both None without one.
-    """
-
-    accepted: int
-    deferred: tuple[int, ...] = ()
-    rolled_back: bool = False
+    accepted: int  # leading draft tokens that stay, provisional ones included
+    deferred: tuple[int, ...] = ()  # positions among them that are deferred mismatches
+    rolled_back: bool = False  # the position at `accepted` was deferred first
+    # the open deferral of an earlier round is rolled back, and with it this whole draft
     rolls_back_earlier: bool = False
+    # the deferral still open: its position in this draft; -1: it is the earlier round's
     open_at: int | None = None
-    open_matches: int | None = None
+    open_matches: int | None = None  # how many matches its window has seen; both None without one
 
 
 class Rule:
@@ -90,16 +81,13 @@ class Rule:
 
 @dataclass(frozen=True)
 class JudgedBatch:
-    """Every position of a batch judged by itself, on the device; `JudgedDraft` has the meanings.
+    """Every position of a batch judged by itself, on the device; `JudgedDraft` has the meanings."""
 
-    draft_BK: padded past length_B. matches_BK, deferrable_BK: bool. target_BK1: K + 1 tokens.
-    """
-
-    draft_BK: Tensor
+    draft_BK: Tensor  # padded past length_B
     length_B: Tensor
-    matches_BK: Tensor
-    deferrable_BK: Tensor
-    target_BK1: Tensor
+    matches_BK: Tensor  # bool
+    deferrable_BK: Tensor  # bool
+    target_BK1: Tensor  # K + 1 tokens
 
     def split(self) -> list[JudgedDraft]:
         """One judged draft per sequence, on the host, in one copy from the device."""
