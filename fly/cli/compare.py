@@ -180,16 +180,11 @@ def _check_nothing_else_asked(args: argparse.Namespace, baseline: str) -> None:
 
 def _demand(args: argparse.Namespace) -> Demand:
     from fly.analysis.statistics import Demand
+    from fly.harness.arguments import check_flags
 
     given = {"min_recovery": args.min_recovery, "confidence": args.confidence}
-    demand = Demand(**{name: value for name, value in given.items() if value is not None})
-    if not 0 < demand.min_recovery <= 1:
-        raise FlyError(
-            f"--min-recovery {demand.min_recovery}: give a share above 0 and at most 1, as 0.99"
-        )
-    if not 0.5 < demand.confidence < 1:
-        raise FlyError(f"--confidence {demand.confidence}: give a share between 0.5 and 1, as 0.95")
-    return demand
+    check_flags(given, "fly compare")
+    return Demand(**{name: value for name, value in given.items() if value is not None})
 
 
 def _check_outputs(args: argparse.Namespace) -> None:

@@ -100,8 +100,7 @@ def _check(args: argparse.Namespace) -> None:
         raise FlyError('give a prompt (fly trace "...") or a document (--task NAME --doc N)')
     if args.doc is not None and args.task is None:
         raise FlyError(f"--doc {args.doc}: of which task? add --task NAME")
-    if args.max_gen_toks is not None and args.max_gen_toks < 1:
-        raise FlyError(f"--max_gen_toks {args.max_gen_toks}: must be at least 1")
+    check_flags(vars(args), "fly trace")
     if "config_path" not in args.model_args and "target_model_path" not in args.model_args:
         raise FlyError("--model_args names no pair: add config_path=fly_config/PAIR.json")
     if args.model_args.get("batch_size", 1) != 1:
@@ -121,7 +120,6 @@ def _check(args: argparse.Namespace) -> None:
             f"the prompt's character {error.start + 1} is {args.prompt[error.start]!r}, which has "
             "no UTF-8: remove it"
         ) from None
-    check_flags(vars(args), "fly trace")
     check_task_files([args.task], [args.own_tasks] if args.own_tasks else [])
 
 

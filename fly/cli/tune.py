@@ -120,15 +120,9 @@ def _checked(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, int]]:
         raise FlyError(
             f"--batch_size {args.batch_size}: fly tune decodes document by document: use 1"
         )
-    for name, least in (("limit", 1), ("candidates", 1), ("max_gen_toks", 2)):
-        value = getattr(args, name)
-        if value is not None and value < least:
-            raise FlyError(f"--{name} {value}: must be at least {least}")
     check_flags(vars(args), "fly tune")
-    if not 0 < args.min_recovery <= 1:
-        raise FlyError(
-            f"--min-recovery {args.min_recovery:g}: give a share above 0 and at most 1, as 0.99"
-        )
+    if args.max_gen_toks == 1:
+        raise FlyError("--max_gen_toks 1: the first token is the prefill's: give at least 2")
     if args.output.suffix != ".json":
         raise FlyError(f"--output {args.output}: give the name of a .json file")
     if args.output.exists() and not args.force:

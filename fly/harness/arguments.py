@@ -6,13 +6,14 @@ misread without a word.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import yaml
 from lm_eval._cli.utils import key_val_to_dict, split_top_level
@@ -26,6 +27,7 @@ from pydantic import (
     PositiveInt,
     StringConstraints,
     TypeAdapter,
+    create_model,
     with_config,
 )
 from typing_extensions import TypedDict
@@ -41,7 +43,7 @@ from fly.runs.resume import parse_pairs
 HF_NAMES = [name for name, engine in registry.IN_PLACE_OF.items() if engine == "fly"]
 _MODEL_ARGS_FLAGS = ("--model_args", "-a")
 _JSON_FLAGS = ("--model_args", "-a", "--gen_kwargs", "--metadata", "--samples", "-E")
-_STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
+_STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True, protected_namespaces=())
 
 
 def _listed(value: Any) -> Any:
@@ -74,9 +76,9 @@ _Verbosity = Literal["CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG", "NOTSET"]
 _RequestCaching = Literal["cache_requests", "rewrite_requests_cache", "delete_requests_cache"]
 
 
-@with_config(_STRICT)
 class _Flags(TypedDict, total=False):
-    """Flags of `fly run`, on the command line or in the file of `--config`."""
+    """Flags of `fly run`, on the command line or in the file of `--config`, of which lm-eval's own
+    annotations do not say enough; and flags of fly's own commands."""
 
     model: _Text
     model_args: dict[str, Any] | str
@@ -90,48 +92,29 @@ class _Flags(TypedDict, total=False):
     use_cache: _Text
     cache_requests: dict[_RequestCaching, bool]
     output_path: _Text
-    system_instruction: str
-    apply_chat_template: bool | str
-    fewshot_as_multiturn: bool
     include_path: Annotated[list[_Text], BeforeValidator(_listed)]
     gen_kwargs: dict[str, Any] | str
     seed: Annotated[list[_Seed | None], BeforeValidator(_listed)]
-    log_samples: bool
     verbosity: _Verbosity
-    predict_only: bool
-    write_out: bool
-    show_config: bool
-    check_integrity: bool
-    trust_remote_code: bool
-    confirm_run_unsafe_code: bool
+    candidates: PositiveInt
+    max_gen_toks: PositiveInt
+    min_recovery: Annotated[float, Field(gt=0, le=1)]
+    confidence: Annotated[float, Field(gt=0.5, lt=1)]
 
 
-@with_config(_STRICT)
 class _ModelArgs(TypedDict, total=False):
-    """HFLM's arguments whose bad values it would misread, or meet only after loading."""
+    """As `_Flags`, of HFLM's arguments and those that it hands to from_pretrained."""
 
     max_length: PositiveInt | None
     batch_size: Annotated[Any, AfterValidator(_batch_size)]
     max_batch_size: PositiveInt | None
-    revision: str | None
-    subfolder: str
     tokenizer: str | None
-    peft: str | None
-    delta: str | None
-    truncation: bool | None
-    logits_cache: bool | None
-    trust_remote_code: bool | None
-    use_fast_tokenizer: bool | None
     low_cpu_mem_usage: bool | None
     local_files_only: bool | None
     force_download: bool | None
     use_safetensors: bool | None
-    add_bos_token: bool | None
-    parallelize: bool | None
     prefix_token_id: NonNegativeInt | None
-    enable_thinking: bool | None
     think_end_token: str | NonNegativeInt | None
-    chat_template_args: dict[str, Any] | None
 
 
 @with_config(_STRICT)
@@ -152,14 +135,21 @@ class _GenKwargs(TypedDict, total=False):
     max_completion_tokens: _Count | None
 
 
-_FLAGS: TypeAdapter[Any] = TypeAdapter(_Flags)
-_MODEL_ARGS: TypeAdapter[Any] = TypeAdapter(_ModelArgs)
 _GEN_KWARGS: TypeAdapter[Any] = TypeAdapter(_GenKwargs)
 
 
+@functools.cache
+def _shape(of: Any, narrower: Any) -> TypeAdapter[Any]:
+    """Arguments by lm-eval's own annotations, and by `narrower` where these do not say enough."""
+    hints = get_type_hints(of) | get_type_hints(narrower, include_extras=True)
+    fields: Any = {name: (hint, None) for name, hint in hints.items() if hint is not dict}
+    return TypeAdapter(create_model("_Shape", __config__=_STRICT, **fields))
+
+
 def check_flags(given: Mapping[str, Any], where: str) -> None:
-    """Refuse meaningless values of lm-eval's flags; None is "not given", other keys are ignored."""
-    reading.check_shape({k: v for k, v in given.items() if v is not None}, _FLAGS, where)
+    """Refuse meaningless values of flags; None is "not given", other keys are ignored."""
+    shape = _shape(EvaluatorConfig, _Flags)
+    reading.check_shape({k: v for k, v in given.items() if v is not None}, shape, where)
     if device := given.get("device"):
         check_device("--device", device)
 
@@ -199,15 +189,15 @@ def check_model_args(config: FlyConfig, hf_args: Mapping[str, Any]) -> None:
         hint = reading.hint(key, FlyConfig.model_fields, "", cutoff=0.75)
         if key not in known and hint:
             raise FlyError(f"unknown model_args key {key!r}: {hint}")
-    reading.check_shape(dict(hf_args), _MODEL_ARGS, "model_args")
+    for field in ("dtype", "softmax_dtype"):
+        _check_dtype(field, hf_args.get(field))
+    reading.check_shape(dict(hf_args), _shape(HFLM.__init__, _ModelArgs), "model_args")
     autocast = hf_args.get("mixed_precision_dtype")
     if autocast not in (None, ""):  # HFLM runs its passes under it
         raise FlyError(
             f"mixed_precision_dtype={autocast}: fly's passes have one dtype: set "
             f"dtype={str(autocast).removeprefix('torch.')}, or run lm-eval's hf (no config_path)"
         )
-    for field in ("dtype", "softmax_dtype"):
-        _check_dtype(field, hf_args.get(field))
     _check_dtype("draft_dtype", config.draft_dtype)
     if config.draft_device is not None:
         check_device("draft_device", config.draft_device)

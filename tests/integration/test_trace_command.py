@@ -225,7 +225,7 @@ def test_a_document_drafted_from_an_earlier_run(pair_file, task_dir, tmp_path, c
         ((), "give a prompt"),
         (("x", "--task", "gsm8k"), "give a prompt"),
         (("x", "--doc", "1"), "--doc 1: of which task?"),
-        (("x", "--max_gen_toks", "0"), "--max_gen_toks 0: must be at least 1"),
+        (("x", "--max_gen_toks", "0"), "max_gen_toks=0"),
         (("x", "--model_args", "spd_k=3"), "names no pair: add config_path"),
         (("x", "--model_args", "config_path=a.json,batch_size=4"), "decodes one row"),
         (("x", "--model_args", "config_path=a.json,trace=true"), "writes no file"),

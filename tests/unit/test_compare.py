@@ -59,7 +59,7 @@ def test_exit_statuses(folders, tmp_path, capsys):
     assert fly("compare", base, same, bad, few, *gate) == 1  # the worst counts
     assert fly("compare", base, bad) == 0  # without a demand it is a look
     assert fly("compare", base, bad, "--min-recovery", "1.5") == 2
-    assert "--min-recovery 1.5: give a share" in capsys.readouterr().err
+    assert "min_recovery=1.5 (fly compare)" in capsys.readouterr().err
 
 
 def test_the_table_fits_100_columns_and_says_all(folders, capsys):
