@@ -11,10 +11,11 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from fly import reading, registry
@@ -302,28 +303,20 @@ def _coerced(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def coerce(key: str, value: Any) -> Any:
-    """A command-line value in the type that its key takes.
+    """A command-line value, which may be a text, in the type that its key takes.
 
-    lm-eval parses `key=3` to an int and, depending on where it comes from, `key=None` to None or a
-    string; a float key given `1` is an int.
+    lm-eval parses `key=None`, depending on where it comes from, to None or a text.
     """
-    if (known := _known_keys().get(key)) is None:
+    known: Any = _known_keys().get(key)
+    if known is None:
         return value
     if key == "compile" and value is False:  # YAML's reading of off
         return "off"
-    is_none = value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
-    if is_none:
+    if value is None or str(value).lower() in ("none", "null"):
         return "none" if key == "draft_quantization" else None  # there it is a value of its own
-    if isinstance(value, str) and value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    kinds = get_args(known.annotation) or (known.annotation,)
-    if float in kinds and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if (float in kinds or int in kinds) and isinstance(value, str):
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            return value
+    if isinstance(value, str):
+        with suppress(ValidationError):
+            return TypeAdapter(known.annotation).validate_python(value)
     return value
 
 

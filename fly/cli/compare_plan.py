@@ -20,10 +20,11 @@ from fly.analysis import comparability, noise, scores
 from fly.cli import run_inputs
 from fly.config import FlyConfig
 from fly.errors import FlyError
-from fly.harness.arguments import as_dict, check_run, checked_pair, key_values, yaml_values
+from fly.harness.arguments import as_dict, check_run, checked_pair, yaml_values
 from fly.models.fingerprint import hash_json
 from fly.runs.earlier_outputs import EarlierOutputs
 from fly.runs.environment import deciding_versions, models_of
+from fly.runs.resume import parse_pairs
 from fly.settings import RECORDING_KEYS
 
 _FROM_CONFIG_FILE = (
@@ -220,7 +221,7 @@ def plan_modes(
             raise FlyError(f"--mode {text}: write it as NAME=key=value,key=value")
         if name in overrides or name in NAMED:
             raise FlyError(f"--mode {text}: the name {name} is taken: choose another")
-        overrides[name] = key_values(rest, f"--mode {name}")
+        overrides[name] = parse_pairs(rest, f"--mode {name}")
     resolved = {
         name: _resolve_drafts(name, {**model_args, **changes}, outputs)
         for name, changes in overrides.items()

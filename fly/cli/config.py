@@ -8,8 +8,8 @@ from typing import Any
 
 from fly import config, registry
 from fly.errors import FlyError
-from fly.harness.arguments import key_values
 from fly.models.sources import check_names, is_local, sources
+from fly.runs.resume import parse_pairs
 
 
 def add_command(subparsers: Any) -> None:
@@ -68,7 +68,7 @@ def _show(args: argparse.Namespace) -> None:
             raise FlyError(f"override {item!r}: write it as key=value")
     overrides: dict[str, Any] = {}
     for item in args.overrides:
-        overrides |= key_values(item, "override")
+        overrides |= parse_pairs(item, "override")
     own, unknown = config.split_model_args(overrides)
     found = config.resolve(args.file, {**own, **unknown}, log=False)
     check_names(found, args.file)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 import yaml
-from lm_eval._cli.utils import key_val_to_dict, split_top_level
 from lm_eval.config.evaluate_config import EvaluatorConfig
 from pydantic import (
     AfterValidator,
@@ -297,19 +296,6 @@ def check_task_files(tasks: Iterable[Any], folders: Sequence[str]) -> None:
             if file in given or values.get("task") in names:
                 gen_kwargs = values.get("generation_kwargs") or {}
                 check_gen_kwargs(gen_kwargs, f"generation_kwargs of {file}")
-
-
-def key_values(text: str, flag: str) -> dict[str, Any]:
-    """Parse `key=value,key=value` of fly's own flags; lm-eval parses its own."""
-    text = fly_config.bracket_lists(text)
-    names = [part.partition("=")[0] for part in split_top_level(text)]
-    if len(set(names)) < len(names):
-        raise FlyError(f"{flag} {reading.shown(text)}: a key is given twice: remove one")
-    try:
-        found: dict[str, Any] = key_val_to_dict(text)
-    except reading.NO_LITERAL as error:
-        raise FlyError(f"{flag} {reading.shown(text)}: {error}") from None
-    return found
 
 
 def bracket_lists(arguments: Sequence[str]) -> list[str]:

@@ -47,23 +47,15 @@ _INERT: dict[str, tuple[Any, ...]] = {
 # the values under which it changes nothing; None and what is empty never do.
 _UNAPPLIED: dict[str, tuple[Any, ...]] = {
     "num_beams": _INERT["num_beams"],
-    "penalty_alpha": (0,),
     "no_repeat_ngram_size": _INERT["no_repeat_ngram_size"],
-    "encoder_repetition_penalty": (1,),
-    "bad_words_ids": (),
-    "min_length": (0,),
-    "min_new_tokens": (0,),
-    "max_new_tokens": (),
-    "max_time": (),
-    "stop_strings": (),
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": (),
-    "suppress_tokens": (),
-    "begin_suppress_tokens": (),
-    "sequence_bias": (),
-    "guidance_scale": (1,),
-    "exponential_decay_length_penalty": (),
-}
+    **dict.fromkeys(("penalty_alpha", "min_length", "min_new_tokens"), (0,)),
+    **dict.fromkeys(("encoder_repetition_penalty", "guidance_scale"), (1,)),
+    **dict.fromkeys(
+        ("bad_words_ids", "max_new_tokens", "max_time", "stop_strings", "forced_bos_token_id",
+         "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "sequence_bias",
+         "exponential_decay_length_penalty"), ()
+    ),
+}  # fmt: skip
 _UNAPPLIED_SAMPLING: dict[str, tuple[Any, ...]] = {
     "typical_p": _INERT["typical_p"],
     "epsilon_cutoff": (0,),

@@ -12,39 +12,20 @@ from typing import Any
 from fly.config import FlyConfig
 from fly.errors import FlyError
 from fly.runs.records import Counts, Positions
+from fly.settings import FlySettings
 
 METHODS = {"model": "draft_model", "ngram": "ngram", "eagle3": "eagle3"}  # by drafter
 BLOCK_METHODS = ("dflash", "dspark")  # of drafter=block, by what the head's files say it is
 RULES = {"exact": "standard", "fly": "fly"}  # rejection_sample_method, by rule
-# Keys that vLLM cannot follow, with the values under which they ask nothing of it: of every run, of
-# those that draft, and of FLy.
-_OF_EVERY_RUN: dict[str, tuple[Any, ...]] = {
-    "execution": ("auto",),
-    "threads": (None,),
-    "batch_invariant": (False, "auto"),
-    "trace": (False,),
-    "verbose": (False,),
-}
-_OF_DRAFTS: dict[str, tuple[Any, ...]] = {
-    "draft_runs": (None,),
-    "draft_sources": (None,),
-    "draft_device": (None,),
-    "draft_dtype": (None,),
-    "draft_quantization": ("auto", "none"),
-    "head_layer_ids": (None,),
-    "confidence_thre": (None,),
-}
-_OF_FLY: dict[str, tuple[Any, ...]] = {
-    "entropy_kind": ("top3",),
-    "margin_thre": (None,),
-    "draft_ratio_thre": (None,),
-    "draft_rank_max": (None,),
-    "defer_across_rounds": (False,),
-    "window_rule": ("paper",),
-    "abla_no_window": (False,),
-    "exact_first_tokens": (0,),
-    "exact_pattern": (None,),
-}
+# Keys that vLLM cannot follow, so that they must have their defaults or what asks no more: of every
+# run, of those that draft, and of FLy.
+_OF_EVERY_RUN = ("execution", "threads", "batch_invariant", "trace", "verbose")
+_OF_DRAFTS = (
+    "draft_runs", "draft_sources", "draft_device", "draft_dtype", "draft_quantization",
+    "head_layer_ids", "confidence_thre",
+)  # fmt: skip
+_OF_FLY = tuple(key for key in FlySettings.model_fields if key not in ("entropy_thre", "win_len"))
+_ASKS_NO_MORE = {"batch_invariant": False, "draft_quantization": "none"}
 
 
 @dataclass(frozen=True)
@@ -133,11 +114,12 @@ def _fly(config: FlyConfig, draft_tokens: int, installed: Installed) -> dict[str
     }
 
 
-def _refuse(config: FlyConfig, keys: dict[str, tuple[Any, ...]], installed: Installed) -> None:
-    for key, allowed in keys.items():
-        value = getattr(config, key)
+def _refuse(config: FlyConfig, keys: Sequence[str], installed: Installed) -> None:
+    for key in keys:
+        value, default = getattr(config, key), FlyConfig.model_fields[key].default
+        allowed = [default, _ASKS_NO_MORE.get(key, default)]
         if value not in allowed:
-            usual = " or ".join(map(str, allowed))
+            usual = " or ".join(dict.fromkeys(map(str, allowed)))
             raise installed.refuse(f"{key}={value}", f"cannot do that: set it to {usual}")
 
 

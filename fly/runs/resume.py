@@ -14,7 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from lm_eval._cli.utils import key_val_to_dict
+from lm_eval._cli.utils import key_val_to_dict, split_top_level
 from lm_eval.config.evaluate_config import EvaluatorConfig
 
 from fly import config as fly_config
@@ -62,15 +62,19 @@ def split_secrets(
     return arguments, {name: found for name, found in secrets.items() if found}
 
 
-def parse_pairs(text: str) -> dict[str, Any]:
-    """`key=value,...` of a file of --config, as on the command line.
+def parse_pairs(text: str, flag: str = "--config") -> dict[str, Any]:
+    """`key=value,...` of fly's own flags and of a file of --config; lm-eval parses its own flags.
 
-    Raises FlyError if it is not such a list.
+    Raises FlyError if it is not such a list, or has a key twice.
     """
+    text = fly_config.bracket_lists(text)
+    names = [part.partition("=")[0] for part in split_top_level(text)]
     try:
-        found: dict[str, Any] = key_val_to_dict(fly_config.bracket_lists(text))
+        found: dict[str, Any] = key_val_to_dict(text)
     except reading.NO_LITERAL as error:
-        raise FlyError(f"--config: {reading.shown(text)}: {error}") from None
+        raise FlyError(f"{flag} {reading.shown(text)}: {error}") from None
+    if len(found) < len(names):
+        raise FlyError(f"{flag} {reading.shown(text)}: a key is given twice: remove one")
     return found
 
 
