@@ -6,6 +6,7 @@ import difflib
 import json
 import reprlib
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -93,12 +94,17 @@ def read_object(path: Path, where: str | None = None) -> dict[str, Any]:
     return value
 
 
-def check_shape(value: Any, shape: TypeAdapter[Any], where: str) -> None:
-    """Raise FlyError if what was read is of another shape; it is not changed."""
+def check_shape(value: Any, shape: Any, where: str) -> None:
+    """Raise FlyError if what was read is of another type; it is not changed. Types are strict."""
     try:
-        shape.validate_python(value)
+        _adapter(shape).validate_python(value, strict=True)
     except ValidationError as error:
         raise FlyError(problem(error, where)) from None
+
+
+@cache
+def _adapter(shape: Any) -> TypeAdapter[Any]:
+    return shape if isinstance(shape, TypeAdapter) else TypeAdapter(shape)
 
 
 def problem(error: ValidationError, where: str) -> str:

@@ -25,8 +25,6 @@ from pydantic import (
     NonNegativeInt,
     PositiveInt,
     StringConstraints,
-    TypeAdapter,
-    create_model,
     with_config,
 )
 from typing_extensions import TypedDict
@@ -42,7 +40,6 @@ from fly.runs.resume import parse_pairs
 HF_NAMES = [name for name, engine in registry.IN_PLACE_OF.items() if engine == "fly"]
 _MODEL_ARGS_FLAGS = ("--model_args", "-a")
 _JSON_FLAGS = ("--model_args", "-a", "--gen_kwargs", "--metadata", "--samples", "-E")
-_STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True, protected_namespaces=())
 
 
 def _listed(value: Any) -> Any:
@@ -116,7 +113,6 @@ class _ModelArgs(TypedDict, total=False):
     think_end_token: str | NonNegativeInt | None
 
 
-@with_config(_STRICT)
 class _GenKwargs(TypedDict, total=False):
     """The generation arguments that fly reads; max_gen_toks has several names in lm-eval."""
 
@@ -134,15 +130,13 @@ class _GenKwargs(TypedDict, total=False):
     max_completion_tokens: _Count | None
 
 
-_GEN_KWARGS: TypeAdapter[Any] = TypeAdapter(_GenKwargs)
-
-
 @functools.cache
-def _shape(of: Any, narrower: Any) -> TypeAdapter[Any]:
+def _shape(of: Any, narrower: Any) -> Any:
     """Arguments by lm-eval's own annotations, and by `narrower` where these do not say enough."""
     hints = get_type_hints(of) | get_type_hints(narrower, include_extras=True)
-    fields: Any = {name: (hint, None) for name, hint in hints.items() if hint is not dict}
-    return TypeAdapter(create_model("_Shape", __config__=_STRICT, **fields))
+    types = {name: hint for name, hint in hints.items() if hint is not dict}
+    shape: Any = TypedDict("_Shape", types, total=False)  # type: ignore[misc]
+    return with_config(ConfigDict(arbitrary_types_allowed=True))(shape)
 
 
 def check_flags(given: Mapping[str, Any], where: str) -> None:
@@ -155,7 +149,7 @@ def check_flags(given: Mapping[str, Any], where: str) -> None:
 
 def check_gen_kwargs(given: Any, where: str) -> None:
     """Refuse malformed gen_kwargs of a task or of the command line."""
-    reading.check_shape(given, _GEN_KWARGS, where)
+    reading.check_shape(given, _GenKwargs, where)
 
 
 def checked_pair(

@@ -276,13 +276,13 @@ def _of_samples(results: Path) -> EarlierRun:
             for sample in task.samples.values():
                 for repeat, text in enumerate(sample.responses):
                     where = f"{results}, document {sample.doc_id}"
-                    shapes.check({"response": text}, dict[str, shapes.Text], where)
+                    reading.check_shape({"response": text}, dict[str, shapes.Text], where)
                     run.add(task.name, sample.doc_id, sample.hashes[1], Output(repeat, text))
     return run
 
 
 def _of_baseline(path: Path, value: dict[str, Any], where: str) -> EarlierRun:
-    shapes.check(value, shapes.Baseline, f"{where}, a baseline file")
+    reading.check_shape(value, shapes.Baseline, f"{where}, a baseline file")
     target = value["target"]
     known = target.get("files")
     if known is None and target.get("revision"):

@@ -76,7 +76,7 @@ class Manifest:
         data = reading.read_object(path)
         if data.get("format") != _FORMAT:
             raise FlyError(f"{path}: not a run's manifest of this version of fly")
-        shapes.check(data, shapes.ManifestShape, f"{path}, a run's manifest")
+        reading.check_shape(data, shapes.ManifestShape, f"{path}, a run's manifest")
         return cls(path, data)
 
     @property

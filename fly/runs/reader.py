@@ -171,7 +171,7 @@ def read_lines(path: Path, shape: type[_Line]) -> list[_Line]:
     for number, line in enumerate(lines[:-1], 1):
         where = f"{path}, line {number}"
         records.append(reading.parse(line, where))
-        shapes.check(records[-1], shape, where)
+        reading.check_shape(records[-1], shape, where)
     return records
 
 
@@ -234,7 +234,7 @@ def started_of(results: Path) -> str | None:
     entry = _read(results)["config"].get("fly")
     started: str | None = entry.get("started") if isinstance(entry, dict) else None
     if started is not None:
-        shapes.check(started, reading.Name, f"{results}, config.fly.started")
+        reading.check_shape(started, reading.Name, f"{results}, config.fly.started")
     return started
 
 
@@ -248,7 +248,7 @@ def _read(results: Path) -> dict[str, Any]:
 def read_results(file: Path) -> dict[str, Any]:
     """What a results file holds, checked."""
     results = _read(file)
-    shapes.check(results, shapes.Results, f"{file}, lm-eval's results")
+    reading.check_shape(results, shapes.Results, f"{file}, lm-eval's results")
     return results
 
 

@@ -1,11 +1,10 @@
-"""What fly reads in the files of a run, as types; `check` refuses what is of another shape.
+"""What fly reads in the files of a run, as types; `reading.check_shape` refuses others.
 
 Keys that no type here names are ignored, so that files of other versions can be read.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Annotated, Any
 
 from pydantic import (
@@ -15,14 +14,10 @@ from pydantic import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
-    TypeAdapter,
-    ValidationError,
     with_config,
 )
 from typing_extensions import NotRequired, TypedDict
 
-from fly import reading
-from fly.errors import FlyError
 from fly.reading import Name, TaskName
 from fly.runs.records import SOURCES
 
@@ -294,16 +289,3 @@ class ManifestShape(TypedDict):
     below: bool
     arguments: _Arguments
     models: NotRequired[dict[str, _Model]]
-
-
-def check(value: Any, shape: Any, where: str) -> None:
-    """Raise FlyError if the value is of another shape; it is not changed. Types are strict."""
-    try:
-        _adapter(shape).validate_python(value, strict=True)
-    except ValidationError as error:
-        raise FlyError(reading.problem(error, where)) from None
-
-
-@cache
-def _adapter(shape: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(shape)
