@@ -56,7 +56,7 @@ class Unpacking:
             bits = f.op(f"add {_INTS} {bits}, {odd}")
             bits = f.op(f"lshr {_INTS} {bits}, splat (i32 16)")
             halves.append(f.op(f"trunc {_INTS} {bits} to <16 x i16>"))
-        return _joined(f, *halves, "i16")
+        return _joined(f, halves[0], halves[1], "i16")
 
     def _scaled(
         self, f: Function, levels: list[str], scales: list[str], minimum: str | None
@@ -359,8 +359,8 @@ def unpack_panels(
             with f.loop(0, PANEL, carried=[("ptr", start)]) as loop:
                 (at,) = loop.values
                 unpacking.prepare(f, at, f.at(scratch, f.mul(loop.index, unpacking.scratch)))
-                for line in range(-(-unpacking.bytes // _LINE_BYTES)):
-                    f.prefetch(f.at(at, unpacking.bytes + _LINE_BYTES * line), 2)
+                for offset in range(0, unpacking.bytes, _LINE_BYTES):
+                    f.prefetch(f.at(at, unpacking.bytes + offset), 2)
                 loop.values = [f.at(at, row_bytes)]
         with f.loop(0, PANEL, carried=[("ptr", start)]) as loop:
             (at,) = loop.values
@@ -392,12 +392,12 @@ def unpack_columns(
                 own = f.min(f.add(first, column.index), last)
                 at = f.at(a.w, f.add(f.mul(own, row_bytes), block_at))
                 ahead = f.at(at, f.mul(row_bytes, PANEL))
-                for line in range(-(-unpacking.bytes // _LINE_BYTES)):
-                    f.prefetch(f.at(ahead, _LINE_BYTES * line), 2)
+                for offset in range(0, unpacking.bytes, _LINE_BYTES):
+                    f.prefetch(f.at(ahead, offset), 2)
                 unpacking.prepare(f, at, scratch)
-                for tile, value in enumerate(unpacking.lines(f, at, scratch)):
-                    line_at = f.at(lines, f.mul(column.index, _LINE_BYTES))
-                    f.store("<32 x i16>", value, f.at(line_at, _TILE * tile), 64)
+                line_at = f.at(lines, f.mul(column.index, _LINE_BYTES))
+                for index, value in enumerate(unpacking.lines(f, at, scratch)):
+                    f.store("<32 x i16>", value, f.at(line_at, _TILE * index), 64)
             with f.loop(0, tiles) as tile:
                 tile_at = f.at(lines, f.mul(tile.index, _TILE))
                 words = [

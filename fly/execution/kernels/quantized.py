@@ -88,12 +88,12 @@ def _few(f: TileFunction, a: SimpleNamespace, unpacking: Unpacking, row_tiles: i
                     of_column = f.mul(own, unpacking.scratch)
                     unpacking.prepare(f, to_prepare, f.at(prepared, of_column))
                     ahead = f.at(to_prepare, f.mul(row_bytes, PANEL))
-                    for line in range(-(-unpacking.bytes // LINE)):
-                        f.prefetch(f.at(ahead, LINE * line), 2)
+                    for offset in range(0, unpacking.bytes, LINE):
+                        f.prefetch(f.at(ahead, offset), 2)
                     to = f.at(unpacked, f.mul(own, LINE))
-                    lines = unpacking.lines(f, to_unpack, f.at(ready, of_column))
-                    for step, line in enumerate(lines):
-                        f.store("<32 x i16>", line, f.at(to, TILE * step), 64)
+                    values = unpacking.lines(f, to_unpack, f.at(ready, of_column))
+                    for index, value in enumerate(values):
+                        f.store("<32 x i16>", value, f.at(to, TILE * index), 64)
                     to_prepare, to_unpack = f.at(to_prepare, row_bytes), f.at(to_unpack, row_bytes)
                 turn.values = [to_prepare, to_unpack]
 
