@@ -8,7 +8,7 @@ unchanged: the first sibling that is called computes for all, the others return 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -59,10 +59,10 @@ class Sibling(nn.Module):
         return self._share(x)
 
 
-def merge(model: nn.Module, kind: Callable[[nn.Linear], nn.Module]) -> int:
+def merge(model: nn.Module, kind: Callable[[Sequence[nn.Linear]], nn.Module]) -> int:
     """Merge all siblings among a model's plain linears, in place; returns how many were merged.
 
-    `kind` turns the merged linear into the module that computes it. Siblings that are not plain, or
+    `kind` makes the module that computes siblings side by side. Siblings that are not plain, or
     that differ in input width, dtype or bias, stay as they are. Siblings that are called with
     different inputs (cross-attention) stay correct, at the cost of the whole product each.
     """
@@ -73,14 +73,14 @@ def merge(model: nn.Module, kind: Callable[[nn.Linear], nn.Module]) -> int:
         traits = {(x.in_features, x.weight.dtype, x.bias is None) for x in plain}
         if len(plain) == len(names) and len(traits) == 1:
             sizes = [linear.out_features for linear in plain]
-            merged = MergedProduct(kind(_concatenated(plain)), sizes)
+            merged = MergedProduct(kind(plain), sizes)
             for index, (name, linear) in enumerate(zip(names, plain)):
                 setattr(module, name, Sibling(merged, index, linear))
             count += len(names)
     return count
 
 
-def _concatenated(linears: list[nn.Linear]) -> nn.Linear:
+def concatenate(linears: Sequence[nn.Linear]) -> nn.Linear:
     """One linear whose output is those of `linears`, one after the other."""
     first, width = linears[0], sum(linear.out_features for linear in linears)
     has_bias = first.bias is not None

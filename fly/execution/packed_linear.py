@@ -6,7 +6,7 @@ their errors cost acceptance, never the exactness of exact verification.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fly.execution import kernels
-from fly.execution.merged_linear import merge
+from fly.execution.kernels import gguf
+from fly.execution.merged_linear import concatenate, merge
 
 _MOST = 0.9  # share of the weights that has to be packed if the rest becomes float32
 
@@ -49,16 +50,34 @@ def _swap(model: nn.Module, old: type[Any], new: Callable[[Any], nn.Module]) -> 
                 setattr(module, name, new(child))
 
 
-def use_kernels(model: PreTrainedModel, kind: Callable[[nn.Linear], nn.Module]) -> None:
+Kind = type[kernels.Bfloat16Linear] | type[kernels.Int8Linear]
+
+
+def _pack(linears: Sequence[nn.Linear], kind: Kind) -> nn.Module:
+    """Linears that take the same input, as one product. Bfloat16 weights that were dequantised from
+    a GGUF file without other changes are read from the file instead."""
+    if kind is kernels.Bfloat16Linear and all(map(_is_as_in_file, linears)):
+        kept: list[Any] = [linear.gguf_weight for linear in linears]
+        if all(weight.out_features % gguf.PANEL == 0 for weight in kept[:-1]):
+            return gguf.GgufProduct(kept)
+    return kind(linears[0] if len(linears) == 1 else concatenate(linears))
+
+
+def _is_as_in_file(linear: nn.Linear) -> bool:
+    kept: Any = getattr(linear, "gguf_weight", None)
+    return kept is not None and gguf.takes(kept) and torch.equal(gguf.unpack(kept), linear.weight)
+
+
+def use_kernels(model: PreTrainedModel, kind: Kind) -> int:
     """Swap every plain nn.Linear in place, freeing its weight; the rest of the model computes in
-    the kernels' dtype.
+    the kernels' dtype. Returns how many bytes of bfloat16 are read as fewer, from a GGUF file.
 
     Siblings that share an input become one product (fly/execution/merged_linear.py). Embeddings
     tied to the output head keep their own, row-major copy. Subclasses of nn.Linear (quantised
     layers, adapters) stay as they are.
     """
-    merge(model, kind)
-    _swap(model, nn.Linear, kind)
+    merge(model, lambda linears: _pack(linears, kind))
+    _swap(model, nn.Linear, lambda linear: _pack([linear], kind))
     dtype, stored = kernels.activation_dtype(), model.dtype
     if dtype != stored:
         _swap(model, nn.Embedding, lambda embedding: CastEmbedding(embedding, dtype))
@@ -68,6 +87,8 @@ def use_kernels(model: PreTrainedModel, kind: Callable[[nn.Linear], nn.Module]) 
             # always a copy: what is left of the checkpoint would keep its file in memory
             other = tensor.dtype != stored
             tensor.data = tensor.data.to(tensor.dtype if other else dtype, copy=True)
+    products = {id(m): m.bytes_saved for m in model.modules() if isinstance(m, gguf.GgufProduct)}
+    return sum(products.values())
 
 
 class CastEmbedding(nn.Module):

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from fly import __version__
 from fly.execution import kernels
 from fly.execution.device import cpu_name
+from fly.execution.kernels import gguf
 from fly.models.fingerprint import hash_json
 from fly.paths import fly_home, write_whole
 
@@ -146,7 +147,7 @@ def way_of(model: PreTrainedModel, device: torch.device) -> str:
     if device.type != "cpu":
         return "graphs"
     kinds = {type(module) for module in model.modules()}
-    of_kernels = kinds & {kernels.Bfloat16Linear, kernels.Int8Linear}
+    of_kernels = kinds & {kernels.Bfloat16Linear, kernels.Int8Linear, gguf.GgufProduct}
     return f"kernels-{kernels.instructions()}" if of_kernels else "eager"
 
 

@@ -29,11 +29,12 @@ Passes = Literal["kernels", "graphs", "eager"]
 class PackedWeights:
     """What was done to the models, for the log and the results file.
 
-    target: how its passes are computed: `kernels-amx` (or -avx512_bf16, -avx512, -avx2), `graphs`
-    (captured as shapes come up) or `eager`. draft: the same, and its quantisation:
-    `kernels-amx int8`. draft_weight: bytes of its weights over the target's. seconds: packing and
-    quantising, never decode time. batch_invariant: a token's bits in the target are the same in
-    every pass; uniform: because all its passes are of one shape (fly.execution.uniform_passes).
+    target: how its passes are computed: `kernels-amx` (or -avx512_bf16, -avx512, -avx2), followed
+    by ` gguf` where they read a GGUF file's own weights, `graphs` (captured as shapes come up) or
+    `eager`. draft: the same, and its quantisation: `kernels-amx int8`. draft_weight: bytes of its
+    weights over the target's. seconds: packing and quantising, never decode time. batch_invariant:
+    a token's bits in the target are the same in every pass; uniform: because all its passes are of
+    one shape (fly.execution.uniform_passes).
     """
 
     target: str
@@ -60,7 +61,7 @@ def pack(
     set_threads(settings.threads)
     start = time.perf_counter()
     target_bytes = target.num_parameters() * target.dtype.itemsize
-    how_target, is_invariant = _pack(
+    how_target, is_invariant, saved = _pack(
         target, "target", *passes_for(target, settings), invariant=settings.batch_invariant
     )
     how_draft, parameters, weight = None, None, 0.0
@@ -68,7 +69,7 @@ def pack(
         parameters, stored = draft.num_parameters(), draft.dtype.itemsize
         how_draft = pack_draft(draft, settings)
         per_weight = 1 if how_draft.endswith("int8") else stored
-        weight = round(parameters * per_weight / target_bytes, 3)
+        weight = round(parameters * per_weight / (target_bytes - saved), 3)
     done = PackedWeights(
         target=how_target,
         draft=how_draft,
@@ -118,11 +119,12 @@ def _pack(
     kind: str = "none",
     *,
     invariant: bool | Literal["auto"] = False,
-) -> tuple[str, bool]:
-    """Pack a model on a CPU, quantised to `kind`; returns what was done, and whether a token's bits
-    are the same in every pass. Raises FlyError if they must be, and cannot be here."""
+) -> tuple[str, bool, int]:
+    """Pack a model on a CPU, quantised to `kind`; returns what was done, whether a token's bits are
+    the same in every pass, and how many bytes a GGUF file's weights are smaller than bfloat16's.
+    Raises FlyError if the bits must be the same, and cannot be here."""
     done: str = passes
-    is_invariant = False
+    is_invariant, saved = False, 0
     if invariant is True and passes != "kernels":
         if (why := _why_not_uniform(model)) is not None:
             passes_here = f"its passes are {passes} here{f' ({reason})' if reason else ''}"
@@ -132,16 +134,17 @@ def _pack(
         is_invariant = True
     if passes == "kernels":
         is_int8 = kind == "int8"
-        packed_linear.use_kernels(model, kernels.Int8Linear if is_int8 else kernels.Bfloat16Linear)
+        product = kernels.Int8Linear if is_int8 else kernels.Bfloat16Linear
+        saved = packed_linear.use_kernels(model, product)
         is_fused = fused_layer.replace(model, is_invariant=bool(invariant))
         is_invariant = is_fused and bool(invariant)
         if invariant is True and not is_fused:
             disagree = f"{model.config.model_type}: fly's layers do not agree with transformers'"
             raise _not_invariant(fused_layer.why_not(model) or disagree)
-        done = f"kernels-{kernels.instructions()}"
+        done = f"kernels-{kernels.instructions()}{' gguf' if saved else ''}"
     elif reason is not None:
         logger.info("compile=auto: eager passes for the %s: %s", role, reason)
-    return done if kind == "none" else f"{done} {kind}", is_invariant
+    return done if kind == "none" else f"{done} {kind}", is_invariant, saved
 
 
 def _why_not_uniform(model: PreTrainedModel) -> str | None:

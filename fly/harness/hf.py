@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from fly.execution.model_runner import context_of, input_device
 from fly.harness.backend import Backend
 from fly.harness.engine_factory import EngineFactory, LoadedPair, captures_graphs
 from fly.harness.ranks import Ranks
-from fly.models import compatibility, loading, sources, tokenizers
+from fly.models import compatibility, gguf, loading, sources, tokenizers
 from fly.models.heads.checkpoint import TargetShape, read
 from fly.models.token_intersection import TokenIntersection
 from fly.runs.records import Observer, RequestRecord
@@ -89,8 +90,11 @@ class FlyLM(Backend, HFLM):
         target, draft = sources.sources(config, config_path)
         if target.gguf_file is not None:
             hf_args["gguf_file"] = target.gguf_file
+            hf_args.setdefault("dtype", "bfloat16")  # else transformers dequantises to float32
         self_check.warn_if_memory_is_short(target, draft, str(hf_args.get("device") or ""))
         self._load("target_model_path", config.target_model_path, pretrained=target.path, **hf_args)
+        if target.gguf_file is not None:
+            gguf.attach_weights(self.model, Path(target.path) / target.gguf_file)
         self._check_token_ids()
         self.processes = self._processes()
         compatibility.refuse_unsupported(self.model, "target_model_path", self.max_length)

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from fly.errors import FlyError
-from fly.execution.merged_linear import Sibling, merge
+from fly.execution.merged_linear import Sibling, concatenate, merge
 from fly.execution.model_runner import ModelRunner
 from fly.execution.self_check import check_cache_agrees
 from fly.models.compatibility import refuse_unsupported
@@ -323,7 +323,7 @@ def test_joined_siblings_answer_as_before(name):
     row = list(range(3, 40))
     expected = logits_of(model, row)
     calls = []
-    merge(model, lambda linear: linear)
+    merge(model, concatenate)
     products = {module.product for module in model.modules() if isinstance(module, Sibling)}
     for product in products:
         product.register_forward_hook(lambda module, *args: calls.append(module))

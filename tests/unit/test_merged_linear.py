@@ -37,7 +37,7 @@ def pair(bias=True):
     torch.manual_seed(0)
     plain, joined = Block(bias), Block(bias)
     joined.load_state_dict(plain.state_dict())
-    assert merged_linear.merge(joined, lambda linear: linear) == 3
+    assert merged_linear.merge(joined, merged_linear.concatenate) == 3
     return plain, joined
 
 
@@ -58,7 +58,7 @@ def test_every_kind_of_linear_can_be_joined(kind):
     plain = Block().bfloat16()
     joined = copy.deepcopy(plain)
     alone = [kind(getattr(plain, name)) for name in NAMES]
-    assert merged_linear.merge(joined, kind) == 3
+    assert merged_linear.merge(joined, lambda many: kind(merged_linear.concatenate(many))) == 3
     assert type(joined.k_proj.product) is kind
     x = torch.randn(5, 32).to(kernels.activation_dtype())
     with torch.inference_mode():
@@ -140,7 +140,7 @@ def test_siblings_that_do_not_match_stay(change):
         block.k_proj = type("Adapter", (nn.Linear,), {})(32, 16)
     else:
         del block.v_proj
-    assert merged_linear.merge(block, lambda linear: linear) == 0
+    assert merged_linear.merge(block, merged_linear.concatenate) == 0
     assert not isinstance(block.q_proj, merged_linear.Sibling)
 
 
@@ -149,7 +149,7 @@ def test_a_joined_model_decodes_what_generate_does():
     draft = tiny.noisy_copy(target, 0.01)
     expected = [tiny.generate(target, prompt, 40) for prompt in tiny.prompts()]
     for model in (target, draft):
-        assert merged_linear.merge(model, lambda linear: linear) == 2 * 5
+        assert merged_linear.merge(model, merged_linear.concatenate) == 2 * 5
     engine = tiny.engine(target, tiny.drafter("cascade", 3, draft), 6, slots=3)
     records = tiny.decode_all(engine, tiny.prompts(), 40)
     assert [record.tokens for record in records] == expected

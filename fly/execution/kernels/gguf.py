@@ -1,4 +1,4 @@
-"""Linear layers and embeddings whose weights stay as they lie in a GGUF file.
+"""Linear layers whose weights stay as they lie in a GGUF file.
 
 A pass reads a third of bfloat16's bytes or less. Weights are unpacked as they are read, to the
 values of the gguf package's dequantisation rounded to bfloat16, and results have the same bits as
@@ -31,14 +31,18 @@ _GRABS = 8  # how often a thread comes for more panels
 
 
 class Weight(Protocol):
-    """A weight [out_features, in_features] of a GGUF file, in blocks, uint8 [out_features, bytes of
-    a row]; `format` is gguf's name of its type."""
+    """A weight of a GGUF file: fly.models.gguf.GgufWeight."""
 
-    in_features: int
-    out_features: int
-    format: str
-    blocks: Tensor
-    bias: Tensor | None
+    @property
+    def in_features(self) -> int: ...
+    @property
+    def out_features(self) -> int: ...
+    @property
+    def format(self) -> str: ...
+    @property
+    def blocks(self) -> Tensor: ...
+    @property
+    def bias(self) -> Tensor | None: ...
 
 
 def takes(weight: Weight) -> bool:
@@ -89,9 +93,24 @@ def dequantize(raw: Tensor, form: str) -> Tensor:
     return torch.from_numpy(dense).bfloat16()
 
 
+def unpack(weight: Weight, ids: Tensor | None = None) -> Tensor:
+    """Rows of a weight, all by default, as bfloat16: ids [...] -> [..., in_features]."""
+    ids = torch.arange(weight.out_features) if ids is None else ids.contiguous()
+    out = torch.empty(*ids.shape, weight.in_features, dtype=torch.bfloat16)
+    count = weight.in_features // formats.FORMATS[weight.format].weights
+    build.run(
+        build.unpack_rows(weight.format, _isa()), weight.blocks.data_ptr(), ids.data_ptr(),
+        out.data_ptr(), ids.numel(), count, weight.blocks.shape[1], 0, work=out.numel(),
+    )  # fmt: skip
+    return out
+
+
 class GgufProduct(nn.Module):
     """One or several linears that take the same input, [..., in] -> [..., outs]. Their widths are
-    multiples of 16, but for the last."""
+    multiples of 16, but for the last.
+
+    bytes_saved: how many fewer bytes its weights have than in bfloat16.
+    """
 
     def __init__(self, linears: Sequence[Weight]) -> None:
         super().__init__()
@@ -99,6 +118,8 @@ class GgufProduct(nn.Module):
         self.rounds_inputs = isa in ("amx", "avx512_bf16")
         self.in_features = linears[0].in_features
         self.out_features = sum(linear.out_features for linear in linears)
+        raw = sum(linear.blocks.numel() for linear in linears)
+        self.bytes_saved = 2 * self.in_features * self.out_features - raw
         self._is_amx = isa == "amx"
         self._parts = []
         column = 0
@@ -156,23 +177,3 @@ def _transposed(rows: Tensor) -> tuple[Tensor, int]:
         padded[:count] = pairs
         pairs = padded
     return pairs.view(chunks, line, width).transpose(1, 2).contiguous(), 4 * line
-
-
-class GgufEmbedding(nn.Module):
-    """Rows of a weight, unpacked as they are looked up: ids [...] -> [..., width]."""
-
-    def __init__(self, weight: Weight) -> None:
-        super().__init__()
-        self._blocks, self._width = weight.blocks, weight.in_features
-        self._unpack = build.unpack_rows(weight.format, _isa())
-        self._count = weight.in_features // formats.FORMATS[weight.format].weights
-        self._dtype = activation_dtype()
-
-    def forward(self, ids: Tensor) -> Tensor:
-        ids = ids.contiguous()
-        out = torch.empty(*ids.shape, self._width, dtype=torch.bfloat16)
-        build.run(
-            self._unpack, self._blocks.data_ptr(), ids.data_ptr(), out.data_ptr(), ids.numel(),
-            self._count, self._blocks.shape[1], 0, work=out.numel(),
-        )  # fmt: skip
-        return out.to(self._dtype)
