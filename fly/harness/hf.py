@@ -93,7 +93,11 @@ class FlyLM(Backend, HFLM):
             hf_args.setdefault("dtype", "bfloat16")  # else transformers dequantises to float32
         self_check.warn_if_memory_is_short(target, draft, str(hf_args.get("device") or ""))
         self._load("target_model_path", config.target_model_path, pretrained=target.path, **hf_args)
-        if target.gguf_file is not None:
+        settings = config.part(ExecutionSettings)
+        if (
+            target.gguf_file is not None
+            and weights.passes_for(self.model, settings)[0] == "kernels"
+        ):
             gguf.attach_weights(self.model, Path(target.path) / target.gguf_file)
         self._check_token_ids()
         self.processes = self._processes()
@@ -110,7 +114,7 @@ class FlyLM(Backend, HFLM):
                 intersection = self._intersection(draft_model, tokenizer)
                 # before quantisation, whose errors only cost speed
                 self_check.check_cache_agrees(draft_model, "pretrained")
-        packed = weights.pack(self.model, draft_model, config.part(ExecutionSettings))
+        packed = weights.pack(self.model, draft_model, settings)
         self_check.check_cache_agrees(self.model, "target_model_path", uniform=packed.uniform)
         if packed.uniform:
             capture = captures_graphs(config, self.model) or None

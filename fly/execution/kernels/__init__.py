@@ -84,6 +84,22 @@ def tile_configurations(*, quantized: bool = False) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
+def pad_columns(values: Tensor | None, count: int, dtype: torch.dtype) -> Tensor:
+    """Values of `count` output columns for compiled code, with zeros up to whole panels."""
+    columns = torch.zeros(-(-count // PANEL) * PANEL, dtype=dtype, device="cpu")
+    if values is not None:
+        columns[:count] = values
+    return columns
+
+
+def panels_at_once(panels: int, *, many_rows: bool) -> int:
+    """How many panels a thread takes at a time."""
+    threads = torch.get_num_threads()
+    if many_rows:
+        return blocks.grab(panels, threads)
+    return max(4, panels // (_GRABS * threads) // 4 * 4)
+
+
 class _PackedLinear(nn.Module):
     """A weight in panels, and the call of its kernel. [..., in] -> [..., out].
 
@@ -105,14 +121,7 @@ class _PackedLinear(nn.Module):
         self._steps = self._width // per_step
         self._panels = -(-self.out_features // PANEL)
         bias = None if linear.bias is None else linear.bias.detach()
-        self._bias = self._columns(bias, torch.float32)
-
-    def _columns(self, values: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Values of the output columns for compiled code, with zeros up to whole panels."""
-        columns = torch.zeros(self._panels * PANEL, dtype=dtype, device="cpu")
-        if values is not None:
-            columns[: self.out_features] = values
-        return columns
+        self._bias = pad_columns(bias, self.out_features, torch.float32)
 
     def _pack(self, weight: Tensor) -> Tensor:
         """[out, in] -> 32 bits of consecutive inputs each, [panels, in / 2 or 4, 16]."""
@@ -134,12 +143,12 @@ class _PackedLinear(nn.Module):
         out = torch.empty(count, columns, dtype=self._dtype, device="cpu")
         if count == 0:
             return out
-        product, threads = self._product, torch.get_num_threads()
-        grab = max(4, self._panels // (_GRABS * threads) // 4 * 4)
-        if self._product_of_many is not None and count > blocks.CHUNK:
+        product = self._product
+        is_many = self._product_of_many is not None and count > blocks.CHUNK
+        if self._product_of_many is not None and is_many:
             product = self._product_of_many
             rows = self._packed(rows, build.pack_for_many())
-            grab = blocks.grab(self._panels, threads)
+        grab = panels_at_once(self._panels, many_rows=is_many)
         build.run(
             product, rows.data_ptr(), weight.data_ptr(), self._bias.data_ptr(), out.data_ptr(),
             self._steps, count, self._panels, columns * out.element_size(), grab, 0,
@@ -168,7 +177,7 @@ class Bfloat16Linear(_PackedLinear):
         if linear.weight.dtype != torch.bfloat16:
             raise ValueError(f"weights are {linear.weight.dtype}: only bfloat16 is packed")
         super().__init__(linear, int8=False)
-        self.rounds_inputs = _isa() in ("amx", "avx512_bf16")
+        self.rounds_inputs = _isa() in build.ROUND_INPUTS
         self._weight = self._pack(linear.weight.detach())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -190,9 +199,10 @@ class Int8Linear(_PackedLinear):
         weight = linear.weight.detach().float()
         scale = weight.abs().amax(dim=1).clamp_min(_TINY) / _LEVELS
         levels = (weight / scale[:, None]).round().to(torch.int8)
-        self._scale = self._columns(scale, torch.float32)
+        self._scale = pad_columns(scale, self.out_features, torch.float32)
         # the 128 that is added to every input, times the weights: subtracted from the sums
-        self._offset = self._columns(levels.sum(dim=1, dtype=torch.int32) * 128, torch.int32)
+        offset = levels.sum(dim=1, dtype=torch.int32) * 128
+        self._offset = pad_columns(offset, self.out_features, torch.int32)
         self._weight = self._pack(levels)
         self._quantize = build.elementwise_function("quantize", instructions=_isa())
 

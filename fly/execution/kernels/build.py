@@ -28,6 +28,7 @@ _INSTRUCTIONS = {
     "avx512": "skylake-avx512",
     "avx2": "haswell",
 }
+ROUND_INPUTS = ("amx", "avx512_bf16")  # bfloat16 is their own: products round inputs to it
 _VECTORS = {
     "avx512_bf16": vector.AVX512_DOT,
     "avx512": vector.AVX512,
@@ -132,7 +133,7 @@ def unpack_rows(form: str, instructions: str) -> int:
 
 def unpacking_of(form: str, instructions: str) -> formats.Unpacking:
     """How a GGUF format is unpacked with these instructions."""
-    has_dots, has_words = instructions in ("amx", "avx512_bf16"), instructions != "avx2"
+    has_dots, has_words = instructions in ROUND_INPUTS, instructions != "avx2"
     return formats.FORMATS[form](dots=has_dots, words=has_words)
 
 

@@ -71,18 +71,16 @@ class _Vectors(Function):
         def halves(left: str, right: str, width: int) -> str:
             starts = range(0, 32, 2 * width)
             low, high = (
-                ", ".join(f"i32 {s + skip + i}" for s in starts for i in range(width))
+                self.shuffle(_V, left, right, [s + skip + i for s in starts for i in range(width)])
                 for skip in (0, width)
             )
-            both = f"shufflevector {_V} {left}, {_V} {right}, <16 x i32>"
-            return self.op(f"fadd {_V} {self.op(f'{both} <{low}>')}, {self.op(f'{both} <{high}>')}")
+            return self.op(f"fadd {_V} {low}, {high}")
 
         first, second = (halves(vectors[i], vectors[i + 1], 8) for i in (0, 2))
         quarters = halves(first, second, 4)
         pairs = halves(quarters, quarters, 2)
         sums = halves(pairs, pairs, 1)
-        places = ", ".join(f"i32 {i}" for i in range(4))
-        return self.op(f"shufflevector {_V} {sums}, {_V} poison, <4 x i32> <{places}>")
+        return self.shuffle(_V, sums, "poison", range(4))
 
     def single(self, bits: str) -> str:
         """The float32 whose bits an argument holds."""

@@ -56,7 +56,7 @@ class Unpacking:
             bits = f.op(f"add {_INTS} {bits}, {odd}")
             bits = f.op(f"lshr {_INTS} {bits}, splat (i32 16)")
             halves.append(f.op(f"trunc {_INTS} {bits} to <16 x i16>"))
-        return _joined(f, halves[0], halves[1], "i16")
+        return f.shuffle("<16 x i16>", halves[0], halves[1], range(32))
 
     def _scaled(
         self, f: Function, levels: list[str], scales: list[str], minimum: str | None
@@ -75,17 +75,7 @@ class Unpacking:
 
 def _halves(f: Function, bytes_: str) -> list[str]:
     """32 bytes as twice 16."""
-    indices = [", ".join(f"i32 {first + lane}" for lane in range(16)) for first in (0, 16)]
-    return [
-        f.op(f"shufflevector {_BYTES} {bytes_}, {_BYTES} poison, <16 x i32> <{half}>")
-        for half in indices
-    ]
-
-
-def _joined(f: Function, low: str, high: str, element: str, lanes: int = 16) -> str:
-    indices = ", ".join(f"i32 {lane}" for lane in range(2 * lanes))
-    typed = f"<{lanes} x {element}>"
-    return f.op(f"shufflevector {typed} {low}, {typed} {high}, <{2 * lanes} x i32> <{indices}>")
+    return [f.shuffle(_BYTES, bytes_, "poison", range(i, i + 16)) for i in (0, 16)]
 
 
 def _half(f: Function, at: str) -> str:
@@ -125,7 +115,7 @@ class _Blocks32(Unpacking):
         half = f.load(_HALF_BYTES, at, 1)
         upper = f.op(f"lshr {_HALF_BYTES} {half}, splat (i8 4)")
         lower = f.op(f"and {_HALF_BYTES} {half}, splat (i8 15)")
-        return _joined(f, lower, upper, "i8")
+        return f.shuffle(_HALF_BYTES, lower, upper, range(32))
 
 
 class _Q8(_Blocks32):
@@ -164,26 +154,21 @@ class _Q4K(Unpacking):
         four = "<4 x i32>"
         head = f.load(four, block, 1)  # two factors, then 12 bytes of scales
 
-        def pick(*lanes: int) -> str:
-            indices = ", ".join(f"i32 {lane}" for lane in lanes)
-            return f.op(f"shufflevector {four} {head}, {four} poison, {four} <{indices}>")
-
         def constant(*lanes: int) -> str:
             return "<" + ", ".join(f"i32 {lane}" for lane in lanes) + ">"
 
         six, nibble, two = 0x3F3F3F3F, 0x0F0F0F0F, 0x30303030
-        low = f.op(f"lshr {four} {pick(1, 3, 2, 3)}, {constant(0, 0, 0, 4)}")
+        low = f.op(
+            f"lshr {four} {f.shuffle(four, head, 'poison', (1, 3, 2, 3))}, {constant(0, 0, 0, 4)}"
+        )
         low = f.op(f"and {four} {low}, {constant(six, nibble, six, nibble)}")
-        high = f.op(f"lshr {four} {pick(1, 1, 2, 2)}, splat (i32 2)")
+        high = f.op(f"lshr {four} {f.shuffle(four, head, 'poison', (1, 1, 2, 2))}, splat (i32 2)")
         high = f.op(f"and {four} {high}, {constant(0, two, 0, two)}")
         six_bits = f.op(f"bitcast {four} {f.op(f'or {four} {low}, {high}')} to {_HALF_BYTES}")
         ints = f.op(f"zext {_HALF_BYTES} {six_bits} to {_INTS}")
         values = f.op(f"uitofp {_INTS} {ints} to {_FLOATS}")
         halves = f.op(f"bitcast {four} {head} to <8 x half>")
-        indices = ", ".join(f"i32 {lane // 8}" for lane in range(16))
-        factors = f.op(
-            f"shufflevector <8 x half> {halves}, <8 x half> poison, <16 x i32> <{indices}>"
-        )
+        factors = f.shuffle("<8 x half>", halves, "poison", [0] * 8 + [1] * 8)
         factors = f.op(f"fpext <16 x half> {factors} to {_FLOATS}")
         f.store(_FLOATS, f.op(f"fmul {_FLOATS} {values}, {factors}"), scratch, 64)
 
@@ -269,7 +254,8 @@ class _Q6K(Unpacking):
         for half in range(2):
             low = f.load(kind, f.at(block, 64 * half), 1)
             high = f.load(_BYTES, f.at(block, 128 + 32 * half), 1)
-            fourths = _joined(f, high, f.op(f"lshr {_BYTES} {high}, splat (i8 2)"), "i8", 32)
+            quarter = f.op(f"lshr {_BYTES} {high}, splat (i8 2)")
+            fourths = f.shuffle(_BYTES, high, quarter, range(64))
             for part, (shift, way) in enumerate(((4, "shl"), (0, ""))):
                 nibbles = bits(low, "lshr", 4 * part, 15)
                 levels = f.op(f"or {kind} {nibbles}, {bits(fourths, way, shift, 48)}")
@@ -322,10 +308,9 @@ def transpose(f: Function, vectors: list[str], element: str) -> list[str]:
         for first in range(16):
             if first & size:
                 continue
-            pair = f"{typed} {vectors[first]}, {typed} {vectors[first + size]}"
+            pair = vectors[first], vectors[first + size]
             for index, lanes in ((first, low), (first + size, high)):
-                chosen = ", ".join(f"i32 {lane}" for lane in lanes)
-                mixed[index] = f.op(f"shufflevector {pair}, <16 x i32> <{chosen}>")
+                mixed[index] = f.shuffle(typed, *pair, lanes)
         vectors = mixed
     return vectors
 
@@ -374,15 +359,28 @@ def unpack_panels(
             loop.values = [f.at(at, row_bytes)]
 
 
+def columns_buffers(f: Function, unpacking: Unpacking) -> tuple[str, str]:
+    """What `unpack_columns` needs on the stack: a block's scratch, and 16 unpacked blocks."""
+    sizes = (unpacking.scratch, 2 * PANEL * unpacking.weights)
+    scratch, lines = (f.op(f"alloca i8, i64 {size}, align 64") for size in sizes)
+    return scratch, lines
+
+
 def unpack_columns(
-    f: Function, a: SimpleNamespace, unpacking: Unpacking, panel: str, count: str, out: str
+    f: Function,
+    a: SimpleNamespace,
+    unpacking: Unpacking,
+    buffers: tuple[str, str],
+    panel: str,
+    count: str,
+    out: str,
 ) -> None:
-    """Unpack whole panels into the layout of vector.py."""
+    """Unpack whole panels into the layout of vector.py. buffers: of `columns_buffers`."""
     tiles = unpacking.weights // 32  # in a block
     blocks = f.div(a.steps, tiles * PANEL)
     row_bytes, panel_bytes = f.mul(blocks, unpacking.bytes), f.mul(a.steps, 4 * PANEL)
     last = f.sub(a.columns, 1)
-    scratch, lines = a.unpacking_scratch
+    scratch, lines = buffers
     with f.loop(0, count) as each:
         first = f.mul(f.add(panel, each.index), PANEL)
         to = f.at(out, f.mul(each.index, panel_bytes))

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,30 +20,16 @@ from fly.execution.kernels import (
     blocks,
     build,
     formats,
+    pad_columns,
+    panels_at_once,
     tile_configurations,
     why_not,
 )
 from fly.execution.kernels.ir import PANEL
-
-_GRABS = 8  # how often a thread comes for more panels
-
-
-class Weight(Protocol):
-    """A weight of a GGUF file: fly.models.gguf.GgufWeight."""
-
-    @property
-    def in_features(self) -> int: ...
-    @property
-    def out_features(self) -> int: ...
-    @property
-    def format(self) -> str: ...
-    @property
-    def blocks(self) -> Tensor: ...
-    @property
-    def bias(self) -> Tensor | None: ...
+from fly.models.gguf import GgufWeight
 
 
-def takes(weight: Weight) -> bool:
+def takes(weight: GgufWeight) -> bool:
     """Whether the kernels compute with a weight as it is."""
     return weight.out_features >= PANEL and why_not_format(weight.format) is None
 
@@ -63,9 +47,7 @@ def why_not_format(form: str) -> str | None:
     raw = random_blocks(form, rows=40, width=512)
     dense = nn.Linear(512, 40, bias=False, device="meta")
     dense.weight = nn.Parameter(dequantize(raw, form), requires_grad=False)
-    kept = GgufProduct(
-        [SimpleNamespace(in_features=512, out_features=40, format=form, blocks=raw, bias=None)]
-    )
+    kept = GgufProduct([GgufWeight(512, 40, form, raw, bias=None)])
     plain = Bfloat16Linear(dense)
     x = torch.sin(torch.arange(37 * 512)).view(37, 512).to(activation_dtype())
     if all(torch.equal(plain(x[:rows]), kept(x[:rows])) for rows in (1, 5, 20, 37)):
@@ -93,7 +75,7 @@ def dequantize(raw: Tensor, form: str) -> Tensor:
     return torch.from_numpy(dense).bfloat16()
 
 
-def unpack(weight: Weight, ids: Tensor | None = None) -> Tensor:
+def unpack(weight: GgufWeight, ids: Tensor | None = None) -> Tensor:
     """Rows of a weight, all by default, as bfloat16: ids [...] -> [..., in_features]."""
     ids = torch.arange(weight.out_features) if ids is None else ids.contiguous()
     out = torch.empty(*ids.shape, weight.in_features, dtype=torch.bfloat16)
@@ -112,10 +94,10 @@ class GgufProduct(nn.Module):
     bytes_saved: how many fewer bytes its weights have than in bfloat16.
     """
 
-    def __init__(self, linears: Sequence[Weight]) -> None:
+    def __init__(self, linears: Sequence[GgufWeight]) -> None:
         super().__init__()
         isa = _isa()
-        self.rounds_inputs = isa in ("amx", "avx512_bf16")
+        self.rounds_inputs = isa in build.ROUND_INPUTS
         self.in_features = linears[0].in_features
         self.out_features = sum(linear.out_features for linear in linears)
         raw = sum(linear.blocks.numel() for linear in linears)
@@ -124,14 +106,11 @@ class GgufProduct(nn.Module):
         self._parts = []
         column = 0
         for linear in linears:
-            panels = -(-linear.out_features // PANEL)
-            bias = torch.zeros(panels * PANEL)
-            if linear.bias is not None:
-                bias[: linear.out_features] = linear.bias
+            bias = pad_columns(linear.bias, linear.out_features, torch.float32)
             products = [build.product(form=linear.format, instructions=isa)]
             if self._is_amx:
                 products.append(build.product_of_many(form=linear.format))
-            self._parts.append((linear.blocks, bias, column, linear.out_features, panels, products))
+            self._parts.append((linear, bias, column, products))
             column += linear.out_features
         self._columns = column - column % -PANEL
         self._dtype = activation_dtype()
@@ -140,7 +119,7 @@ class GgufProduct(nn.Module):
         rows = x.reshape(-1, self.in_features).to(self._dtype)
         if self.rounds_inputs:
             rows = rows.bfloat16()
-        count, threads = rows.shape[0], torch.get_num_threads()
+        count = rows.shape[0]
         out = torch.empty(count, self._columns, dtype=self._dtype)
         is_many = self._is_amx and count > blocks.CHUNK
         scratch, scratch_bytes, line, steps = out, 0, 0, self.in_features // 2
@@ -150,16 +129,15 @@ class GgufProduct(nn.Module):
         else:
             rows = rows.contiguous()
             scratch_bytes = 4 * PANEL * 2 * self.in_features
-            scratch = torch.empty(threads * scratch_bytes, dtype=torch.uint8)
-        for weight, bias, column, columns, panels, products in self._parts if count else ():
-            grab = max(4, panels // (_GRABS * threads) // 4 * 4)
-            if is_many:
-                grab = blocks.grab(panels, threads)
+            scratch = torch.empty(torch.get_num_threads() * scratch_bytes, dtype=torch.uint8)
+        for weight, bias, column, products in self._parts if count else ():
+            panels = bias.numel() // PANEL
             build.run(
-                products[is_many], rows.data_ptr(), weight.data_ptr(), bias.data_ptr(),
+                products[is_many], rows.data_ptr(), weight.blocks.data_ptr(), bias.data_ptr(),
                 out.data_ptr() + column * out.element_size(), steps, count, panels,
-                self._columns * out.element_size(), grab, 0, 0, 0, 0,
-                tile_configurations(quantized=True).data_ptr(), columns, line,
+                self._columns * out.element_size(), panels_at_once(panels, many_rows=is_many),
+                0, 0, 0, 0, tile_configurations(quantized=True).data_ptr(),
+                weight.out_features, line,
                 scratch.data_ptr(), scratch_bytes, 0,
             )  # fmt: skip
         return out[:, : self.out_features].view(*x.shape[:-1], self.out_features)

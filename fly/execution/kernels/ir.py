@@ -8,7 +8,7 @@ once, which take their shares of the work from a counter among the arguments (`F
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -130,9 +130,13 @@ class Function:
         """A vector of `lanes` times `value`."""
         vector = f"<{lanes} x {element}>"
         one = self.op(f"insertelement {vector} poison, {element} {value}, i32 0")
-        return self.op(
-            f"shufflevector {vector} {one}, {vector} poison, <{lanes} x i32> zeroinitializer"
-        )
+        return self.shuffle(vector, one, "poison", [0] * lanes)
+
+    def shuffle(self, kind: str, left: str, right: str, lanes: Iterable[int]) -> str:
+        """A vector of these lanes of two vectors, counted through both."""
+        chosen = [f"i32 {lane}" for lane in lanes]
+        places = f"<{len(chosen)} x i32> <{', '.join(chosen)}>"
+        return self.op(f"shufflevector {kind} {left}, {kind} {right}, {places}")
 
     def prefetch(self, pointer: str, locality: int) -> None:
         self.run("prefetch.p0", f"ptr {pointer}", "i32 0", f"i32 {locality}", "i32 1")

@@ -48,7 +48,7 @@ def product(unpacking: Unpacking) -> str:
 def _few(f: TileFunction, a: SimpleNamespace, unpacking: Unpacking, row_tiles: int) -> None:
     """Stages of a pipeline: a block's scales, its weights, its products."""
     steps = unpacking.weights // 32  # of tiles, in a block
-    per_turn = min(_COLUMNS, PANEL) if steps > 1 else PANEL
+    per_turn = _COLUMNS if steps > 1 else PANEL
     blocks = f.div(a.steps, steps)
     row_bytes = f.mul(blocks, unpacking.bytes)
     x_step = f.mul(a.x_line, ROWS)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fly.execution.kernels.formats import Unpacking, unpack_columns
+from fly.execution.kernels.formats import Unpacking, columns_buffers, unpack_columns
 from fly.execution.kernels.ir import PANEL, PRODUCT, Function, module
 
 _PREFETCH = 4096  # bytes ahead of the weights in use
@@ -242,10 +242,7 @@ def _task(vectors: Vectors, step_bytes: int, unpacking: Unpacking | None) -> Fun
     if unpacking is not None:
         thread = f.op(f"atomicrmw add ptr {a.threads}, i64 1 monotonic")
         unpacked = f.at(a.scratch, f.mul(thread, a.scratch_bytes))
-        a.unpacking_scratch = [
-            f.op(f"alloca i8, i64 {size}, align 64")
-            for size in (unpacking.scratch, 32 * PANEL * unpacking.weights // 16)
-        ]
+        buffers = columns_buffers(f, unpacking)
     x_stride, panel_bytes = f.mul(a.steps, step_bytes), f.mul(a.steps, 4 * PANEL)
     chunks = f.div(f.add(a.rows, most - 1), most)
     small, larger = f.div(a.rows, chunks), f.rem(a.rows, chunks)  # so many have one row more
@@ -256,7 +253,7 @@ def _task(vectors: Vectors, step_bytes: int, unpacking: Unpacking | None) -> Fun
         if unpacking is None:
             w = f.at(a.w, f.mul(panel, panel_bytes))
         else:
-            unpack_columns(f, a, unpacking, panel, count, unpacked)
+            unpack_columns(f, a, unpacking, buffers, panel, count, unpacked)
             w = unpacked
         out_panel = f.at(a.out, column, "float")
         with f.loop(0, chunks, carried=[("i64", "0")]) as loop:
