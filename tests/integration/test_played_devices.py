@@ -41,3 +41,15 @@ def test_waits_and_launches_are_counted():
         assert (meter.launches, sum(meter.waits.values())) == (1, 0)
         assert float(y.sum()) == 6
         assert sum(meter.waits.values()) == 1
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=RuntimeError,
+    reason="the empty index for no logits is moved to the first GPU",
+)
+def test_layers_over_two_gpus():
+    expected = texts_of(TARGET, DRAFT, 1)
+    with played.devices():
+        target, draft = played.spread(copy.deepcopy(TARGET)), played.put(copy.deepcopy(DRAFT))
+        assert texts_of(target, draft, 1) == expected
