@@ -48,12 +48,13 @@ def _load_head(found: config.FlyConfig, where: str) -> None:
         return
     from transformers import AutoConfig
 
+    from fly.models import gguf
     from fly.models.heads.checkpoint import TargetShape, read
     from fly.models.loading import naming_model
 
-    files = {"gguf_file": target.gguf_file} if target.gguf_file else {}
     with naming_model("target_model_path", str(found.target_model_path)):
-        shape = TargetShape.of(AutoConfig.from_pretrained(target.path, **files))
+        path = gguf.metadata_folder(target.file) if target.file else target.path
+        shape = TargetShape.of(AutoConfig.from_pretrained(path))
     with naming_model("pretrained", str(found.draft_model_path)):
         checkpoint = read(draft, str(found.draft_model_path), {})
         head = registry.load(str(found.head_class)).from_checkpoint(

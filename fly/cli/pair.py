@@ -1,10 +1,12 @@
-"""`fly pair fetch | list | path`."""
+"""`fly pair fetch | list | path | export`."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
+from fly.errors import FlyError
 from fly.models.pairs import store
 from fly.models.pairs.registry import PAIRS
 
@@ -12,16 +14,22 @@ from fly.models.pairs.registry import PAIRS
 def add_command(subparsers: Any) -> None:
     """Register the subcommand with the CLI's parser."""
     parser = subparsers.add_parser("pair", help="Fetch and list the embedded draft-target pairs")
-    commands = parser.add_subparsers(dest="pair_command", metavar="fetch|list|path")
+    commands = parser.add_subparsers(dest="pair_command", metavar="fetch|list|path|export")
     parser.set_defaults(func=lambda args: parser.print_help())
-    fetch = commands.add_parser("fetch", help="download, check and convert a pair (once)")
+    fetch = commands.add_parser("fetch", help="download and check a pair (once)")
     fetch.add_argument("name", help=f"one of: {', '.join(PAIRS)}")
     fetch.set_defaults(func=_fetch)
     listing = commands.add_parser("list", help="the pairs, and whether they are here")
     listing.set_defaults(func=_list)
-    path = commands.add_parser("path", help="the two folders of a fetched pair")
+    path = commands.add_parser("path", help="the two GGUF files of a fetched pair")
     path.add_argument("name")
     path.set_defaults(func=_path)
+    export = commands.add_parser(
+        "export", help="write a GGUF model as a bfloat16 folder, for vLLM and other programs"
+    )
+    export.add_argument("model", help="pair:NAME/draft, pair:NAME/target or a .gguf file")
+    export.add_argument("folder", type=Path)
+    export.set_defaults(func=_export)
 
 
 def _fetch(args: argparse.Namespace) -> None:
@@ -39,3 +47,18 @@ def _list(args: argparse.Namespace) -> None:
 def _path(args: argparse.Namespace) -> None:
     print(store.resolve_model_path(f"pair:{args.name}/draft"))
     print(store.resolve_model_path(f"pair:{args.name}/target"))
+
+
+def _export(args: argparse.Namespace) -> None:
+    from fly.models import gguf
+    from fly.models.loading import naming_model
+    from fly.models.sources import resolve_source
+
+    file = resolve_source(args.model, "model").file
+    if file is None:
+        raise FlyError(f"{args.model}: is no GGUF file: name pair:NAME/target or a .gguf file")
+    if args.folder.exists():
+        raise FlyError(f"{args.folder}: exists: name a new folder")
+    with naming_model("model", str(file)):
+        gguf.export(file, args.folder)
+    print(args.folder)

@@ -7,6 +7,7 @@ their errors cost acceptance, never the exactness of exact verification.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 from fly.execution import kernels
 from fly.execution.kernels import gguf
 from fly.execution.merged_linear import concatenate, merge
+from fly.models.gguf import GgufWeight
 
 _MOST = 0.9  # share of the weights that has to be packed if the rest becomes float32
 
@@ -53,19 +55,28 @@ def _swap(model: nn.Module, old: type[Any], new: Callable[[Any], nn.Module]) -> 
 Kind = type[kernels.Bfloat16Linear] | type[kernels.Int8Linear]
 
 
+def restore_weights(model: nn.Module) -> None:
+    """Give every module that keeps its weight in a GGUF file the bfloat16 values of it."""
+    restored: dict[int, nn.Parameter] = {}  # tied weights stay so
+    for module in model.modules():
+        kept = getattr(module, "gguf_weight", None)
+        if kept is not None:
+            if id(kept) not in restored:
+                restored[id(kept)] = nn.Parameter(gguf.unpack(kept), requires_grad=False)
+            module.weight = restored[id(kept)]
+            del module.gguf_weight
+
+
 def _pack(linears: Sequence[nn.Linear], kind: Kind) -> nn.Module:
-    """Linears that take the same input, as one product. Bfloat16 weights that were dequantised from
-    a GGUF file without other changes are read from the file instead."""
-    if kind is kernels.Bfloat16Linear and all(map(_is_as_in_file, linears)):
-        kept: list[Any] = [linear.gguf_weight for linear in linears]
+    """Linears that take the same input, as one product."""
+    if kind is kernels.Bfloat16Linear and all(hasattr(linear, "gguf_weight") for linear in linears):
+        own: list[Any] = [linear.gguf_weight for linear in linears]
+        kept = [replace(weight, bias=linear.bias) for weight, linear in zip(own, linears)]
         if all(weight.out_features % gguf.PANEL == 0 for weight in kept[:-1]):
             return gguf.GgufProduct(kept)
+    for linear in linears:
+        restore_weights(linear)
     return kind(linears[0] if len(linears) == 1 else concatenate(linears))
-
-
-def _is_as_in_file(linear: nn.Linear) -> bool:
-    kept: Any = getattr(linear, "gguf_weight", None)
-    return kept is not None and gguf.takes(kept) and torch.equal(gguf.unpack(kept), linear.weight)
 
 
 def use_kernels(model: PreTrainedModel, kind: Kind) -> int:
@@ -79,9 +90,10 @@ def use_kernels(model: PreTrainedModel, kind: Kind) -> int:
     merge(model, lambda linears: _pack(linears, kind))
     _swap(model, nn.Linear, lambda linear: _pack([linear], kind))
     dtype, stored = kernels.activation_dtype(), model.dtype
-    if dtype != stored:
-        _swap(model, nn.Embedding, lambda embedding: CastEmbedding(embedding, dtype))
-    tables = {id(m.weight) for m in model.modules() if isinstance(m, CastEmbedding)}
+    is_kept = any(type(m) is nn.Embedding and hasattr(m, "gguf_weight") for m in model.modules())
+    if dtype != stored or is_kept:
+        _swap(model, nn.Embedding, lambda embedding: PackedEmbedding(embedding, dtype))
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, PackedEmbedding)}
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in tables:
             # always a copy: what is left of the checkpoint would keep its file in memory
@@ -91,8 +103,9 @@ def use_kernels(model: PreTrainedModel, kind: Kind) -> int:
     return sum(products.values())
 
 
-class CastEmbedding(nn.Module):
-    """An embedding that keeps its table and gives its rows in another dtype."""
+class PackedEmbedding(nn.Module):
+    """An embedding that keeps its table, maybe in a GGUF file, and gives its rows in another
+    dtype."""
 
     weight: Tensor
 
@@ -102,7 +115,12 @@ class CastEmbedding(nn.Module):
         # transformers takes a model's dtype and device from its first parameter, and where norms
         # have no weights (OLMo) nothing else is left of them
         self.of = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
-        self.register_buffer("weight", embedding.weight.detach().clone(), persistent=False)
+        self._kept: GgufWeight | None = getattr(embedding, "gguf_weight", None)
+        weight = embedding.weight.detach()
+        table = weight.clone() if self._kept is None else weight
+        self.register_buffer("weight", table, persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return nn.functional.embedding(ids, self.weight).to(self._dtype)
+        if self._kept is None:
+            return nn.functional.embedding(ids, self.weight).to(self._dtype)
+        return gguf.unpack(self._kept, ids).to(self._dtype)

@@ -37,7 +37,8 @@ def warn_if_memory_is_short(target: ModelSource, draft: ModelSource | None, devi
     """
     if device != "cpu":
         return
-    stored = sum(weight_bytes(source) for source in (target, draft) if source is not None)
+    stored = weight_bytes(target, stays_quantised=kernels.why_not() is None)
+    stored += 0 if draft is None else weight_bytes(draft)
     needed, free = int(_LOADED * stored) + _WORKSPACE, oom.free_bytes(torch.device("cpu"))
     if stored and needed > free:
         logger.warning(

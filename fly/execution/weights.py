@@ -88,12 +88,22 @@ def pack(
     return done
 
 
+def _wanted(settings: ExecutionSettings) -> str:
+    return "eager" if settings.compile == "off" else settings.execution
+
+
+def may_keep_quantised(dtype: str, device: str, settings: ExecutionSettings) -> bool:
+    """Whether a GGUF file's weights may stay as they are: fly's kernels compute with them."""
+    is_wanted = _wanted(settings) != "eager" and dtype in ("auto", "bfloat16")
+    return is_wanted and device == "cpu" and kernels.why_not() is None
+
+
 def passes_for(model: PreTrainedModel, settings: ExecutionSettings) -> tuple[Passes, str | None]:
     """How this model's passes are computed here, and why no faster way is, if none is.
 
     Raises FlyError if `execution` names a way that does not exist here.
     """
-    wanted = "eager" if settings.compile == "off" else settings.execution
+    wanted = _wanted(settings)
     device = model.device.type
     if device != "cpu":
         if wanted not in ("auto", "eager"):
@@ -142,7 +152,9 @@ def _pack(
             disagree = f"{model.config.model_type}: fly's layers do not agree with transformers'"
             raise _not_invariant(fused_layer.why_not(model) or disagree)
         done = f"kernels-{kernels.instructions()}{' gguf' if saved else ''}"
-    elif reason is not None:
+    else:
+        packed_linear.restore_weights(model)
+    if reason is not None:
         logger.info("compile=auto: eager passes for the %s: %s", role, reason)
     return done if kind == "none" else f"{done} {kind}", is_invariant, saved
 

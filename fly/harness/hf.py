@@ -11,7 +11,6 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +21,11 @@ from lm_eval.models.huggingface import HFLM
 from fly import config as fly_config
 from fly import launch, registry
 from fly.errors import FlyError
-from fly.execution import self_check, weights
+from fly.execution import packed_linear, self_check, weights
 from fly.execution.argmax import NotFiniteError
 from fly.execution.heads import layer_check
 from fly.execution.heads.base import Head
+from fly.execution.kernels import gguf as kernels_gguf
 from fly.execution.model_runner import context_of, input_device
 from fly.harness.backend import Backend
 from fly.harness.engine_factory import EngineFactory, LoadedPair, captures_graphs
@@ -44,6 +44,11 @@ _FEW = 1 / 3  # of the target's tokens: a draft that knows fewer is warned of
 # from_pretrained's arguments that hold for the draft as they do for the target
 _OF_THE_HUB = (
     "token", "use_auth_token", "cache_dir", "local_files_only", "force_download", "proxies",
+)  # fmt: skip
+# those that do something to the weights
+_CHANGE_WEIGHTS = (
+    "peft", "delta", "parallelize", "autogptq", "gptqmodel", "load_in_4bit", "load_in_8bit",
+    "quantization_config",
 )  # fmt: skip
 _OF_MODELS = (*_OF_THE_HUB, "use_safetensors", "attn_implementation")
 
@@ -88,17 +93,10 @@ class FlyLM(Backend, HFLM):
         """Load both models, check them, and make them fast to decode with."""
         config = self.fly_config
         target, draft = sources.sources(config, config_path)
-        if target.gguf_file is not None:
-            hf_args["gguf_file"] = target.gguf_file
-            hf_args.setdefault("dtype", "bfloat16")  # else transformers dequantises to float32
         self_check.warn_if_memory_is_short(target, draft, str(hf_args.get("device") or ""))
-        self._load("target_model_path", config.target_model_path, pretrained=target.path, **hf_args)
+        with self._loading("target_model_path", config.target_model_path, target) as path:
+            super().__init__(pretrained=path, **hf_args)
         settings = config.part(ExecutionSettings)
-        if (
-            target.gguf_file is not None
-            and weights.passes_for(self.model, settings)[0] == "kernels"
-        ):
-            gguf.attach_weights(self.model, Path(target.path) / target.gguf_file)
         self._check_token_ids()
         self.processes = self._processes()
         compatibility.refuse_unsupported(self.model, "target_model_path", self.max_length)
@@ -155,15 +153,12 @@ class FlyLM(Backend, HFLM):
             if isinstance(token, int) and token >= count:
                 raise FlyError(f"{key}={token}: the target's vocabulary has ids 0 to {count - 1}")
 
-    def _load(self, field: str, name: str, **kwargs: Any) -> None:
-        with self._loading(field, name):
-            super().__init__(**kwargs)
-
     @contextmanager
-    def _loading(self, field: str, name: str) -> Iterator[None]:
-        self._field = field
+    def _loading(self, field: str, name: str, source: sources.ModelSource) -> Iterator[str]:
+        """Gives the folder or hub id of configuration and tokenizer."""
+        self._field, self._source = field, source
         with loading.naming_model(field, name):
-            yield
+            yield str(gguf.metadata_folder(source.file)) if source.file else source.path
 
     def load_draft(
         self, source: sources.ModelSource, hf_args: dict[str, Any]
@@ -182,25 +177,19 @@ class FlyLM(Backend, HFLM):
             for keys in (_OF_THE_HUB, _OF_MODELS)
         )
         try:
-            with self._loading("pretrained", str(self.fly_config.draft_model_path)):
-                if source.gguf_file is None:  # else a wrong one is told by its vocabulary
-                    transformers.AutoConfig.from_pretrained(source.path, **shared, **of_hub)
-                tokenizer = transformers.AutoTokenizer.from_pretrained(
-                    source.path,
-                    **shared,
-                    **of_hub,
-                    **({"gguf_file": source.gguf_file} if source.gguf_file else {}),
-                )
+            with self._loading("pretrained", str(self.fly_config.draft_model_path), source) as path:
+                transformers.AutoConfig.from_pretrained(path, **shared, **of_hub)
+                tokenizer = transformers.AutoTokenizer.from_pretrained(path, **shared, **of_hub)
                 if not self.fly_config.dual_tok:
                     tokenizers.check_same_vocabulary(self.tokenizer, tokenizer)
                 self._create_model(
-                    source.path,
+                    path,
                     dtype=self.fly_config.draft_dtype or self._loaded_dtype,
-                    gguf_file=source.gguf_file,
                     **shared,
                     **of_models,
                 )
                 draft: Any = self._model  # type: ignore[has-type]
+                packed_linear.restore_weights(draft)  # int8 weights are made of bfloat16 ones
                 draft.eval().to(self.fly_config.draft_device or self.device)
         finally:
             self._model = target_model
@@ -213,7 +202,7 @@ class FlyLM(Backend, HFLM):
         """Load a head of the target, whose tokenizer and context are the target's."""
         config = self.fly_config
         name = str(config.draft_model_path)
-        with self._loading("pretrained", name):
+        with self._loading("pretrained", name, source):
             hub = {key: hf_args[key] for key in _OF_THE_HUB if key in hf_args}
             checkpoint = read(source, name, {"revision": config.draft_revision, **hub})
             head = kind.from_checkpoint(
@@ -247,9 +236,27 @@ class FlyLM(Backend, HFLM):
         return found
 
     def _create_model(self, pretrained: str, *args: Any, **kwargs: Any) -> None:
-        if kwargs.get("gguf_file") and hasattr(transformers, "GgufConfig"):
-            kwargs["quantization_config"] = transformers.GgufConfig(dequantize=True)
+        """Load the weights of the source that `_loading` was given."""
         auto_class: Any = self.AUTO_MODEL_CLASS  # type: ignore[has-type]
+        file, settings = self._source.file, self.fly_config.part(ExecutionSettings)
+        if file is None:
+            self._load_weights(auto_class, pretrained, *args, **kwargs)
+            return
+        dtype = str(kwargs.get("dtype") or "auto").removeprefix("torch.")
+        attention = {k: kwargs[k] for k in ("attn_implementation",) if kwargs.get(k)}
+        config = transformers.AutoConfig.from_pretrained(pretrained, **attention)
+        is_changed = any(kwargs.get(key) for key in _CHANGE_WEIGHTS)
+        if not is_changed and weights.may_keep_quantised(dtype, self.device.type, settings):
+            self._model = gguf.load(file, config, auto_class, kernels_gguf.takes)
+        else:
+            dtype = "bfloat16" if dtype == "auto" else dtype
+            kwargs |= {"gguf_file": file.name, "dtype": dtype}
+            if hasattr(transformers, "GgufConfig"):
+                kwargs["quantization_config"] = transformers.GgufConfig(dequantize=True)
+            self._load_weights(auto_class, str(file.parent), *args, **kwargs)
+        self._model.generation_config = transformers.GenerationConfig.from_pretrained(pretrained)
+
+    def _load_weights(self, auto_class: Any, pretrained: str, *args: Any, **kwargs: Any) -> None:
         self.AUTO_MODEL_CLASS = loading.WithAllTensors(auto_class, self._field)
         try:
             super()._create_model(pretrained, *args, **kwargs)

@@ -141,10 +141,11 @@ class FlyVLLM(Backend, VLLM):
                     f"has it: {hint}"
                 )
         for field in ("target_model_path", "draft_model_path"):
-            if str(getattr(config, field)).endswith(".gguf"):
+            name = getattr(config, field)
+            if name and sources.resolve_source(name, field).gguf_file:
                 raise FlyError(
-                    f"{field}={getattr(config, field)}: vLLM is given models' folders and hub ids: "
-                    "use --model hf for GGUF files"
+                    f"{field}={name}: vLLM is given models' folders and hub ids: use --model hf "
+                    f"for GGUF files, or make a folder of it: `fly pair export {name} FOLDER`"
                 )
 
     def _engine_arguments(self, config: FlyConfig) -> dict[str, Any]:

@@ -39,9 +39,8 @@ def hash_model(
     config.json there.
     """
     folder = Path(source.path)
-    if source.gguf_file is not None:
-        name = source.gguf_file
-        return {"path": str(folder / name), "files": {name: _hash_file(folder / name)}}
+    if source.file is not None:
+        return {"path": str(source.file), "files": {source.file.name: _hash_file(source.file)}}
     if folder.is_dir():
         return {"path": str(folder), "files": hash_folder(folder)}
     where: dict[str, Any] = {"revision": revision, "cache_dir": cache_dir}

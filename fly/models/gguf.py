@@ -1,16 +1,32 @@
-"""The quantised weights of a GGUF file, as they lie there."""
+"""Models in GGUF files: their configuration and tokenizer, and their weights as they lie there."""
 
 from __future__ import annotations
 
+import json
 import logging
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from fly.errors import FlyError, summarize_names
+from fly.models.fingerprint import hash_json
+from fly.paths import fly_home
+
 logger = logging.getLogger(__name__)
+
+# control tokens that end a turn or a text, whichever of them the file names as its EOS
+_ENDS = {"<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>"}
+_CONTROL = 3  # GGUF's type of such tokens
+_TENSORS = "gguf_tensors.json"  # what the file holds, and where
+_PLAIN = ("F32", "F16", "BF16", "F64")  # types that are not quantised
 
 
 @dataclass(frozen=True)
@@ -23,30 +39,203 @@ class GgufWeight:
     format: str
     # uint8 [out_features, bytes of a row], mapped from the file
     blocks: Tensor
-    # of the linear that has the weight
-    bias: Tensor | None
+    # of the linear that has the weight; set when it is packed
+    bias: Tensor | None = None
 
 
-def attach_weights(model: PreTrainedModel, path: Path) -> None:
-    """Give the plain linears of a model that was loaded from a GGUF file the file's own weights, as
-    `gguf_weight`. Nothing is read yet.
+def metadata_folder(file: Path) -> Path:
+    """A folder with the configuration and tokenizer of a GGUF file, as transformers reads them.
 
-    transformers' loading may have permuted or changed what it dequantised: whether both are the
-    same has to be checked before the file's own are used.
+    Written once per file, as transformers takes a quarter of a minute. Raises FlyError without a
+    place to write, and what transformers raises for a file that it cannot read.
     """
+    import transformers
     from gguf import GGUFReader
-    from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
 
+    state = file.stat()
+    key = [str(file.resolve()), state.st_size, state.st_mtime_ns, transformers.__version__]
+    folder = fly_home() / "gguf" / hash_json(key)
+    if folder.is_dir():
+        return folder
+    logger.info("%s: reading its configuration and tokenizer (once)", file.name)
+    reader = GGUFReader(file)
+    named: dict[str, Any] = {"gguf_file": file.name}
+    config = transformers.AutoConfig.from_pretrained(str(file.parent), **named)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(file.parent), **named)
+    config.dtype = torch.bfloat16
+    config.gguf_architecture = bytes(reader.fields["general.architecture"].parts[-1]).decode()
+    generation = transformers.GenerationConfig.from_model_config(config)
+    generation.eos_token_id = _end_ids(reader, config.eos_token_id)
+    tensors = [
+        [t.name, t.tensor_type.name, [*map(int, reversed(t.shape))], int(t.data_offset), t.n_bytes]
+        for t in reader.tensors
+    ]
+    beside = None
     try:
-        names = get_gguf_hf_weights_map(model, TensorProcessor(config=model.config.to_dict()))
-    except (NotImplementedError, TypeError, AttributeError) as error:  # transformers' internals
-        logger.info("%s: its weights stay dequantised: %s", path.name, error)
-        return
-    modules = dict(model.named_modules())
-    for tensor in GGUFReader(path, "c").tensors:  # copy on write: torch takes no read-only arrays
-        linear = modules.get(names.get(tensor.name, "").removesuffix(".weight"))
-        if type(linear) is nn.Linear and tensor.data.dtype == "uint8":
-            linear.gguf_weight = GgufWeight(  # type: ignore[assignment]
-                linear.in_features, linear.out_features, tensor.tensor_type.name,
-                torch.from_numpy(tensor.data), linear.bias,
-            )  # fmt: skip
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        beside = Path(tempfile.mkdtemp(dir=folder.parent))
+        for part in (config, tokenizer, generation):
+            part.save_pretrained(beside)
+        (beside / _TENSORS).write_text(json.dumps(tensors), encoding="utf-8")
+        beside.rename(folder)
+    except OSError as error:
+        if not folder.is_dir():  # else another process was faster
+            raise FlyError(
+                f"FLY_HOME={fly_home()}: cannot be written ({error.strerror}): "
+                "set FLY_HOME to a folder of yours"
+            ) from error
+    finally:
+        if beside is not None:
+            shutil.rmtree(beside, ignore_errors=True)
+    return folder
+
+
+def _end_ids(reader: Any, eos: Any) -> list[int]:
+    """The tokens that end a text: the configuration's, and those that are known by name."""
+    kinds, tokens = (
+        reader.get_field(f"tokenizer.ggml.{name}") for name in ("token_type", "tokens")
+    )
+    found = set(eos if isinstance(eos, list) else [eos]) - {None}
+    if kinds is not None and tokens is not None:
+        for index, at in enumerate(kinds.data):
+            is_control = kinds.parts[at][0] == _CONTROL
+            if is_control and bytes(tokens.parts[tokens.data[index]]).decode() in _ENDS:
+                found.add(index)
+    return sorted(found)
+
+
+@dataclass(frozen=True)
+class _FileTensor:
+    name: str
+    # gguf's name of its type, such as Q4_K or F32
+    format: str
+    shape: list[int]
+    # uint8, mapped from the file
+    data: Tensor
+
+    def read_rows(self) -> Tensor:
+        """[rows, bytes of a row]"""
+        return self.data.view(math.prod(self.shape[:-1]), -1)
+
+    def dequantize(self) -> Any:
+        """As float32, a NumPy array."""
+        from gguf import GGMLQuantizationType, dequantize
+
+        raw = self.read_rows().numpy()
+        if self.format in ("F32", "F16"):  # gguf's function takes these in their own type
+            raw = raw.view({"F32": "float32", "F16": "float16"}[self.format])
+        return dequantize(raw, GGMLQuantizationType[self.format]).reshape(self.shape)
+
+
+def _map_tensors(file: Path, metadata: Path) -> Iterator[_FileTensor]:
+    # private: what would be written stays in memory
+    data = torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
+    for name, form, shape, start, count in json.loads((metadata / _TENSORS).read_bytes()):
+        yield _FileTensor(name, form, shape, data[start : start + count])
+
+
+def load(
+    file: Path, config: Any, auto_class: Any, keep: Callable[[GgufWeight], bool]
+) -> PreTrainedModel:
+    """The bfloat16 model of a GGUF file. Weights of plain linears and embeddings that `keep` takes
+    stay in the file, as the module's `gguf_weight`; its `weight` is NaN and takes no memory.
+
+    Names of tensors, and what is done to their values, are transformers'. Raises FlyError if
+    tensors are missing or of other shapes.
+    """
+    from accelerate import init_empty_weights
+    from transformers.modeling_gguf_pytorch_utils import (
+        TENSOR_PROCESSORS,
+        TensorProcessor,
+        get_gguf_hf_weights_map,
+    )
+
+    with init_empty_weights(include_buffers=False):
+        model: PreTrainedModel = auto_class.from_config(config, dtype=torch.bfloat16)
+    kind = TENSOR_PROCESSORS.get(config.gguf_architecture, TensorProcessor)
+    processor = kind(config=config.to_dict())
+    names = get_gguf_hf_weights_map(model, processor)
+    merged: dict[str, Any] = {}  # of several tensors of the file, such as experts
+
+    def process(values: Any, name: str) -> Any:
+        done = processor.process(
+            values, name, tensor_key_mapping=names, parsed_parameters={"tensors": merged}
+        )
+        return None if done.name is None else done.weights
+
+    unknown: list[str] = []
+    found: dict[str, Tensor | GgufWeight] = {}
+    for tensor in _map_tensors(file, metadata_folder(file)):
+        name = names.get(tensor.name)
+        module = model.get_submodule(name.rpartition(".")[0]) if name else None
+        if type(module) in (nn.Linear, nn.Embedding) and tensor.format not in _PLAIN:
+            weight = _keep_quantised(tensor, process)
+            if weight is not None and keep(weight):
+                found[name] = weight
+                continue
+        values = process(tensor.dequantize(), tensor.name)
+        if values is not None and name is None:
+            unknown.append(tensor.name)
+        elif values is not None:
+            found[name] = torch.tensor(values).bfloat16()
+    found |= {name: values.bfloat16() for name, values in merged.items()}
+    if unknown:
+        logger.warning("%s: not used: %s", file.name, summarize_names(unknown))
+    _fill(model, found, file)
+    return model.eval()
+
+
+def _keep_quantised(tensor: _FileTensor, process: Callable[[Any, str], Any]) -> GgufWeight | None:
+    """A matrix as it lies in the file, its rows in the order of transformers' model. None if
+    transformers does anything else to its values than move rows."""
+    rows, width = tensor.shape
+    in_file = torch.arange(rows, dtype=torch.float64)[:, None]
+    order = process(in_file.numpy(), tensor.name)
+    if order is None or order.shape != in_file.shape:
+        return None
+    order = torch.tensor(order)
+    if not torch.equal(order.sort(0).values, in_file):
+        return None
+    blocks = tensor.read_rows()
+    if not torch.equal(order, in_file):
+        blocks = blocks[order[:, 0].long()]
+    return GgufWeight(width, rows, tensor.format, blocks)
+
+
+def _fill(model: PreTrainedModel, found: dict[str, Tensor | GgufWeight], file: Path) -> None:
+    nothing = torch.tensor(torch.nan, dtype=torch.bfloat16)
+    for name, value in found.items():
+        owner, _, attribute = name.rpartition(".")
+        module: Any = model.get_submodule(owner)
+        if isinstance(value, GgufWeight):
+            module.gguf_weight = value
+            values = nothing.expand(value.out_features, value.in_features)
+        else:
+            values = value
+        expected = getattr(module, attribute).shape
+        if values.shape != expected:
+            raise FlyError(
+                f"{file}: {name} has shape {[*values.shape]}, its configuration says "
+                f"{[*expected]}: fetch the file again"
+            )
+        setattr(module, attribute, nn.Parameter(values, requires_grad=False))
+    model.tie_weights()
+    absent = sorted(name for name, value in model.named_parameters() if value.is_meta)
+    if absent:
+        raise FlyError(f"{file}: lacks {summarize_names(absent)}: fetch it again, or another file")
+    kept = {id(m.weight): m.gguf_weight for m in model.modules() if hasattr(m, "gguf_weight")}
+    for module in model.modules():  # tied ones too
+        if type(module) in (nn.Linear, nn.Embedding) and id(module.weight) in kept:
+            module.gguf_weight = kept[id(module.weight)]
+
+
+def export(file: Path, folder: Path) -> None:
+    """Write a GGUF file's model as a folder of transformers', in bfloat16."""
+    import transformers
+
+    metadata = metadata_folder(file)
+    config = transformers.AutoConfig.from_pretrained(metadata)
+    model = load(file, config, transformers.AutoModelForCausalLM, keep=lambda weight: False)
+    model.save_pretrained(folder)
+    shutil.copytree(metadata, folder, dirs_exist_ok=True)  # the model's save changes some
+    (folder / _TENSORS).unlink()

@@ -27,6 +27,10 @@ class ModelSource:
     path: str
     gguf_file: str | None = None
 
+    @property
+    def file(self) -> Path | None:
+        return None if self.gguf_file is None else Path(self.path) / self.gguf_file
+
 
 def resolve_source(text: str, field: str) -> ModelSource:
     """A model named in the configuration; `field` is the key that errors name.
@@ -55,11 +59,11 @@ def is_local(source: ModelSource) -> bool:
     return Path(source.path).is_dir()
 
 
-def weight_bytes(source: ModelSource) -> int:
+def weight_bytes(source: ModelSource, *, stays_quantised: bool = False) -> int:
     """Bytes of a local model's weights once loaded; 0 for a model on a hub."""
     folder = Path(source.path)
-    if source.gguf_file is not None:
-        return int((folder / source.gguf_file).stat().st_size * _DEQUANTISED)
+    if source.file is not None:
+        return int(source.file.stat().st_size * (1 if stays_quantised else _DEQUANTISED))
     for pattern in ("*.safetensors", "*.bin"):
         files = [f for f in folder.glob(pattern) if not f.name.startswith("consolidated")]
         if files:

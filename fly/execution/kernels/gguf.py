@@ -78,6 +78,8 @@ def dequantize(raw: Tensor, form: str) -> Tensor:
 def unpack(weight: GgufWeight, ids: Tensor | None = None) -> Tensor:
     """Rows of a weight, all by default, as bfloat16: ids [...] -> [..., in_features]."""
     ids = torch.arange(weight.out_features) if ids is None else ids.contiguous()
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < weight.out_features:
+        raise IndexError(f"an id is not among the {weight.out_features} of the embedding")
     out = torch.empty(*ids.shape, weight.in_features, dtype=torch.bfloat16)
     count = weight.in_features // formats.FORMATS[weight.format].weights
     build.run(

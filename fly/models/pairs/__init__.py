@@ -1,6 +1,6 @@
 """Embedded pairs: `fly pair fetch NAME` once, then `pair:NAME/draft` and `pair:NAME/target`.
 
-Importing this package is cheap; torch and transformers load only while a pair is converted.
+Importing this package is cheap: neither torch nor transformers is loaded.
 """
 
 from fly.models.pairs.store import (

@@ -20,12 +20,11 @@ class ModelFiles:
     distribution: str
     version: str
     parts: tuple[str, ...]
-    eos_token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Pair:
-    """`disk_bytes`: most space a fetch takes at once (parts, GGUF and converted weights)."""
+    """`disk_bytes`: most space a fetch takes at once (parts and the joined file)."""
 
     name: str
     description: str
@@ -40,8 +39,8 @@ class Pair:
 
 _QWEN25_CODER = Pair(
     name="qwen2.5-coder",
-    description="Qwen2.5-Coder-Instruct 0.5B -> 1.5B (Q4_K_M, dequantised to bfloat16; Apache-2.0)",
-    disk_bytes=6_200_000_000,  # 1.3 draft + 1.1 target GGUF + 3.6 target, and some room
+    description="Qwen2.5-Coder-Instruct 0.5B -> 1.5B (Q4_K_M; Apache-2.0)",
+    disk_bytes=2_900_000_000,  # 0.5 draft + 1.1 target, and the target's parts
     draft=ModelFiles(
         hub_repo="Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF",
         hub_file="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
@@ -57,7 +56,6 @@ _QWEN25_CODER = Pair(
             "be3de184077dffac2b707ca1106dca7adda7d8ff62c3a7a6671c89cde35b322a",
             "b3e606a25823387dcd3f947e0010219802695ce7526dc4f6c97f9234c80511da",
         ),
-        eos_token_ids=(151645, 151643),  # <|im_end|>, <|endoftext|>
     ),
     target=ModelFiles(
         hub_repo="Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF",
@@ -90,7 +88,6 @@ _QWEN25_CODER = Pair(
             "27f8af79348266bb154db225605212fa9ba3093ee3e2c9fce55eb3659163f344",
             "7e190c024384a6fbfb8d467d1e79042c9b60de050520f6661eaf283ab9a26b7a",
         ),
-        eos_token_ids=(151645, 151643),  # <|im_end|>, <|endoftext|>
     ),
 )
 

@@ -1,8 +1,8 @@
 """Where fetched pairs lie, and the fetch itself: locked, resumable, nothing half-written.
 
-Layout under FLY_HOME/pairs/NAME: `draft/` and `target/` appear by one rename each, after
-everything in them is written and checked, so their presence means complete. `.download/` holds
-verified parts while a fetch is under way and is removed at its end.
+Layout under FLY_HOME/pairs/NAME: `draft/model.gguf` and `target/model.gguf` appear by one rename
+each, after their checksum was right, so their presence means complete. `.download/` holds verified
+parts while a fetch is under way and is removed at its end.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fly.errors import FlyError
-from fly.models.pairs import convert, download
+from fly.models.pairs import download
 from fly.models.pairs.registry import PAIRS, ModelFiles, Pair
 from fly.paths import fly_home
 
 _PREFIX = "pair:"
+_FILE = "model.gguf"
 
 
 @dataclass(frozen=True)
 class PairPaths:
+    """The GGUF files."""
+
     draft: Path
     target: Path
 
@@ -40,10 +43,10 @@ def folder_of(name: str) -> Path:
 
 
 def locate(name: str) -> PairPaths | None:
-    """The fetched pair's folders, or None if it is not (completely) there."""
+    """The fetched pair's files, or None if it is not (completely) there."""
     folder = folder_of(get_pair(name).name)
-    paths = PairPaths(folder / "draft", folder / "target")
-    return paths if paths.draft.is_dir() and paths.target.is_dir() else None
+    paths = PairPaths(folder / "draft" / _FILE, folder / "target" / _FILE)
+    return paths if paths.draft.is_file() and paths.target.is_file() else None
 
 
 def role_of(text: str) -> tuple[str, str] | None:
@@ -61,7 +64,7 @@ def role_of(text: str) -> tuple[str, str] | None:
 
 
 def resolve_model_path(text: str) -> str:
-    """`pair:NAME/draft` or `pair:NAME/target` as a local folder; other strings unchanged.
+    """`pair:NAME/draft` or `pair:NAME/target` as a local GGUF file; other strings unchanged.
 
     Raises FlyError with the command to run if the pair was not fetched.
     """
@@ -82,7 +85,7 @@ def how_to_fetch(file: Path) -> str:
 
 
 def fetch(name: str, *, progress: bool = True) -> PairPaths:
-    """Download, check and convert a pair; returns at once if it is there.
+    """Download and check a pair; returns at once if it is there.
 
     Raises FlyError for an unknown name, too little disk, no network, or bytes whose checksum is
     wrong. Verified parts survive a failure: the same call continues from them.
@@ -93,7 +96,7 @@ def fetch(name: str, *, progress: bool = True) -> PairPaths:
     if paths is not None and not (folder / ".download").exists():
         return paths
     with _clear_disk_errors(folder), _lock(folder, progress):
-        missing = {r: f for r, f in pair.roles.items() if not (folder / r).is_dir()}
+        missing = {r: f for r, f in pair.roles.items() if not (folder / r / _FILE).is_file()}
         if missing:  # else another process has fetched them meanwhile
             _remove_leftovers(folder)
             _check_space(pair, folder)
@@ -109,29 +112,18 @@ def fetch(name: str, *, progress: bool = True) -> PairPaths:
 def _fetch_model(folder: Path, role: str, files: ModelFiles, use_hub: bool, progress: bool) -> None:
     work = folder / ".download" / role
     work.mkdir(parents=True, exist_ok=True)
-    gguf = download.gguf_file(files, work, role, use_hub, progress)
-    download.say(f"{role}: converting to safetensors (about a minute)", progress)
-    converted = work / "converted"
-    try:
-        convert.gguf_to_safetensors(gguf, converted, files.eos_token_ids)
-        _flush(converted)
-        converted.rename(folder / role)
-    except BaseException:
-        shutil.rmtree(converted, ignore_errors=True)
-        raise
+    downloaded = download.gguf_file(files, work, role, use_hub, progress)
+    with open(downloaded, "rb") as file:  # a power cut after the rename leaves no empty model
+        os.fsync(file.fileno())
+    shutil.rmtree(folder / role, ignore_errors=True)  # converted by an earlier version of fly
+    (folder / role).mkdir()
+    downloaded.rename(folder / role / _FILE)
     shutil.rmtree(work)
-
-
-def _flush(folder: Path) -> None:
-    """Write the files' data to disk, so that a power cut after the rename leaves no empty model."""
-    for path in folder.iterdir():
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
 
 
 def _remove_leftovers(folder: Path) -> None:
     """Remove what a killed fetch left behind and the next one cannot continue from."""
-    for pattern in ("converted", "wheel-*", "*.partial"):
+    for pattern in ("wheel-*", "*.partial"):
         for path in folder.glob(f".download/*/{pattern}"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
