@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from exported import as_folder
 from provenance import commit
 
 from fly import config as fly_config
@@ -144,7 +145,8 @@ class Bench:
 
         folder = Path(self.args.output, "target-int8").absolute()
         if not folder.is_dir():
-            source = sources.resolve_source(self.base.target_model_path, "target_model_path").path
+            named = sources.resolve_source(self.base.target_model_path, "target_model_path")
+            source = as_folder(named)
             model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
             for module in model.get_decoder().modules():
                 if isinstance(module, torch.nn.Linear):

@@ -18,6 +18,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from exported import as_folder
 from lm_eval.models.huggingface import HFLM
 from provenance import commit
 
@@ -69,9 +70,9 @@ class Bench:
         self.fly = FlyLM(config_path=args.config, device=args.device, batch_size=1, **extra)
         self.hf: CountingHF | None = None
         if "hf" in args.modes:
-            path = sources.resolve_source(self.base.target_model_path, "target_model_path").path
+            source = sources.resolve_source(self.base.target_model_path, "target_model_path")
             self.hf = CountingHF(
-                pretrained=path, device=str(self.fly.device), batch_size=1, **extra
+                pretrained=as_folder(source), device=str(self.fly.device), batch_size=1, **extra
             )
         self.samples: dict[str, list[dict[str, Any]]] = defaultdict(list)
         self.stats: dict[str, RunStats] = {name: RunStats() for name in args.modes}

@@ -11,9 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
+import socket
+import subprocess
 import time
+import urllib.request
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,9 +30,8 @@ from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteri
 
 from fly.execution.device import peak_memory_bytes
 from fly.harness.hf import FlyLM
-from fly.models.sources import ModelSource
 from fly.runs.environment import versions
-from fly.runs.records import RequestRecord, RunStats
+from fly.runs.records import DECODING, RequestRecord, RunStats
 
 
 @dataclass(frozen=True)
@@ -44,14 +48,16 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Spec:
-    """What a worker is told. `dtype` None is the checkpoint's; `eos_ids` are for vLLM."""
+    """What a worker is told. `target` and `draft` are folders or hub ids, `gguf` their files where
+    they are of such. `dtype` None is the checkpoint's; `eos_ids` are for vLLM."""
 
     peer: str
     batch_size: int
     config: str
     overrides: dict[str, Any]
-    target: dict[str, Any]
-    draft: dict[str, Any] | None
+    target: str
+    draft: str | None
+    gguf: dict[str, str]
     dtype: str | None
     device: str
     threads: int
@@ -93,14 +99,11 @@ def _instances(prompts: list[Prompt]) -> list[Instance]:
 
 
 def _load_hf(spec: Spec, kind: type[HFLM]) -> HFLM:
-    source = ModelSource(**spec.target)
-    extra = {"gguf_file": source.gguf_file} if source.gguf_file else {}
     return kind(
-        pretrained=source.path,
+        pretrained=spec.target,
         dtype=spec.dtype or "auto",
         device=spec.device,
         batch_size=spec.batch_size,
-        **extra,
     )
 
 
@@ -165,11 +168,7 @@ class Assisted:
     def _method(self, spec: Spec) -> dict[str, Any]:
         if spec.draft is None:
             raise ValueError("the configuration names no draft model")
-        source = ModelSource(**spec.draft)
-        extra = {"gguf_file": source.gguf_file} if source.gguf_file else {}
-        draft: Any = AutoModelForCausalLM.from_pretrained(
-            source.path, dtype=self.lm.model.dtype, **extra
-        )
+        draft: Any = AutoModelForCausalLM.from_pretrained(spec.draft, dtype=self.lm.model.dtype)
         return {"assistant_model": draft.to(spec.device).eval()}
 
     def generate(self, prompts: list[Prompt]) -> list[Output]:
@@ -243,7 +242,67 @@ class Fly:
             "config": self.lm.fly_config.model_dump(),
             "prepare_seconds": self.prepare_seconds,
             "stats": self.lm.stats.as_dict(),
+            "decode_seconds": sum(self.lm.stats.seconds[phase] for phase in DECODING),
         }
+
+
+class LlamaCpp:
+    """llama.cpp's server (.ci/llama_cpp.sh) on the same GGUF files, prompts and stops."""
+
+    def __init__(self, spec: Spec, drafting: tuple[str, ...] = ()) -> None:
+        if "target" not in spec.gguf:
+            raise ValueError("llama.cpp reads GGUF files: the configuration names none")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = [os.environ["LLAMA_SERVER"], "--host", "127.0.0.1", "--port", str(port)]
+        command += ["-m", spec.gguf["target"], "-t", str(spec.threads), "--no-webui"]
+        command += ["--parallel", str(spec.batch_size), "-c", str(4096 * spec.batch_size)]
+        if drafting:
+            command += ["-md", spec.gguf["draft"], *drafting]
+        self.command, self.url = command, f"http://127.0.0.1:{port}"
+        self.server = subprocess.Popen(command)  # of this process's group: ends with it
+        self.slots = spec.batch_size
+        self.seconds = 0.0
+        while True:
+            try:
+                urllib.request.urlopen(f"{self.url}/health", timeout=2).close()
+                return
+            except OSError:
+                if self.server.poll() is not None:
+                    raise RuntimeError("llama-server ended before it was ready") from None
+                time.sleep(0.2)
+
+    def generate(self, prompts: list[Prompt]) -> list[Output]:
+        with ThreadPoolExecutor(self.slots) as pool:
+            outputs = list(pool.map(self._one, prompts))
+        self.seconds = sum(output.facts["predicted_ms"] for output in outputs) / 1000
+        return outputs
+
+    def _one(self, prompt: Prompt) -> Output:
+        start = time.perf_counter()
+        body = {
+            "prompt": prompt.ids, "n_predict": prompt.budget, "temperature": 0,
+            "stop": prompt.stops, "return_tokens": True,
+        }  # fmt: skip
+        request = urllib.request.Request(
+            f"{self.url}/completion",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request) as answer:
+            found = json.load(answer)
+        return Output(found["tokens"], time.perf_counter() - start, found["timings"])
+
+    def facts(self) -> dict[str, Any]:
+        # several sequences share their passes: seconds of each say nothing of all
+        alone = {"decode_seconds": self.seconds} if self.slots == 1 else {}
+        return {"dtype": "gguf", "command": self.command[1:], **alone}
+
+
+def _llama_cpp_drafting(tokens: int) -> Callable[[Spec], LlamaCpp]:
+    drafting = ("--spec-type", "draft-simple", "--spec-draft-n-max", str(tokens))
+    return lambda spec: LlamaCpp(spec, drafting)
 
 
 @dataclass(frozen=True)
@@ -279,6 +338,11 @@ VLLM: dict[str, Peer] = {
     "vllm_draft": Peer(None),
     "fly_vllm": Peer(None, overrides={"enable_fly": False, "use_ngram": False, "spd_k": 5}),
 }
+LLAMA_CPP: dict[str, Peer] = {
+    "llama_cpp": Peer(LlamaCpp),
+    "llama_cpp_draft3": Peer(_llama_cpp_drafting(3)),
+    "llama_cpp_draft8": Peer(_llama_cpp_drafting(8)),
+}
 DEFAULT: dict[str, Peer] = {
     "hf": Peer(PlainHF),
     "assisted": Peer(Assisted, batches=False),
@@ -292,7 +356,7 @@ MORE: dict[str, Peer] = {
     "assisted_float32": Peer(Assisted, batches=False, dtype="float32"),
     "fly_across": Peer(Fly, overrides={"defer_across_rounds": True, "spd_k": 5}),
 }
-PEERS: dict[str, Peer] = {**DEFAULT, **MORE, **LEVERS, **VLLM}
+PEERS: dict[str, Peer] = {**DEFAULT, **MORE, **LEVERS, **VLLM, **LLAMA_CPP}
 
 
 def measure(spec: Spec) -> dict[str, Any]:

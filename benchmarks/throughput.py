@@ -1,4 +1,5 @@
-"""Whole-run generation throughput of fly, lm-eval's hf, transformers' own methods, and vLLM.
+"""Whole-run generation throughput of fly, lm-eval's hf, transformers' own methods, vLLM and
+llama.cpp.
 
     python benchmarks/throughput.py --config qwen2.5-coder.json --limit 12 --max_gen_toks 160
 
@@ -29,23 +30,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from exported import as_folder
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import handle_stop_sequences
 from lm_eval.tasks import TaskManager
-from peers import DEFAULT, LEVERS, PEERS, VLLM, Prompt, Spec
+from peers import DEFAULT, LEVERS, LLAMA_CPP, PEERS, VLLM, Fly, Prompt, Spec
 from provenance import commit
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from fly import config as fly_config
 from fly.errors import FlyError
 from fly.execution.device import device_facts
-from fly.models.sources import ModelSource, resolve_source
+from fly.models.sources import resolve_source
 from fly.models.tokenizers import eos_token_ids
 from fly.paths import data_dir
 from fly.runs import environment
-from fly.runs.records import DECODING
 
 Run = tuple[str, int]  # peer, batch size
 
@@ -55,16 +56,15 @@ Run = tuple[str, int]  # peer, batch size
 class Recorder(HFLM):
     """An HFLM of the target without weights: lm-eval's prompts, encoded as HFLM encodes them."""
 
-    def __init__(self, source: ModelSource) -> None:
-        gguf = {"gguf_file": source.gguf_file} if source.gguf_file else {}
-        config = AutoConfig.from_pretrained(source.path, **gguf)
+    def __init__(self, path: str) -> None:
+        config = AutoConfig.from_pretrained(path)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         try:
-            model.generation_config = GenerationConfig.from_pretrained(source.path)
+            model.generation_config = GenerationConfig.from_pretrained(path)
         except OSError:
             pass  # a checkpoint need not have one
-        tokenizer = AutoTokenizer.from_pretrained(source.path, **gguf)
+        tokenizer = AutoTokenizer.from_pretrained(path)
         super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=1)
         self.prompts: list[Prompt] = []
 
@@ -238,9 +238,11 @@ class Bench:
         tokens = sum(request["tokens"] for request in requests)
         compiling = result.get("stats", {}).get("seconds", {}).get("compile", 0.0)
         seconds = result["seconds"] - compiling
+        decodes = "decode_seconds" in result
         return {
             **result,
             "tokens": tokens,
+            **({"decode_tok_s": tokens / result["decode_seconds"]} if decodes else {}),
             "seconds": seconds,
             "compile_seconds": compiling + result.get("prepare_seconds", 0.0),
             "tok_s": tokens / seconds,
@@ -260,14 +262,16 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 # ------------------------------------------------------------------------------ results
 
-# `vllm` here is the better of vllm and vllm_draft.
-_GROUPS = {"vllm": ("vllm", "vllm_draft")}
+# `vllm` here is the better of vllm and vllm_draft, `llama_cpp` the best of its settings.
+_GROUPS = {"vllm": ("vllm", "vllm_draft"), "llama_cpp": tuple(LLAMA_CPP)}
 
 
 def pairs() -> list[tuple[str, str]]:
-    others = ("assisted", "prompt_lookup", "target_only", "vllm")
+    others = ("assisted", "prompt_lookup", "target_only", "vllm", "llama_cpp")
+    hidden = {"hf", *(name for group in _GROUPS.values() for name in group)} - {*_GROUPS}
     return [
-        *((name, "hf") for name in (*PEERS, *_GROUPS) if name != "hf" and name != "vllm_draft"),
+        *((name, "hf") for name in (*PEERS, *_GROUPS) if name not in hidden),
+        ("target_only", "llama_cpp"),
         *((name, other) for name in ("fly", "fly_across", "exact") for other in others),
         *((name, "hf_float32") for name in ("target_only", "exact", "fly", "fly_across")),
         *(("fly", lever) for lever in LEVERS),
@@ -318,9 +322,9 @@ def time_ratios(done: dict[Run, list[dict[str, Any]]]) -> dict[str, dict[str, fl
         run: statistics.median(r["seconds"] for r in records) for run, records in done.items()
     }
     decode = {
-        run: statistics.median(_decode_seconds(r["stats"]) for r in records)
+        run: statistics.median(r["decode_seconds"] for r in records)
         for run, records in done.items()
-        if all("stats" in r for r in records)
+        if all("decode_seconds" in r for r in records)
     }
     found: dict[str, dict[str, float]] = {}
     for peer, size in done:
@@ -333,8 +337,19 @@ def time_ratios(done: dict[Run, list[dict[str, Any]]]) -> dict[str, dict[str, fl
     return found
 
 
-def _decode_seconds(stats: dict[str, Any]) -> float:
-    return sum(stats["seconds"][phase] for phase in DECODING)
+def decode_ratios(done: dict[Run, list[dict[str, Any]]]) -> dict[str, float]:
+    """Tokens per second of decoding, without prefill, of fly's modes over llama.cpp's best."""
+    speeds = {
+        run: statistics.median(r["decode_tok_s"] for r in records)
+        for run, records in done.items()
+        if all("decode_tok_s" in r for r in records)
+    }
+    best = speed_at(speeds, "llama_cpp", 1)
+    return {
+        f"{peer}/llama_cpp@1 decode": round(speed / best, 3)
+        for (peer, size), speed in speeds.items()
+        if best is not None and size == 1 and peer not in LLAMA_CPP
+    }
 
 
 def _spread(records: list[dict[str, Any]], key: str) -> dict[str, float]:
@@ -361,6 +376,7 @@ def summarize(bench: Bench, facts: dict[str, Any]) -> dict[str, Any]:
         peers[f"{peer}@{size}"] = {
             "rounds": len(records),
             "tok_s": _spread(records, "tok_s"),
+            "decode_tok_s": _spread(records, "decode_tok_s") if "decode_tok_s" in last else None,
             "seconds": _spread(records, "seconds"),
             "load_seconds": _spread(records, "load_seconds"),
             "compile_seconds": _spread(records, "compile_seconds"),
@@ -384,7 +400,8 @@ def summarize(bench: Bench, facts: dict[str, Any]) -> dict[str, Any]:
         "versions": versions,
         "peers": peers,
         "failures": {f"{peer}@{size}": why for (peer, size), why in bench.failures.items()},
-        "ratios": ratios(speeds, set(bench.failures)),
+        "ratios": ratios(speeds, set(bench.failures))
+        | decode_ratios({run: row for run, row in done.items() if run not in bench.failures}),
         "time_ratios": time_ratios(done),
     }
 
@@ -475,6 +492,8 @@ def chosen_peers(args: argparse.Namespace) -> list[str]:
         wanted |= set(VLLM)
     if wanted & set(VLLM) and not args.with_vllm:
         sys.exit("--peers vllm: give --with-vllm the path of the Python that has vLLM installed")
+    if wanted & set(LLAMA_CPP) and not os.environ.get("LLAMA_SERVER"):
+        sys.exit("--peers llama_cpp: set LLAMA_SERVER=$(.ci/llama_cpp.sh)")
     known = fly_config.FlyConfig.model_fields
     for name in PEERS:
         for key in PEERS[name].overrides:
@@ -485,11 +504,13 @@ def chosen_peers(args: argparse.Namespace) -> list[str]:
 
 def prepare(args: argparse.Namespace, config: fly_config.FlyConfig) -> Bench:
     """Prompts built and written, and one spec per peer and batch size."""
-    target = resolve_source(config.target_model_path, "target_model_path")
-    draft = None
+    sources = {"target": resolve_source(config.target_model_path, "target_model_path")}
     if config.draft_model_path is not None:
-        draft = asdict(resolve_source(config.draft_model_path, "draft_model_path"))
-    recorder = Recorder(target)
+        sources["draft"] = resolve_source(config.draft_model_path, "draft_model_path")
+    ours = {name for name in PEERS if PEERS[name].load is Fly} | set(LLAMA_CPP)
+    with_weights = not ours.issuperset(args.peers)
+    folders = {role: as_folder(source, with_weights) for role, source in sources.items()}
+    recorder = Recorder(folders["target"])
     record_prompts(recorder, args)
     eos_ids = eos_token_ids(recorder.model, recorder.tokenizer)
     if (args.output / "records.jsonl").exists():
@@ -507,8 +528,9 @@ def prepare(args: argparse.Namespace, config: fly_config.FlyConfig) -> Bench:
             batch_size=size,
             config=args.config,
             overrides=PEERS[name].overrides,
-            target=asdict(target),
-            draft=draft,
+            target=folders["target"],
+            draft=folders.get("draft"),
+            gguf={role: str(source.file) for role, source in sources.items() if source.file},
             dtype=PEERS[name].dtype or args.dtype,
             device=args.device,
             threads=args.threads,

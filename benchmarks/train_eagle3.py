@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from exported import as_folder
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -378,7 +379,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=10**6, help="at most")
     args = parser.parse_args()
     torch.manual_seed(0)
-    path = resolve_source(args.target, "--target").path
+    path = as_folder(resolve_source(args.target, "--target"))
     tokenizer = AutoTokenizer.from_pretrained(path)
     target: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
     layers = usual_layers(TargetShape.of(target.config))

@@ -46,6 +46,8 @@ class FlyOnVLLM:
             dtype=spec["dtype"] or "auto",
             batch_size=spec["batch_size"],
             max_model_len=longest,
+            target_model_path=spec["target"],
+            pretrained=spec["draft"],
             **spec["overrides"],
         )
 
@@ -73,20 +75,17 @@ def load(spec: dict[str, Any], prompts: list[dict[str, Any]]) -> Any:
         return FlyOnVLLM(spec, longest)
     from vllm import LLM
 
-    for role in ("target", "draft"):
-        if (spec[role] or {}).get("gguf_file"):
-            raise ValueError(f"the {role} is a GGUF file: vLLM is given models' folders only")
     extra: dict[str, Any] = {}
     if spec["peer"] == "vllm_draft":
         if spec["draft"] is None:
             raise ValueError("the configuration names no draft model")
         extra["speculative_config"] = {
             "method": "draft_model",
-            "model": spec["draft"]["path"],
+            "model": spec["draft"],
             "num_speculative_tokens": 5,
         }
     return LLM(
-        model=spec["target"]["path"],
+        model=spec["target"],
         dtype=spec["dtype"] or "auto",
         max_num_seqs=spec["batch_size"],
         max_model_len=longest,

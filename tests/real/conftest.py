@@ -13,22 +13,23 @@ import pytest
 import torch
 import transformers
 
-from fly.models import pairs
+from fly.models import gguf, pairs
 from tests import tiny
+from tests.gguf_files import load_by_transformers
 from tests.real import BUDGET, EOS
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return transformers.AutoTokenizer.from_pretrained(pairs.locate("qwen2.5-coder").target)
+    folder = gguf.metadata_folder(pairs.locate("qwen2.5-coder").target)
+    return transformers.AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
 def pair(tokenizer):
     """(tokenizer, target, draft)."""
     paths = pairs.locate("qwen2.5-coder")
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    models = [load(path, dtype=torch.float32).eval() for path in (paths.target, paths.draft)]
+    models = (load_by_transformers(path, torch.float32) for path in (paths.target, paths.draft))
     return tokenizer, *models
 
 
