@@ -57,7 +57,7 @@ def metadata_folder(file: Path) -> Path:
     folder = fly_home() / "gguf" / hash_json(key)
     if folder.is_dir():
         return folder
-    logger.info("%s: reading its configuration and tokenizer (once)", file.name)
+    logger.info("%s: reading its configuration and tokenizer (once)", file)
     reader = GGUFReader(file)
     named: dict[str, Any] = {"gguf_file": file.name}
     config = transformers.AutoConfig.from_pretrained(str(file.parent), **named)
