@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 from fly import registry
 
 EntropyKind = Literal["top3", "full", "normalized"]
-Quantization = Literal["auto", "none", "int8"]
+Quantization = Literal["auto", "none", "int8", "int4"]
 Execution = Literal["auto", "kernels", "eager"]
 TextSourceName = Literal["runs", "own"]
 # Keys, values as `key=value` (of a list: one item), flags as `--flag` and commands as `fly command`
@@ -28,7 +28,6 @@ GONE = {
     "--memory": "docs/scale.md has the memory of the shipped pairs, and how to count any other's",
     "fly plot": "`fly report RUN...` draws the figures, and saves them as SVG and CSV",
     "execution=onednn": "set it to auto: fly's kernels where they work, else the model's passes",
-    "draft_quantization=int4": "set it to int8, for fly's kernels on a CPU",
     "draft_quantization=fp8": "name a quantised checkpoint as the draft, and set it to none",
     "tp_plan": "start one process per GPU, each with the whole pair, or shard it with --model vllm",
     "draft_sources=siblings": "write runs, own or both, or leave the key out",
@@ -455,8 +454,9 @@ class ExecutionSettings(Settings):
     draft_quantization: Quantization = Field(
         "auto",
         description="Weights of the draft model; exact verification stays lossless, FLy may accept "
-        "other tokens. int8: with fly's kernels (see execution). auto: int8 with them, else none. "
-        "On a GPU a quantised checkpoint can be the draft.",
+        "other tokens. int8, int4: with fly's kernels (see execution). int4 reads half the bytes "
+        "for up to 8 running sequences. auto: int8 with them, else none. On a GPU a quantised "
+        "checkpoint can be the draft.",
     )
     prefix_reuse: bool = Field(
         True,

@@ -52,9 +52,6 @@ def _swap(model: nn.Module, old: type[Any], new: Callable[[Any], nn.Module]) -> 
                 setattr(module, name, new(child))
 
 
-Kind = type[kernels.Bfloat16Linear] | type[kernels.Int8Linear]
-
-
 def restore_weights(model: nn.Module) -> None:
     """Give every module that keeps its weight in a GGUF file the bfloat16 values of it."""
     restored: dict[int, nn.Parameter] = {}  # tied weights stay so
@@ -67,7 +64,7 @@ def restore_weights(model: nn.Module) -> None:
             del module.gguf_weight
 
 
-def _pack(linears: Sequence[nn.Linear], kind: Kind) -> nn.Module:
+def _pack(linears: Sequence[nn.Linear], kind: kernels.Kind) -> nn.Module:
     """Linears that take the same input, as one product."""
     if kind is kernels.Bfloat16Linear and all(hasattr(linear, "gguf_weight") for linear in linears):
         own: list[Any] = [linear.gguf_weight for linear in linears]
@@ -79,7 +76,7 @@ def _pack(linears: Sequence[nn.Linear], kind: Kind) -> nn.Module:
     return kind(linears[0] if len(linears) == 1 else concatenate(linears))
 
 
-def use_kernels(model: PreTrainedModel, kind: Kind) -> int:
+def use_kernels(model: PreTrainedModel, kind: kernels.Kind) -> int:
     """Swap every plain nn.Linear in place, freeing its weight; the rest of the model computes in
     the kernels' dtype. Returns how many bytes of bfloat16 are read as fewer, from a GGUF file.
 

@@ -147,7 +147,7 @@ def way_of(model: PreTrainedModel, device: torch.device) -> str:
     if device.type != "cpu":
         return "graphs"
     kinds = {type(module) for module in model.modules()}
-    of_kernels = kinds & {kernels.Bfloat16Linear, kernels.Int8Linear, gguf.GgufProduct}
+    of_kernels = kinds & {*kernels.LINEARS.values(), gguf.GgufProduct}
     return f"kernels-{kernels.instructions()}" if of_kernels else "eager"
 
 

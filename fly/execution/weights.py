@@ -23,6 +23,7 @@ from fly.settings import ExecutionSettings
 logger = logging.getLogger(__name__)
 
 Passes = Literal["kernels", "graphs", "eager"]
+_BYTES = {"int8": 1.0, "int4": 0.5625}  # of a quantised weight, scales included
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def pack(
     if draft is not None:
         parameters, stored = draft.num_parameters(), draft.dtype.itemsize
         how_draft = pack_draft(draft, settings)
-        per_weight = 1 if how_draft.endswith("int8") else stored
+        per_weight = _BYTES.get(how_draft.split()[-1], stored)
         weight = round(parameters * per_weight / (target_bytes - saved), 3)
     done = PackedWeights(
         target=how_target,
@@ -143,9 +144,7 @@ def _pack(
             torch.use_deterministic_algorithms(True, warn_only=True)
         is_invariant = True
     if passes == "kernels":
-        is_int8 = kind == "int8"
-        product = kernels.Int8Linear if is_int8 else kernels.Bfloat16Linear
-        saved = packed_linear.use_kernels(model, product)
+        saved = packed_linear.use_kernels(model, kernels.LINEARS[kind])
         is_fused = fused_layer.replace(model, is_invariant=bool(invariant))
         is_invariant = is_fused and bool(invariant)
         if invariant is True and not is_fused:
@@ -182,11 +181,11 @@ def pack_draft(model: PreTrainedModel, settings: ExecutionSettings) -> str:
     kind = settings.draft_quantization
     if kind == "auto":
         kind = "int8" if passes == "kernels" else "none"
-    if kind == "int8" and passes != "kernels":
+    if kind != "none" and passes != "kernels":
         if model.device.type != "cpu":
             reason = "fly's kernels serve CPUs: name a quantised checkpoint as the draft"
         reason = reason or "compile=off and execution=eager leave the model's own passes"
-        raise FlyError(f"draft_quantization=int8: {reason}: set it to none or auto")
+        raise FlyError(f"draft_quantization={kind}: {reason}: set it to none or auto")
     return _pack(model, "draft", passes, reason, kind)[0]
 
 

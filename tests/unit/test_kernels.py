@@ -124,7 +124,7 @@ def test_int8_weights_cannot_overflow_avx2_s_sums_of_two():
     product = compiler.product
     try:
         compiler.product = lambda **kind: compiler._compile(
-            vector.product(vector.AVX2, int8=True), "avx2", "product"
+            vector.product(vector.AVX2, "int8"), "avx2", "product"
         )
         packed = _on_avx2(layer)
         assert packed(x).sub(32).abs().max() < 0.1

@@ -98,16 +98,22 @@ def run(function: int, *arguments: int, work: int = _MUCH) -> None:
 
 
 @functools.cache
-def product(*, int8: bool = False, form: str | None = None, instructions: str) -> int:
-    """Address of the matrix product's code, to be called by `run`. form: GGUF's of the weights."""
+def product(weights: str = "bfloat16", *, form: str | None = None, instructions: str) -> int:
+    """Address of the matrix product's code, to be called by `run`.
+
+    weights: bfloat16, int8 or int4. form: GGUF's of the weights.
+    """
     unpacking = unpacking_of(form, instructions) if form else None
-    if instructions == "amx":
-        source = quantized.product(unpacking) if unpacking else tiles.product(int8=int8)
+    if instructions == "amx" and weights != "int4":
+        source = (
+            quantized.product(unpacking) if unpacking else tiles.product(int8=weights == "int8")
+        )
         return _compile(source, instructions, "product")
-    vectors = _VECTORS[instructions]
-    if int8 and instructions == "avx512":
+    vectors = _VECTORS.get(instructions, vector.AVX512_DOT)
+    if weights != "bfloat16" and instructions == "avx512":
         vectors = vector.AVX512_DOT if torch.cpu._is_vnni_supported() else vector.AVX2
-    source = vector.product(vectors, int8=int8, unpacking=unpacking)
+    rounds = instructions == "amx"
+    source = vector.product(vectors, weights, unpacking=unpacking, rounds=rounds)
     return _compile(source, instructions, "product")
 
 

@@ -1,4 +1,5 @@
-"""LLVM IR of matrix products in vector registers: bfloat16 weights, or int8 weights and inputs.
+"""LLVM IR of matrix products in vector registers: bfloat16 weights, or int8 inputs and weights of 8
+or 4 bits.
 
 Weights lie in panels of 16 output columns. Within a panel, consecutive inputs of one column lie
 side by side in 32 bits: two bfloat16, or four int8. A micro-kernel keeps the sums of `m` rows by
@@ -17,6 +18,7 @@ from fly.execution.kernels.formats import Unpacking, columns_buffers, unpack_col
 from fly.execution.kernels.ir import PANEL, PRODUCT, Function, module
 
 _PREFETCH = 4096  # bytes ahead of the weights in use
+GROUP = 32  # inputs whose weights of 4 bits share a scale
 
 
 @dataclass(frozen=True)
@@ -30,34 +32,61 @@ class Vectors:
     most_rows: int
     dot: bool = False
 
-    def panels(self, rows: int) -> int:
-        """Panels that a micro-kernel for so many rows walks through side by side."""
-        return max(1, min(4, self.registers // (rows * (PANEL // self.lanes))))
-
 
 AVX2 = Vectors(lanes=8, registers=12, most_rows=6)
 AVX512 = Vectors(lanes=16, registers=24, most_rows=12)
 AVX512_DOT = Vectors(lanes=16, registers=24, most_rows=12, dot=True)
 
 
-class _Bfloat16:
-    """float32 inputs times bfloat16 weights: a bfloat16 is the upper half of a float32."""
+class _Kind:
+    """Inputs and weights, and how they are multiplied.
 
-    step_bytes = 8  # of a row's inputs, per 32 bits of a column's weights
+    A step is what the loop over inputs takes at a time: step_bytes of a row's inputs, weight_bytes
+    of a panel's weights. sum: the type of a vector of sums. most_rows: of a micro-kernel.
+    """
+
+    step_bytes: int
+    weight_bytes = 4 * PANEL
 
     def __init__(self, vectors: Vectors) -> None:
-        self.lanes = vectors.lanes
+        self.lanes, self.most_rows = vectors.lanes, vectors.most_rows
         self.sum = f"<{self.lanes} x float>"
+        self._registers, self._dot = vectors.registers, vectors.dot
 
-    def weights(self, f: Function, loaded: str) -> list[str]:
-        """What `step` takes of a vector of weights: here the even and the odd inputs' weights."""
+    def panels(self, rows: int) -> int:
+        """Panels that a micro-kernel for so many rows walks through side by side."""
+        return max(1, min(4, self._registers // (rows * (PANEL // self.lanes))))
+
+    def weights(self, f: Function, w: str, part: int) -> list[str]:
+        """What `step` takes of a step's weights, from column `part` of their panel on."""
+        return self.unpack(f, f.load(f"<{self.lanes} x i32>", f.at(w, 4 * part), 4))
+
+    def unpack(self, f: Function, loaded: str) -> list[str]:
+        raise NotImplementedError
+
+    def step(self, f: Function, x: str, weights: list[list[str]], sums: list[str]) -> list[str]:
+        """The sums, after adding the products of the inputs at x and the weights of each."""
+        raise NotImplementedError
+
+    def _splat_inputs(self, f: Function, at: str) -> str:
+        """Four int8 in every lane."""
+        four = f.splat("i32", self.lanes, f.load("i32", at, 1))
+        return f.op(f"bitcast <{self.lanes} x i32> {four} to <{4 * self.lanes} x i8>")
+
+
+class _Bfloat16(_Kind):
+    """float32 inputs times bfloat16 weights: a bfloat16 is the upper half of a float32."""
+
+    step_bytes = 8
+
+    def unpack(self, f: Function, loaded: str) -> list[str]:
+        """The even and the odd inputs' weights."""
         ints = f"<{self.lanes} x i32>"
         low = f.op(f"shl {ints} {loaded}, splat (i32 16)")
         high = f.op(f"and {ints} {loaded}, splat (i32 -65536)")
         return [f.op(f"bitcast {ints} {half} to {self.sum}") for half in (low, high)]
 
     def step(self, f: Function, x: str, weights: list[list[str]], sums: list[str]) -> list[str]:
-        """The sums, after adding the products of the inputs at x and the weights of each."""
         for half in range(2):
             one = f.load("float", f.at(x, 4 * half), 4)
             value = f.splat("float", self.lanes, one)
@@ -71,17 +100,16 @@ class _Bfloat16:
         return f.call(self.sum, f"fma.v{self.lanes}f32", *typed)
 
 
-class _Bfloat16Dot:
+class _Bfloat16Dot(_Kind):
     """bfloat16 inputs times bfloat16 weights; the instruction adds up a pair in float32."""
 
     step_bytes = 4
 
     def __init__(self, vectors: Vectors) -> None:
-        self.lanes = vectors.lanes
-        self.sum = f"<{self.lanes} x float>"
+        super().__init__(vectors)
         self._pairs = f"<{2 * self.lanes} x bfloat>"
 
-    def weights(self, f: Function, loaded: str) -> list[str]:
+    def unpack(self, f: Function, loaded: str) -> list[str]:
         return [f.op(f"bitcast <{self.lanes} x i32> {loaded} to {self._pairs}")]
 
     def step(self, f: Function, x: str, weights: list[list[str]], sums: list[str]) -> list[str]:
@@ -100,24 +128,22 @@ class _Bfloat16Dot:
         ]
 
 
-class _Int8:
+class _Int8(_Kind):
     """Unsigned int8 inputs, 128 being zero and scaled per row, times int8 weights, scaled per
     column. Weights stay within -64..63, so that AVX2's sums of two products fit into 16 bits."""
 
     step_bytes = 4
 
     def __init__(self, vectors: Vectors) -> None:
-        self.lanes = vectors.lanes
+        super().__init__(vectors)
         self.sum = f"<{self.lanes} x i32>"
         self._bytes = f"<{4 * self.lanes} x i8>"
-        self._dot = vectors.dot
 
-    def weights(self, f: Function, loaded: str) -> list[str]:
+    def unpack(self, f: Function, loaded: str) -> list[str]:
         return [f.op(f"bitcast {self.sum} {loaded} to {self._bytes}")]
 
     def step(self, f: Function, x: str, weights: list[list[str]], sums: list[str]) -> list[str]:
-        four = f.splat("i32", self.lanes, f.load("i32", x, 1))
-        value = f.op(f"bitcast {self.sum} {four} to {self._bytes}")
+        value = self._splat_inputs(f, x)
         return [self._added(f, value, w, total) for (w,), total in zip(weights, sums)]
 
     def _added(self, f: Function, value: str, weights: str, total: str) -> str:
@@ -130,36 +156,102 @@ class _Int8:
         return f.op(f"add {self.sum} {total}, {fours}")
 
 
-_Kind = _Bfloat16 | _Bfloat16Dot | _Int8
+class _Int4(_Kind):
+    """int8 inputs, scaled per row, times weights of 4 bits, scaled per column and GROUP inputs.
+
+    A step is a group: of a row its inputs and -8 times their sum, of a panel four times 8 inputs'
+    levels (0 to 15, 8 being zero; lower nibbles come first) of each column, and float16 scales.
+    """
+
+    step_bytes = GROUP + 4
+    weight_bytes = PANEL * (GROUP // 2 + 2)
+
+    def __init__(self, vectors: Vectors) -> None:
+        super().__init__(vectors)
+        self._ints, self._bytes = f"<{self.lanes} x i32>", f"<{4 * self.lanes} x i8>"
+        if self.lanes < PANEL:
+            self.most_rows = 4
+
+    def panels(self, rows: int) -> int:
+        return max(1, 4 // rows) if self.lanes == PANEL else 1
+
+    def weights(self, f: Function, w: str, part: int) -> list[str]:
+        """Eight vectors of four inputs' levels, and the scales."""
+        found = []
+        for line in range(GROUP // 8):
+            both = f.load(self._bytes, f.at(w, 4 * (PANEL * line + part)), 4)
+            found.append(f.op(f"and {self._bytes} {both}, splat (i8 15)"))
+            found.append(f.op(f"lshr {self._bytes} {both}, splat (i8 4)"))
+        halves = f"<{self.lanes} x half>"
+        scales = f.load(halves, f.at(w, PANEL * GROUP // 2 + 2 * part), 2)
+        return [*found, f.op(f"fpext {halves} {scales} to {self.sum}")]
+
+    def step(self, f: Function, x: str, weights: list[list[str]], sums: list[str]) -> list[str]:
+        inputs = [self._splat_inputs(f, f.at(x, 4 * index)) for index in range(GROUP // 4)]
+        first = f.splat("i32", self.lanes, f.load("i32", f.at(x, GROUP), 4))
+        return [
+            self._added(f, inputs, levels, scale, first, total)
+            for (*levels, scale), total in zip(weights, sums)
+        ]
+
+    def _added(
+        self, f: Function, inputs: list[str], levels: list[str], scale: str, first: str, total: str
+    ) -> str:
+        dot = first
+        if self._dot:
+            for value, level in zip(inputs, levels):
+                factors = (f"{self._bytes} {level}", f"{self._bytes} {value}")
+                dot = f.call(self._ints, "x86.avx512.vpdpbusd.512", f"{self._ints} {dot}", *factors)
+        else:  # eight sums of two products fit into 16 bits
+            words = "<16 x i16>"
+            pairs = "zeroinitializer"
+            for value, level in zip(inputs, levels):
+                factors = (f"{self._bytes} {level}", f"{self._bytes} {value}")
+                two = f.call(words, "x86.avx2.pmadd.ub.sw", *factors)
+                pairs = f.op(f"add {words} {pairs}, {two}")
+            ones = f"{words} splat (i16 1)"
+            four = f.call(self._ints, "x86.avx2.pmadd.wd", f"{words} {pairs}", ones)
+            dot = f.op(f"add {self._ints} {dot}, {four}")
+        of_group = f.op(f"sitofp {self._ints} {dot} to {self.sum}")
+        typed = (f"{self.sum} {value}" for value in (of_group, scale, total))
+        return f.call(self.sum, f"fma.v{self.lanes}f32", *typed)
 
 
-def _kind(vectors: Vectors, *, int8: bool) -> _Kind:
-    if int8:
-        return _Int8(vectors)
-    return _Bfloat16Dot(vectors) if vectors.dot else _Bfloat16(vectors)
+def _kind(vectors: Vectors, weights: str) -> _Kind:
+    if weights == "bfloat16":
+        return _Bfloat16Dot(vectors) if vectors.dot else _Bfloat16(vectors)
+    return _Int8(vectors) if weights == "int8" else _Int4(vectors)
 
 
-def product(vectors: Vectors, *, int8: bool = False, unpacking: Unpacking | None = None) -> str:
+def product(
+    vectors: Vectors,
+    weights: str = "bfloat16",
+    *,
+    unpacking: Unpacking | None = None,
+    rounds: bool = False,
+) -> str:
     """IR of `@product(ptr arguments)`, one thread's share of [rows, inputs] x [inputs, columns].
 
-    Its arguments are those of `ir.PRODUCT`. Quantised weights are unpacked, a group of panels at a
-    time, into the thread's part of `scratch`.
+    Its arguments are those of `ir.PRODUCT`. weights: bfloat16, int8 or int4. Quantised weights are
+    unpacked, a group of panels at a time, into the thread's part of `scratch`. rounds: results are
+    bfloat16, not float32.
     """
-    kind = _kind(vectors, int8=int8)
+    kind = _kind(vectors, weights)
     shapes = sorted(
         {
             (rows, panels)
-            for most in range(1, vectors.most_rows + 1)
+            for most in range(1, kind.most_rows + 1)
             for rows in (most, most - 1)
-            for panels in (1, vectors.panels(most))
+            for panels in (1, kind.panels(most))
             if rows
         }
     )
     # for so many rows a micro-kernel takes so many panels side by side
-    widths = [vectors.panels(max(1, rows)) for rows in range(vectors.most_rows + 1)]
+    widths = [kind.panels(max(1, rows)) for rows in range(kind.most_rows + 1)]
     table = ", ".join(f"i64 {width}" for width in widths)
-    micro = [_micro(kind, vectors, rows, panels) for rows, panels in shapes]
-    code = module(*micro, _dispatch(shapes), _task(vectors, kind.step_bytes, unpacking))
+    element = "bfloat" if rounds else "float"
+    micro = [_micro(kind, rows, panels, element) for rows, panels in shapes]
+    code = module(*micro, _dispatch(shapes), _task(kind, unpacking, element))
     return f"@widths = private constant [{len(widths)} x i64] [{table}]\n{code}"
 
 
@@ -169,12 +261,12 @@ _TYPED = (  # parameters of the micro-kernels
 )
 
 
-def _micro(kind: _Kind, vectors: Vectors, rows: int, panels: int) -> Function:
+def _micro(kind: _Kind, rows: int, panels: int, element: str) -> Function:
     """@micro_ROWS_PANELS: all inputs of `rows` rows times `panels` panels.
 
     A function of its own: written into the product, it gets worse registers from LLVM.
     """
-    lanes = vectors.lanes
+    lanes = kind.lanes
     ints, floats = f"<{lanes} x i32>", f"<{lanes} x float>"
     parts = range(0, PANEL, lanes)  # first columns of the vectors of a panel
     cells = [PANEL * panel + part for panel in range(panels) for part in parts]
@@ -183,12 +275,14 @@ def _micro(kind: _Kind, vectors: Vectors, rows: int, panels: int) -> Function:
     w_panels = [f.at("%w", f.mul("%panel_bytes", panel)) for panel in range(panels)]
     zeros = [(kind.sum, "zeroinitializer")] * (rows * len(cells))
     with f.loop(0, "%steps", carried=zeros) as loop:
-        w_step, x_step = f.mul(loop.index, 4 * PANEL), f.mul(loop.index, kind.step_bytes)
+        w_step = f.mul(loop.index, kind.weight_bytes)
+        x_step = f.mul(loop.index, kind.step_bytes)
         weights = []
         for w_panel in w_panels:
             w = f.at(w_panel, w_step)
-            f.prefetch(f.at(w, _PREFETCH), 3)
-            weights += [kind.weights(f, f.load(ints, f.at(w, 4 * part), 4)) for part in parts]
+            for line in range(0, kind.weight_bytes, 4 * PANEL):
+                f.prefetch(f.at(w, _PREFETCH + line), 3)
+            weights += [kind.weights(f, w, part) for part in parts]
         for row, x_row in enumerate(x_rows):
             sums = slice(row * len(cells), (row + 1) * len(cells))
             loop.values[sums] = kind.step(f, f.at(x_row, x_step), weights, loop.values[sums])
@@ -202,6 +296,7 @@ def _micro(kind: _Kind, vectors: Vectors, rows: int, panels: int) -> Function:
     results = iter(loop.values)
     if isinstance(kind, _Int8):
         scales, offsets = of_columns(a.scale, floats), of_columns(a.offset, ints)
+    if isinstance(kind, _Int8 | _Int4):
         row_scales = []
         for row in range(rows):
             scale = f.load("float", f.at(a.row_scale, f.add("%row", row), "float"), 4)
@@ -214,9 +309,12 @@ def _micro(kind: _Kind, vectors: Vectors, rows: int, panels: int) -> Function:
                 y = f.op(f"sub {ints} {y}, {offsets[index]}")
                 y = f.op(f"sitofp {ints} {y} to {floats}")
                 y = f.op(f"fmul {floats} {y}, {scales[index]}")
+            if isinstance(kind, _Int8 | _Int4):
                 y = f.op(f"fmul {floats} {y}, {row_scales[row]}")
             y = f.op(f"fadd {floats} {y}, {bias[index]}")
-            f.store(floats, y, f.at(out_row, 4 * cell), 4)
+            if element == "bfloat":
+                y = f.op(f"fptrunc {floats} {y} to <{lanes} x bfloat>")
+            f.store(f"<{lanes} x {element}>", y, f.at(out_row, cell, element), 2)
     return f
 
 
@@ -233,17 +331,17 @@ def _dispatch(shapes: list[tuple[int, int]]) -> Function:
     return f
 
 
-def _task(vectors: Vectors, step_bytes: int, unpacking: Unpacking | None) -> Function:
+def _task(kind: _Kind, unpacking: Unpacking | None, element: str) -> Function:
     """Groups of panels from the counter; in a group, as many panels side by side as the rows allow;
     rows in chunks of even size, so that no chunk is much narrower than the others."""
-    most = vectors.most_rows
+    most = kind.most_rows
     f = Function("product")
     a = f.arguments(PRODUCT)
     if unpacking is not None:
         thread = f.op(f"atomicrmw add ptr {a.threads}, i64 1 monotonic")
         unpacked = f.at(a.scratch, f.mul(thread, a.scratch_bytes))
         buffers = columns_buffers(f, unpacking)
-    x_stride, panel_bytes = f.mul(a.steps, step_bytes), f.mul(a.steps, 4 * PANEL)
+    x_stride, panel_bytes = f.mul(a.steps, kind.step_bytes), f.mul(a.steps, kind.weight_bytes)
     chunks = f.div(f.add(a.rows, most - 1), most)
     small, larger = f.div(a.rows, chunks), f.rem(a.rows, chunks)  # so many have one row more
     one_more = f.op(f"zext i1 {f.compare('ne', larger, 0)} to i64")
@@ -255,7 +353,7 @@ def _task(vectors: Vectors, step_bytes: int, unpacking: Unpacking | None) -> Fun
         else:
             unpack_columns(f, a, unpacking, buffers, panel, count, unpacked)
             w = unpacked
-        out_panel = f.at(a.out, column, "float")
+        out_panel = f.at(a.out, column, element)
         with f.loop(0, chunks, carried=[("i64", "0")]) as loop:
             (row,) = loop.values
             is_larger = f.compare("ult", loop.index, larger)
