@@ -187,7 +187,7 @@ def test_int4_scales_are_better_than_the_largest_weight_s():
     scales, levels = kernels._round_to_int4(x)
     largest = x.gather(-1, x.abs().argmax(-1, keepdim=True)) / -8
     plain = (x / largest).round().clamp(-8, 7) * largest
-    assert (scales * levels - x).square().sum() < 0.9 * (plain - x).square().sum()
+    assert (scales * levels - x).square().sum() < 0.93 * (plain - x).square().sum()
 
 
 def test_many_rows_of_an_int4_draft_take_int8(isa):
