@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -40,7 +40,6 @@ from fly.settings import (
 
 logger = logging.getLogger(__name__)
 
-S = TypeVar("S", bound=Settings)
 _NOT_SETTINGS = ("$schema", "$comment")  # for editors and readers; in no hash
 
 
@@ -58,10 +57,6 @@ class FlyConfig(
     """Every key of a pair's JSON. Keys of the reference code keep their names and meaning."""
 
     model_config = ConfigDict(extra="allow")  # keys of a rule that brings its own along
-
-    def part(self, kind: type[S]) -> S:
-        """One group of keys, for the room that reads it."""
-        return kind.model_construct(**{name: getattr(self, name) for name in kind.model_fields})
 
     @property
     def drafter_name(self) -> str | None:
@@ -91,6 +86,12 @@ class FlyConfig(
         """
         is_loose = self.enable_fly and not self.draft_runs
         return self.verification or ("fly" if is_loose else "exact")
+
+    @property
+    def rule_settings(self) -> Settings:
+        """The keys of the rule in force."""
+        kind = settings_of_rule(self.rule)
+        return kind.model_construct(**{name: getattr(self, name) for name in kind.model_fields})
 
     @property
     def earlier_runs(self) -> list[str]:

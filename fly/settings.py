@@ -1,7 +1,7 @@
 """The keys of a pair's JSON, one group for each room that reads them.
 
-A file holds all groups' keys side by side (`fly.config.FlyConfig`); `FlyConfig.part` takes a group
-out for the room that reads it.
+A file holds all groups' keys side by side. `fly.config.FlyConfig` is each of these groups, so that
+a room takes a configuration as the group that it reads.
 """
 
 from __future__ import annotations

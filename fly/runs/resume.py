@@ -153,7 +153,8 @@ def keeping_manifest(
         finished = None
         if reopened:
             finished = FinishedRequests(folder, manifest.started, is_traced=config.trace)
-        run.join(manifest, finished)
+        run.manifest = manifest
+        run.join(manifest.started, True, finished)
         yield
         _finish(run, manifest, arguments)
     except Exception:

@@ -121,11 +121,6 @@ def labels(runs: list[Run], without: tuple[str, ...] = ()) -> list[str]:
     return result
 
 
-def name_with_drafts(run: Run) -> str:
-    """The run's name, and that its speed is with drafts from earlier runs."""
-    return with_drafts(run.name, bool(run.draft_runs))
-
-
 def with_drafts(name: str, from_earlier_runs: bool) -> str:
     """A run's name where speeds are shown."""
     return f"{name} + earlier runs" if from_earlier_runs else name

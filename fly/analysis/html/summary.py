@@ -22,10 +22,10 @@ _BINS = 20
 
 def distinct_names(runs: Sequence[Run]) -> list[str]:
     """The runs' names; equal ones get the settings that differ, or else a number."""
+    names = [settings.with_drafts(run.name, bool(run.draft_runs)) for run in runs]
     same: dict[str, list[int]] = defaultdict(list)
-    for number, run in enumerate(runs):
-        same[settings.name_with_drafts(run)].append(number)
-    names = [settings.name_with_drafts(run) for run in runs]
+    for number, name in enumerate(names):
+        same[name].append(number)
     for numbers in same.values():
         labels = settings.labels([runs[number] for number in numbers])
         for number, label in zip(numbers, labels):
