@@ -257,7 +257,7 @@ def load(path: str, overrides: Mapping[str, Any] | None = None, *, log: bool = T
     values = read_file(path)
     if not overrides:
         return build(values, path)
-    config = build({**values, **_coerced(overrides)}, f"{path} with model_args")
+    config = build({**values, **_coerce_all(overrides)}, f"{path} with model_args")
     if log:
         for key in overrides:
             old = values.get(key, _known_keys()[key].get_default())
@@ -271,7 +271,7 @@ def resolve(path: str | None, own: Mapping[str, Any], *, log: bool = True) -> Fl
     """The configuration that model_args mean: a file with overrides, or without one the keys."""
     if own.get("spd_k"):  # a file's is the draft model's; who says it now means every draft
         own = {"lookup_k": own["spd_k"], **own}
-    config = build(_coerced(own), "model_args") if path is None else load(path, own, log=log)
+    config = build(_coerce_all(own), "model_args") if path is None else load(path, own, log=log)
     for line in _without_effect(config, own) if log else ():
         logger.warning("%s", line)
     return config
@@ -299,7 +299,7 @@ def _without_effect(config: FlyConfig, own: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _coerced(values: Mapping[str, Any]) -> dict[str, Any]:
+def _coerce_all(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: coerce(key, value) for key, value in values.items()}
 
 

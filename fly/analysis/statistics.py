@@ -105,7 +105,7 @@ def compare_tasks(
     """
     if not 0 < demand.min_recovery <= 1 or not 0.5 < demand.confidence < 1:
         raise ValueError("min_recovery must be in (0, 1], confidence between 0.5 and 1")
-    arrays = [_checked(*task) for task in tasks]
+    arrays = [_check_scores(*task) for task in tasks]
     if not arrays:
         raise ValueError("no documents to compare")
     documents = [Pairs(b, a) if higher_is_better else Pairs(a, b) for a, b in arrays]
@@ -189,7 +189,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 # ------------------------------------------------------------------------------------ the parts
 
 
-def _checked(baseline: ArrayLike, other: ArrayLike) -> tuple[Floats, Floats]:
+def _check_scores(baseline: ArrayLike, other: ArrayLike) -> tuple[Floats, Floats]:
     a, b = np.asarray(baseline, float), np.asarray(other, float)
     if a.ndim != 1 or a.shape != b.shape or not len(a):
         raise ValueError(f"scores must pair up one by one: got shapes {a.shape} and {b.shape}")

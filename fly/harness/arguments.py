@@ -42,7 +42,7 @@ _MODEL_ARGS_FLAGS = ("--model_args", "-a")
 _JSON_FLAGS = ("--model_args", "-a", "--gen_kwargs", "--metadata", "--samples", "-E")
 
 
-def _listed(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     return value if isinstance(value, (list, tuple)) else [value]
 
 
@@ -78,7 +78,7 @@ class _Flags(TypedDict, total=False):
 
     model: _Text
     model_args: dict[str, Any] | str
-    tasks: Annotated[list[_Text | dict[str, Any]], BeforeValidator(_listed), Field(min_length=1)]
+    tasks: Annotated[list[_Text | dict[str, Any]], BeforeValidator(_as_list), Field(min_length=1)]
     num_fewshot: NonNegativeInt
     batch_size: Annotated[Any, AfterValidator(_batch_size)]
     max_batch_size: PositiveInt
@@ -88,9 +88,9 @@ class _Flags(TypedDict, total=False):
     use_cache: _Text
     cache_requests: dict[_RequestCaching, bool]
     output_path: _Text
-    include_path: Annotated[list[_Text], BeforeValidator(_listed)]
+    include_path: Annotated[list[_Text], BeforeValidator(_as_list)]
     gen_kwargs: dict[str, Any] | str
-    seed: Annotated[list[_Seed | None], BeforeValidator(_listed)]
+    seed: Annotated[list[_Seed | None], BeforeValidator(_as_list)]
     verbosity: _Verbosity
     candidates: PositiveInt
     max_gen_toks: PositiveInt
@@ -116,7 +116,7 @@ class _ModelArgs(TypedDict, total=False):
 class _GenKwargs(TypedDict, total=False):
     """The generation arguments that fly reads; max_gen_toks has several names in lm-eval."""
 
-    until: Annotated[list[str], BeforeValidator(_listed)]
+    until: Annotated[list[str], BeforeValidator(_as_list)]
     do_sample: bool | None
     temperature: float
     top_k: float | None
@@ -344,9 +344,9 @@ def check_run(args: Any, from_config: Collection[str] = ()) -> None:
     from fly.harness import evaluate
 
     tasks: list[Any] = []
-    for part in _listed(flags.get("tasks") or []):
+    for part in _as_list(flags.get("tasks") or []):
         tasks += part.split(",") if isinstance(part, str) else [part]
-    folders = _listed(flags.get("include_path") or [])
+    folders = _as_list(flags.get("include_path") or [])
     check_task_files(tasks, folders)
     evaluate.check_before_models_load(
         tasks, folders, flags.get("samples"),

@@ -151,8 +151,8 @@ class Matcher:
         return ("changed" if known else "missing"), ()
 
     def _ids(self, output: Output, budget: int) -> Ids | None:
-        """The output's first ids under this tokenizer, at most `budget`; None if they are not to be
-        had, or not all in its vocabulary."""
+        """The output's first ids under this tokenizer, at most `budget`; None if they are
+        unavailable, or not all in its vocabulary."""
         ids = output.ids if output.tokenizer == self._hash else None
         if ids is None and output.text is not None:
             ids = self._encoded(output.text[: budget * self._longest])

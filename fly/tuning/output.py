@@ -18,7 +18,7 @@ from fly.analysis.tables import interval_text
 from fly.execution.device import device_facts
 from fly.paths import write_output
 from fly.runs.environment import versions
-from fly.runs.settings import rule_in_words
+from fly.runs.run_settings import rule_in_words
 from fly.tuning.candidates import changes, kind
 from fly.tuning.fidelity import Recovery
 from fly.tuning.real_runs import TunedPair, Workload

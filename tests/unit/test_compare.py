@@ -538,7 +538,7 @@ def test_a_speed_with_earlier_outputs_is_never_the_mode_s_own(tmp_path, capsys):
 
 
 def test_no_two_runs_of_a_report_share_a_name(monkeypatch):
-    monkeypatch.setattr(summary.settings, "labels", lambda runs: [""] * len(runs))
+    monkeypatch.setattr(summary.run_settings, "labels", lambda runs: [""] * len(runs))
     runs = [SimpleNamespace(name=name, draft_runs=[]) for name in ("fly", "fly", "fly #2")]
     assert summary.distinct_names(runs) == ["fly", "fly #3", "fly #2"]
 

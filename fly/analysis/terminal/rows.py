@@ -110,7 +110,7 @@ class Layout:
         return character.encode(self.encoding, errors="ignore") != b""
 
 
-def coloured(line: Line) -> Text:
+def draw_coloured(line: Line) -> Text:
     result = Text(no_wrap=True)
     for cell in line:
         style = STYLES[cell.source].style
@@ -118,7 +118,7 @@ def coloured(line: Line) -> Text:
     return result
 
 
-def lettered(line: Line) -> Text:
+def draw_lettered(line: Line) -> Text:
     """The text, and in a second line below each token's first column the letter of its source."""
     letters = "".join(_letters(cell) for cell in line)
     return Text("".join(cell.text for cell in line) + "\n" + letters, no_wrap=True)

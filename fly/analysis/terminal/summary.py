@@ -62,7 +62,7 @@ def print_deferrals(
     table.add_column(f"entropy ({_UNITS[entropy_kind]})", justify="right")
     table.add_column("outcome")
     for token in deferrals:
-        texts = [_quoted(console, bytes_of(number)) for number in (token.id, token.target_id)]
+        texts = [_quote(console, bytes_of(number)) for number in (token.id, token.target_id)]
         outcome = "stood" if token.stands else "rolled back"
         table.add_row(str(token.index), *texts, _entropy(token), outcome)
     console.print(table, markup=False)
@@ -72,7 +72,7 @@ def _entropy(token: Token) -> str:
     return "-" if token.entropy is None else f"{token.entropy:.3f}"
 
 
-def _quoted(console: Console, piece: bytes) -> str:
+def _quote(console: Console, piece: bytes) -> str:
     """The token's text; its bytes if it is only a part of a character."""
     try:
         text = piece.decode()
