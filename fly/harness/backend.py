@@ -105,7 +105,7 @@ class Backend(TemplateLM):
         """All processes go on with the run as the first one began or resumed it. Raises FlyError
         if they do not see one folder."""
         of_run = (run.started, run.is_resumable, run.finished_requests)
-        run.join(*self.processes.broadcast(of_run))
+        run.join_first(*self.processes.broadcast(of_run))
         folder = run.output_dir
         if run.is_resumable and folder and not (folder / f"fly_run_{run.started}.json").is_file():
             raise FlyError(

@@ -39,9 +39,15 @@ class RunContext:
     # the documents that were chosen, by task; None for all
     samples: dict[str, list[int]] | None = None
 
-    def join(self, started: str, is_resumable: bool, finished: FinishedRequests | None) -> None:
-        """Become the run of these facts, which its first process has of its manifest. finished: of
-        a resumed run, whose files go on."""
+    def join(self, manifest: Manifest, finished: FinishedRequests | None) -> None:
+        """Become the run of this manifest; finished: of a resumed run, whose files go on."""
+        self.manifest = manifest
+        self.join_first(manifest.started, True, finished)
+
+    def join_first(
+        self, started: str, is_resumable: bool, finished: FinishedRequests | None
+    ) -> None:
+        """Become the run of these facts, which its first process has of its manifest."""
         self.started, self.is_resumable, self.finished_requests = started, is_resumable, finished
         if finished is not None:
             self.traced_requests = finished.traced_requests

@@ -153,8 +153,7 @@ def keeping_manifest(
         finished = None
         if reopened:
             finished = FinishedRequests(folder, manifest.started, is_traced=config.trace)
-        run.manifest = manifest
-        run.join(manifest.started, True, finished)
+        run.join(manifest, finished)
         yield
         _finish(run, manifest, arguments)
     except Exception:

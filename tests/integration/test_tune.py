@@ -174,7 +174,7 @@ def test_no_configuration_is_written_if_none_kept_the_score(arguments, capsys, m
 )
 def test_bad_usage_ends_before_models_load(arguments, capsys, monkeypatch, changed, message):
     monkeypatch.setattr(
-        "fly.harness.hf.FlyLM._load", lambda *a, **k: pytest.fail("models were loaded")
+        "fly.harness.hf.FlyLM._load_pair", lambda *a, **k: pytest.fail("models were loaded")
     )
     assert tune_it(arguments, **changed) == 2
     assert message in capsys.readouterr().err
