@@ -239,12 +239,10 @@ def find_config_file(path: str) -> Path:
     for candidate in (given, shipped, shipped.with_name(shipped.name + ".json")):
         if candidate.is_file():
             return candidate
-    names = ", ".join(sorted(p.name for p in data_dir("fly_config").glob("*.json") if _is_pair(p)))
+    names = ", ".join(
+        sorted(p.name for p in data_dir("fly_config").glob("*.json") if p.name != "schema.json")
+    )
     raise FlyError(f"config_path={path}: no such file; shipped configurations are {names}")
-
-
-def _is_pair(path: Path) -> bool:
-    return path.name != "schema.json"
 
 
 def read_file(path: str) -> dict[str, Any]:

@@ -51,7 +51,9 @@ def place(saved_pair, config_file, task_dir):  # noqa: F811
 
 @pytest.fixture
 def no_model(monkeypatch):
-    monkeypatch.setattr("fly.harness.hf.FlyLM._load_pair", lambda *args, **kwargs: pytest.fail("loaded"))
+    monkeypatch.setattr(
+        "fly.harness.hf.FlyLM._load_pair", lambda *args, **kwargs: pytest.fail("loaded")
+    )
 
 
 def refused(capsys, words, *arguments):

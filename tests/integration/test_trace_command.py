@@ -223,7 +223,9 @@ def test_bad_input_is_one_line_before_models_load(
     arguments,
     message,
 ):
-    monkeypatch.setattr("fly.harness.hf.FlyLM._load_pair", lambda *args, **kwargs: pytest.fail("loaded"))
+    monkeypatch.setattr(
+        "fly.harness.hf.FlyLM._load_pair", lambda *args, **kwargs: pytest.fail("loaded")
+    )
     pair = ("--model_args", f"config_path={pair_file}", "--include_path", task_dir)
     arguments = [part for a in arguments for part in (pair if a == "PAIR" else [a])]
     assert run("trace", *arguments) == 2
