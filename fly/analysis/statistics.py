@@ -21,6 +21,7 @@ from fly.analysis.posterior import (
     Floats,
     Interval,
     Pairs,
+    divide,
     probability,
     probability_as_seen,
     recovery_interval,
@@ -167,7 +168,7 @@ def compare_sums(numerator: ArrayLike, denominator: ArrayLike) -> Ratio | None:
         return None
 
     def ratio(index: Indices) -> Floats:
-        return _divide(above[index].sum(axis=-1), below[index].sum(axis=-1))
+        return divide(above[index].sum(axis=-1), below[index].sum(axis=-1))
 
     value = float(above.sum() / below.sum())
     return Ratio(value, _bootstrap(ratio, above - value * below))
@@ -266,11 +267,6 @@ def _bootstrap(statistic: Callable[[Indices], Floats], deviations: Floats) -> In
         width = stats.t.ppf((1 + LEVEL) / 2, documents - 1) / math.sqrt(1 - 1 / documents)
     low, high = np.quantile(defined, stats.norm.cdf([-width, width]))
     return Interval(float(low), float(high))
-
-
-def _divide(numerator: Floats, denominator: Floats) -> Floats:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.asarray(numerator / denominator)
 
 
 def _verdict(enough: bool, fell: bool, lost: int, won: int) -> tuple[Verdict, str]:
