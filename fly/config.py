@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -40,7 +40,6 @@ from fly.settings import (
 
 logger = logging.getLogger(__name__)
 
-S = TypeVar("S", bound=Settings)
 _NOT_SETTINGS = ("$schema", "$comment")  # for editors and readers; in no hash
 
 
@@ -58,10 +57,6 @@ class FlyConfig(
     """Every key of a pair's JSON. Keys of the reference code keep their names and meaning."""
 
     model_config = ConfigDict(extra="allow")  # keys of a rule that brings its own along
-
-    def part(self, kind: type[S]) -> S:
-        """One group of keys, for the room that reads it."""
-        return kind.model_construct(**{name: getattr(self, name) for name in kind.model_fields})
 
     @property
     def drafter_name(self) -> str | None:
@@ -91,6 +86,12 @@ class FlyConfig(
         """
         is_loose = self.enable_fly and not self.draft_runs
         return self.verification or ("fly" if is_loose else "exact")
+
+    @property
+    def rule_settings(self) -> Settings:
+        """The keys of the rule in force."""
+        kind = settings_of_rule(self.rule)
+        return kind.model_construct(**{name: getattr(self, name) for name in kind.model_fields})
 
     @property
     def earlier_runs(self) -> list[str]:
@@ -238,12 +239,10 @@ def find_config_file(path: str) -> Path:
     for candidate in (given, shipped, shipped.with_name(shipped.name + ".json")):
         if candidate.is_file():
             return candidate
-    names = ", ".join(sorted(p.name for p in data_dir("fly_config").glob("*.json") if _is_pair(p)))
+    names = ", ".join(
+        sorted(p.name for p in data_dir("fly_config").glob("*.json") if p.name != "schema.json")
+    )
     raise FlyError(f"config_path={path}: no such file; shipped configurations are {names}")
-
-
-def _is_pair(path: Path) -> bool:
-    return path.name != "schema.json"
 
 
 def read_file(path: str) -> dict[str, Any]:
@@ -256,7 +255,7 @@ def load(path: str, overrides: Mapping[str, Any] | None = None, *, log: bool = T
     values = read_file(path)
     if not overrides:
         return build(values, path)
-    config = build({**values, **_coerced(overrides)}, f"{path} with model_args")
+    config = build({**values, **_coerce_all(overrides)}, f"{path} with model_args")
     if log:
         for key in overrides:
             old = values.get(key, _known_keys()[key].get_default())
@@ -270,7 +269,7 @@ def resolve(path: str | None, own: Mapping[str, Any], *, log: bool = True) -> Fl
     """The configuration that model_args mean: a file with overrides, or without one the keys."""
     if own.get("spd_k"):  # a file's is the draft model's; who says it now means every draft
         own = {"lookup_k": own["spd_k"], **own}
-    config = build(_coerced(own), "model_args") if path is None else load(path, own, log=log)
+    config = build(_coerce_all(own), "model_args") if path is None else load(path, own, log=log)
     for line in _without_effect(config, own) if log else ():
         logger.warning("%s", line)
     return config
@@ -298,7 +297,7 @@ def _without_effect(config: FlyConfig, own: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _coerced(values: Mapping[str, Any]) -> dict[str, Any]:
+def _coerce_all(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: coerce(key, value) for key, value in values.items()}
 
 

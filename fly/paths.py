@@ -30,7 +30,7 @@ def expanded(path: str | Path) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise FlyError(f"{path}: nobody's home folder is called so: write the path out") from None
+        raise FlyError(f"{path}: no such user: write the path out") from None
 
 
 def fly_home() -> Path:

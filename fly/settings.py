@@ -1,7 +1,7 @@
 """The keys of a pair's JSON, one group for each room that reads them.
 
-A file holds all groups' keys side by side (`fly.config.FlyConfig`); `FlyConfig.part` takes a group
-out for the room that reads it.
+A file holds all groups' keys side by side. `fly.config.FlyConfig` is each of these groups, so that
+a room takes a configuration as the group that it reads.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ EXACT_PATTERNS = {
 }
 
 
-def _listed(value: Any) -> Any:
+def _as_tuple(value: Any) -> Any:
     """A list in the JSON, or what the command line has: `a,b`, `[a,b]` or one name."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.strip("[]").split(",") if part.strip())
@@ -52,8 +52,8 @@ def _listed(value: Any) -> Any:
 
 
 def _numbers(value: Any) -> Any:
-    """As `_listed`, of whole numbers; those of a command line may be texts."""
-    values = _listed(value)
+    """As `_as_tuple`, of whole numbers; those of a command line may be texts."""
+    values = _as_tuple(value)
     if not isinstance(values, tuple):
         return values
     return tuple(int(n) if isinstance(n, str) and n.isdecimal() else n for n in values)
@@ -89,10 +89,10 @@ def _paths(value: Any) -> Any:
 def _patterns(value: Any) -> Any:
     """One name or regular expression, or a list; of a command line also `[numbers,code_fences]`."""
     if isinstance(value, str):
-        names = _listed(value)
+        names = _as_tuple(value)
         is_empty = value in ("", "[]")
         return names if is_empty or (names and set(names) <= {*EXACT_PATTERNS}) else (value,)
-    return (_text(value),) if isinstance(value, int) else _listed(value)
+    return (_text(value),) if isinstance(value, int) else _as_tuple(value)
 
 
 def _check_pattern(pattern: str) -> str:
@@ -222,7 +222,7 @@ class DrafterSettings(Settings):
     num_ngram_pred_tokens: int = Field(
         6, ge=1, le=256, description="Most tokens that one n-gram lookup proposes."
     )
-    draft_sources: Annotated[tuple[TextSourceName, ...], BeforeValidator(_listed)] | None = Field(
+    draft_sources: Annotated[tuple[TextSourceName, ...], BeforeValidator(_as_tuple)] | None = Field(
         None,
         description="Texts that ngram and cascade draft from. runs: outputs of draft_runs for the "
         "same document. own: the sequence's own prompt and output. null: both.",

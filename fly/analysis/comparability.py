@@ -41,13 +41,18 @@ def find_reasons(baseline: Measured, run: Measured) -> list[Reason]:
     `refuse`: they did not answer the same questions. `withhold verdict`, `withhold times`: the
     scores are no evidence, the seconds do not compare. `note`: what a reader has to know.
     """
-    return [
-        *_question_reasons(baseline, run),
-        *_target_reasons(baseline, run),
-        *_engine_reasons(baseline, run),
-        *_text_reasons(baseline, run),
-        *_time_reasons(baseline, run),
-    ]
+    between, found = f"{run.name} against {baseline.name}", list[Reason]()
+    if why := _explain_questions(baseline, run):
+        note = f"{baseline.name} and {run.name} cannot be compared: {why}"
+        found.append(Reason("refuse", "questions", why, note))
+    # why the baseline's scores are not what the run's own target would score
+    if why := _explain_target(baseline, run):
+        found.append(Reason("note", "target", why, f"{between}: {why}"))
+    elif why := _explain_decoding(baseline, run):
+        found.append(Reason("note", "decoding", why, f"{between}: {why}"))
+    if why := _differences(baseline, run, {"engine": "engine"}):
+        found.append(Reason("note", "engine", why, f"{between} compares engines ({why})"))
+    return [*found, *_text_reasons(baseline, run), *_time_reasons(baseline, run)]
 
 
 def explain(baseline: Measured, run: Measured, *subjects: Subject) -> str:
@@ -70,12 +75,6 @@ def explain_refusal(baseline: Measured, run: Measured) -> str:
 
 def _refusal(reasons: list[Reason]) -> str:
     return next((reason.note for reason in reasons if reason.severity == "refuse"), "")
-
-
-def _question_reasons(baseline: Measured, run: Measured) -> Iterator[Reason]:
-    if why := _explain_questions(baseline, run):
-        note = f"{baseline.name} and {run.name} cannot be compared: {why}"
-        yield Reason("refuse", "questions", why, note)
 
 
 def _explain_questions(baseline: Measured, run: Measured) -> str:
@@ -106,16 +105,6 @@ def _explain_documents(name: str, ours: Task, theirs: Task) -> str:
 
 
 # ------------------------------------------------------------------------------ whose the texts are
-
-
-def _target_reasons(baseline: Measured, run: Measured) -> Iterator[Reason]:
-    """Why the baseline's scores are not what the run's own target would score."""
-    subject: Subject = "target"
-    why = _explain_target(baseline, run)
-    if not why:
-        subject, why = "decoding", _explain_decoding(baseline, run)
-    if why:
-        yield Reason("note", subject, why, f"{run.name} against {baseline.name}: {why}")
 
 
 def _explain_target(baseline: Measured, run: Measured) -> str:
@@ -170,12 +159,6 @@ def _text_reasons(baseline: Measured, run: Measured) -> Iterator[Reason]:
 
 
 # --------------------------------------------------------------------------- whose the seconds are
-
-
-def _engine_reasons(baseline: Measured, run: Measured) -> Iterator[Reason]:
-    if why := _differences(baseline, run, {"engine": "engine"}):
-        note = f"{run.name} against {baseline.name} compares engines ({why})"
-        yield Reason("note", "engine", why, note)
 
 
 def _time_reasons(baseline: Measured, run: Measured) -> Iterator[Reason]:

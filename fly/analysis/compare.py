@@ -152,7 +152,7 @@ def compare(
     Raises FlyError if documents, prompts, targets or task versions differ, naming the first.
     """
     reasons = [check_comparable(baseline, other) for other in others]
-    chosen = _chosen(baseline, metrics)
+    chosen = _choose_metrics(baseline, metrics)
     notes = list(dict.fromkeys(note for run in (baseline, *others) for note in run.notes))
     for other, found in zip(others, reasons):
         notes += [reason.note for reason in found if reason.subject in _OF_ALL]
@@ -177,7 +177,7 @@ def compare(
     return Result(baseline.name, _speeds(baseline), compared, demand, verdicts, notes, floor)
 
 
-def _chosen(baseline: Measured, wanted: Sequence[str] | None) -> dict[str, list[Metric]]:
+def _choose_metrics(baseline: Measured, wanted: Sequence[str] | None) -> dict[str, list[Metric]]:
     """The metrics to compare, by task: every run has the same rows."""
     found = [metric for task in baseline.tasks.values() for metric in task.metrics]
     known = {metric.name for metric in found} | {metric.label for metric in found}
@@ -222,7 +222,7 @@ class _Scores:
     clusters: list[str] = field(default_factory=list)
 
 
-def _paired(ours: Metric, task: Task, clusters: dict[int, str]) -> _Scores:
+def _pair(ours: Metric, task: Task, clusters: dict[int, str]) -> _Scores:
     theirs = task.metric(ours.label)
     base = list(ours.scores.values())
     if theirs is None:
@@ -256,8 +256,8 @@ def _against(
         for metric in metrics:
             higher = metric.higher_is_better
             clusters = other.tasks[name].clusters or baseline.tasks[name].clusters
-            found = _paired(metric, other.tasks[name], clusters)
-            scores = _judged([found], demand, higher, verdicts, withheld)
+            found = _pair(metric, other.tasks[name], clusters)
+            scores = _judge([found], demand, higher, verdicts, withheld)
             rows.append(ScoreRow(name, metric.label, metric is first, higher, scores))
             if metric is first:
                 primaries.append((rows[-1], found))
@@ -288,7 +288,7 @@ def _dependence_notes(run: Measured) -> list[str]:
     ]
 
 
-def _judged(
+def _judge(
     tasks: list[_Scores], demand: Demand, higher: bool, verdicts: int, withheld: str
 ) -> Comparison:
     """withheld: why no verdict can be reached; empty if one can."""
@@ -323,7 +323,7 @@ def _overall(
     if not tasks:
         return None
     higher = any(row.higher_is_better for row, _ in primaries)
-    scores = _judged(tasks, demand, higher, verdicts, withheld)
+    scores = _judge(tasks, demand, higher, verdicts, withheld)
     return ScoreRow("overall", f"mean of {len(tasks)} tasks", False, higher, scores)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fly.analysis.compare import Result, ScoreRow, Speed
 from fly.analysis.tables import Table, as_markdown, in_words, print_tables, ratio_text, score_texts
 from fly.runs.records import by_position
-from fly.runs.settings import with_drafts
+from fly.runs.run_settings import with_drafts
 
 # The columns, with their widths where they are fixed.
 _SCORES: dict[str, int | None] = {

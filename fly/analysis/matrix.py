@@ -18,7 +18,7 @@ from fly.analysis.compare import ScoreRow, Speed
 from fly.analysis.scores import Measured
 from fly.analysis.statistics import holm
 from fly.errors import FlyError
-from fly.runs import settings
+from fly.runs import run_settings
 from fly.runs.reader import Run
 
 Scored = tuple[Run, Measured]  # a run and its scores, under a name that no other run has
@@ -219,7 +219,7 @@ def _targets(families: list[_Family]) -> dict[str, str]:
     models = _short(str(measured.target["name"]) for _, measured in alone)
     several_engines = len({run.engine for run, _ in alone}) > 1
     labels = []
-    apart = settings.distinctions([settings.in_force(run) for run, _ in alone])
+    apart = run_settings.distinctions([run_settings.in_force(run) for run, _ in alone])
     for (run, measured), words in zip(alone, apart):
         parts = [models[str(measured.target["name"])]] + [run.engine] * several_engines
         parts += [text for key, text in words.items() if key not in _NAMED]
@@ -235,17 +235,17 @@ def _drafters(families: list[_Family]) -> dict[str, str]:
     """By the name of a run: its drafter, draft model, and the settings besides the rule's in which
     runs differ, unless they are those of its target's own run, whose label says them."""
     runs = [(each, family.alone[0]) for family in families for each in family.runs]
-    in_force = [settings.in_force(run) for (run, _), _ in runs]
+    in_force = [run_settings.in_force(run) for (run, _), _ in runs]
     models = _short(str(own.get("draft_model_path")) for own in in_force)
     labels = {}
     for ((run, measured), alone), own, words in zip(
-        runs, in_force, settings.distinctions(in_force)
+        runs, in_force, run_settings.distinctions(in_force)
     ):
         known = registry.DRAFTERS.get(str(own.get("drafter")))
         parts = [str(own.get("drafter"))]
         if known is None or known.needs_draft_model:
             parts.append(models[str(own.get("draft_model_path"))])
-        base, left_out = settings.in_force(alone), {*_NAMED, *settings.of_rule(run)}
+        base, left_out = run_settings.in_force(alone), {*_NAMED, *run_settings.of_rule(run)}
         parts += [
             text for key, text in words.items() if key not in left_out and own[key] != base.get(key)
         ]
@@ -256,9 +256,9 @@ def _drafters(families: list[_Family]) -> dict[str, str]:
 def _rules(families: list[_Family]) -> dict[str, str]:
     """By the name of a run: its rule, and the rule's settings in which runs differ."""
     runs = [each for family in families for each in family.runs]
-    apart = settings.distinctions([settings.of_rule(run) for run, _ in runs])
+    apart = run_settings.distinctions([run_settings.of_rule(run) for run, _ in runs])
     return {
-        measured.name: ", ".join([settings.MODES.get(run.mode, run.mode), *found.values()])
+        measured.name: ", ".join([run_settings.name_mode(run), *found.values()])
         for (run, measured), found in zip(runs, apart)
     }
 

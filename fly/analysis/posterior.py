@@ -45,6 +45,12 @@ class Pairs:
         """Of all units; the largest score where none changed."""
         return float(np.abs(self.kept - self.base).max()) or self.top
 
+    @property
+    def kinds(self) -> tuple[Floats, NDArray[np.int64]]:
+        """The pairs of scores that there are, (kept, base) in columns; how many units have each."""
+        both = np.stack([self.kept, self.base])
+        return np.unique(both, axis=1, return_counts=True)  # type: ignore[return-value]
+
     def by_cluster(self, labels: ArrayLike) -> Pairs:
         """The same task with clusters as units. labels: each document's cluster, [N].
 
@@ -104,9 +110,7 @@ def _margins(
     added_4: how many documents of each kind are added, with scores of 0 and `size`.
     """
     size = max(size, np.finfo(float).tiny)
-    kinds, counts = np.unique(
-        np.stack([task.kept, task.base]), axis=1, return_counts=True
-    )  # documents with equal scores share one gamma variable
+    kinds, counts = task.kinds  # documents with equal scores share one gamma variable
     used = added_4 > 0
     kinds = np.concatenate([kinds, size * ADDED_24[:, used]], axis=1)
     shape = np.concatenate([counts, added_4[used]])
@@ -139,7 +143,7 @@ def recovery_interval(pairs: list[Pairs], level: float, draws: int) -> Interval 
     rng = np.random.default_rng(_SEED)
     seen, lost, won = [], [], []  # by task: means of (kept, base)
     for task in pairs:
-        kinds, counts = np.unique(np.stack([task.kept, task.base]), axis=1, return_counts=True)
+        kinds, counts = task.kinds
         means = _weighted_means(kinds, counts.astype(float), draws, rng)
         share = rng.beta(1, len(task.base), draws)  # the added document's weight
         change = share * task.largest_change
@@ -149,15 +153,16 @@ def recovery_interval(pairs: list[Pairs], level: float, draws: int) -> Interval 
     tails = (1 - level) / 2, (1 + level) / 2
     total = np.sum(seen, axis=0)
     low, high = (
-        [np.quantile(_ratio(total - own + new), tail) for own, new in zip(seen, added)]
+        [np.quantile(divide(*(total - own + new)), tail) for own, new in zip(seen, added)]
         for added, tail in zip((lost, won), tails)
     )
     return Interval(float(min(low)), float(max(high)))
 
 
-def _ratio(means_2D: Floats) -> Floats:
+def divide(numerator: Floats, denominator: Floats) -> Floats:
+    """Not finite where the denominator is zero."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.asarray(means_2D[0] / means_2D[1])
+        return np.asarray(numerator / denominator)
 
 
 def unseen_loss(pairs: list[Pairs], base: float, surprise: float) -> float:

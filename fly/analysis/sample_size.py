@@ -72,7 +72,7 @@ class _Drawn:
 
 class _Simulated:
     def __init__(self, task: Pairs, min_recovery: float) -> None:
-        kinds, counts = np.unique(np.stack([task.kept, task.base]), axis=1, return_counts=True)
+        kinds, counts = task.kinds
         self.min_recovery = min_recovery
         self.top, self.largest_change = task.top, task.largest_change
         self.change = kinds[0] - kinds[1]

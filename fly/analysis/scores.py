@@ -42,17 +42,14 @@ class DocumentHashes(_Stored):
 
 
 class Work(_Stored):
-    """Tokens, rounds and seconds of one document, all its requests (repeats) together.
-
-    accepted, drafts: draft tokens that stand, and rounds with a draft; zeros where that is unknown.
-    """
+    """Of one document, all its requests (repeats) together."""
 
     tokens: int
     rounds: int
-    decode: float
-    end_to_end: float
-    accepted: int = 0
-    drafts: int = 0
+    decode: float  # seconds, without prefill
+    end_to_end: float  # seconds, with prefill
+    accepted: int = 0  # draft tokens that stand; 0 where that is unknown
+    drafts: int = 0  # rounds with a draft; 0 where that is unknown
 
     @property
     def lengths(self) -> Lengths:
@@ -60,14 +57,14 @@ class Work(_Stored):
 
 
 class Metric(_Stored):
-    """One metric under one filter. scores: by document id, of those that it is of. left_out: why it
-    cannot be compared; empty if it can."""
+    """One metric under one filter."""
 
     name: str
     filter: str
     higher_is_better: bool
+    # by document id, of those that it is of
     scores: dict[int, Annotated[float, Field(ge=-LARGEST, le=LARGEST)]]
-    left_out: str = ""
+    left_out: str = ""  # why it cannot be compared; empty if it can
 
     @property
     def label(self) -> str:
@@ -84,32 +81,29 @@ _NO_MEAN = "is no mean over documents"
 
 
 class Outputs(_Stored):
-    """Token ids of a task's outputs (fly.runs.output_ids), for later runs to draft from.
+    """Token ids of a task's outputs (fly.runs.output_ids), for later runs to draft from."""
 
-    ids: by document id, one per repeat. tokenizer: the hash of theirs.
-    """
-
-    tokenizer: str
-    ids: dict[int, list[str]]
+    tokenizer: str  # the hash of theirs
+    ids: dict[int, list[str]]  # by document id, one per repeat
 
 
 class Task(_Stored):
-    """documents, work: by document id; work is empty for other backends than fly's. positions: of
-    all documents, empty where that is unknown. outputs: only where they were asked for. texts:
-    the responses, by document id; not of stored runs, or of tasks that write none. clusters: by
-    document id, only where they were asked for; shared: fields of long texts that several documents
-    have in common. Stored runs have neither."""
+    """One task. Stored runs have no texts, clusters and shared."""
 
     version: str
     num_fewshot: int
-    generation: dict[str, Any]
-    documents: dict[int, DocumentHashes]
+    generation: dict[str, Any]  # its generation_kwargs
+    documents: dict[int, DocumentHashes]  # by document id
     metrics: list[Metric]
-    work: dict[int, Work]
+    work: dict[int, Work]  # by document id; empty for other backends than fly's
+    # of all documents; empty where that is unknown
     positions: Positions = Field(default_factory=Positions)
-    outputs: Outputs | None = None
+    outputs: Outputs | None = None  # only where they were asked for
+    # the responses, by document id; empty for tasks that write none
     texts: dict[int, tuple[str, ...]] = Field(default_factory=dict, exclude=True)
+    # by document id; only where they were asked for
     clusters: dict[int, str] = Field(default_factory=dict, exclude=True)
+    # fields of long texts that several documents have in common
     shared: list[str] = Field(default_factory=list, exclude=True)
 
     def metric(self, label: str) -> Metric | None:
@@ -117,12 +111,11 @@ class Task(_Stored):
 
 
 class Drafts(_Stored):
-    """Where a run's drafts came from. sources: keys of fly.runs.records.SOURCES. from_earlier_runs:
-    whether outputs of earlier runs were drafted from. same_target: whether these are of the run's
-    own target; None if that is not known."""
+    """Where a run's drafts came from."""
 
-    sources: list[str]
-    from_earlier_runs: bool
+    sources: list[str]  # by the keys in fly.runs.records.SOURCES
+    from_earlier_runs: bool  # outputs of earlier runs were drafted from
+    # whether these outputs are of the run's own target; None if that is not known
     same_target: bool | None
 
 
@@ -130,20 +123,20 @@ _OfTarget = Annotated[str, StringConstraints(pattern="^(name|dtype|revision|file
 
 
 class Measured(_Stored):
-    """A run's scores. target: the model that they belong to. decoding: what its texts depend on.
-    machine: what its seconds depend on besides. notes: what was left out, for people. drafts: None
-    for runs that drafted nothing, or did not say from where. config_hash: of the settings that its
-    texts depend on, the rule's among them; None for other backends' runs and stored ones."""
+    """A run's scores."""
 
     format: Literal[1] = 1
     name: str
     mode: str
+    # the model that they belong to
     target: Annotated[dict[_OfTarget, str | None], Field(min_length=4)]
-    decoding: dict[str, Any]
-    machine: dict[str, Any] = {}
+    decoding: dict[str, Any]  # what its texts depend on
+    machine: dict[str, Any] = {}  # what its seconds depend on besides
     tasks: dict[str, Task]
-    notes: list[str] = []
-    drafts: Drafts | None = None
+    notes: list[str] = []  # what was left out, for people
+    drafts: Drafts | None = None  # None where nothing was drafted, or it is not known from where
+    # of the settings that its texts depend on, the rule's among them; None for other backends' runs
+    # and stored ones
     config_hash: str | None = Field(default=None, exclude=True)
 
     @property

@@ -21,6 +21,7 @@ from fly.analysis.posterior import (
     Floats,
     Interval,
     Pairs,
+    divide,
     probability,
     probability_as_seen,
     recovery_interval,
@@ -105,7 +106,7 @@ def compare_tasks(
     """
     if not 0 < demand.min_recovery <= 1 or not 0.5 < demand.confidence < 1:
         raise ValueError("min_recovery must be in (0, 1], confidence between 0.5 and 1")
-    arrays = [_checked(*task) for task in tasks]
+    arrays = [_check_scores(*task) for task in tasks]
     if not arrays:
         raise ValueError("no documents to compare")
     documents = [Pairs(b, a) if higher_is_better else Pairs(a, b) for a, b in arrays]
@@ -167,7 +168,7 @@ def compare_sums(numerator: ArrayLike, denominator: ArrayLike) -> Ratio | None:
         return None
 
     def ratio(index: Indices) -> Floats:
-        return _divide(above[index].sum(axis=-1), below[index].sum(axis=-1))
+        return divide(above[index].sum(axis=-1), below[index].sum(axis=-1))
 
     value = float(above.sum() / below.sum())
     return Ratio(value, _bootstrap(ratio, above - value * below))
@@ -189,7 +190,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 # ------------------------------------------------------------------------------------ the parts
 
 
-def _checked(baseline: ArrayLike, other: ArrayLike) -> tuple[Floats, Floats]:
+def _check_scores(baseline: ArrayLike, other: ArrayLike) -> tuple[Floats, Floats]:
     a, b = np.asarray(baseline, float), np.asarray(other, float)
     if a.ndim != 1 or a.shape != b.shape or not len(a):
         raise ValueError(f"scores must pair up one by one: got shapes {a.shape} and {b.shape}")
@@ -266,11 +267,6 @@ def _bootstrap(statistic: Callable[[Indices], Floats], deviations: Floats) -> In
         width = stats.t.ppf((1 + LEVEL) / 2, documents - 1) / math.sqrt(1 - 1 / documents)
     low, high = np.quantile(defined, stats.norm.cdf([-width, width]))
     return Interval(float(low), float(high))
-
-
-def _divide(numerator: Floats, denominator: Floats) -> Floats:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.asarray(numerator / denominator)
 
 
 def _verdict(enough: bool, fell: bool, lost: int, won: int) -> tuple[Verdict, str]:

@@ -60,7 +60,7 @@ class Table:
                 no_wrap=name in _UNFOLDED,
             )
         for row in self.rows:
-            table.add_row(*map(_coloured, row))
+            table.add_row(*map(_colour, row))
         return table
 
     def as_markdown(self) -> str:
@@ -96,7 +96,7 @@ def visible(text: str) -> str:
     )
 
 
-def _coloured(cell: str) -> Text:
+def _colour(cell: str) -> Text:
     text = Text(visible(cell))
     for verdict, colour in _COLOURS.items():
         if cell.startswith(verdict):

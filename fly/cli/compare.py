@@ -270,12 +270,12 @@ def _load(
 
 def _read(paths: Sequence[tuple[str | None, str | Path]], taken: list[str]) -> Iterator[Run]:
     """The runs under unique names: a second `fly` becomes `fly-2`."""
-    from fly.runs import reader, settings
+    from fly.runs import reader, run_settings
 
     names = list(taken)
     for name, path in paths:
         run = reader.load(path, name)
-        unique = settings.unused_name(run.name, names, "-")
+        unique = run_settings.unused_name(run.name, names, "-")
         names.append(unique)
         yield replace(run, name=unique)
 

@@ -20,17 +20,12 @@ from fly.analysis import comparability, noise, scores
 from fly.cli import run_inputs
 from fly.config import FlyConfig
 from fly.errors import FlyError
-from fly.harness.arguments import as_dict, check_run, checked_pair, yaml_values
+from fly.harness.arguments import as_dict, check_run, checked_pair, merge_config
 from fly.models.fingerprint import hash_json
 from fly.runs.earlier_outputs import EarlierOutputs
 from fly.runs.environment import deciding_versions, models_of
 from fly.runs.resume import parse_pairs
 from fly.settings import RECORDING_KEYS
-
-_FROM_CONFIG_FILE = (
-    "model", "tasks", "model_args", "output_path", "include_path", "batch_size", "use_cache",
-    "gen_kwargs",
-)  # fmt: skip
 
 # What each mode changes in the pair's file; `hf` is lm-eval's own backend on the target.
 NAMED: dict[str, dict[str, Any]] = {
@@ -83,12 +78,10 @@ class ComparisonRequest:
     def from_flags(
         cls, args: argparse.Namespace, flags: Sequence[str], stored: scores.Measured | None
     ) -> ComparisonRequest:
-        """Check the flags, and read what --config says where the command line is silent."""
-        values = yaml_values(args.config)
-        samples = args.samples or values.get("samples")
-        check_run(args, values)  # replaces --samples by its content
-        for name in _FROM_CONFIG_FILE:
-            setattr(args, name, getattr(args, name, None) or values.get(name))
+        """Check the flags, those of --config among them."""
+        from_config = merge_config(args)
+        samples = args.samples
+        check_run(args, from_config)  # replaces --samples by its content
         for flag in ("tasks", "model_args", "output_path"):
             if not getattr(args, flag):
                 raise FlyError(
@@ -99,7 +92,7 @@ class ComparisonRequest:
             model=args.model or "hf",
             model_args=as_dict(args.model_args),
             gen_kwargs=as_dict(args.gen_kwargs),
-            batch_size=args.batch_size,
+            batch_size=vars(args).get("batch_size"),
             use_cache=args.use_cache,
             output=output,
             flags=tuple(flags),

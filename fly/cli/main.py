@@ -29,7 +29,7 @@ from fly.harness.arguments import (
     check_json,
     check_run,
     checked_pair,
-    yaml_values,
+    merge_config,
 )
 from fly.models.fingerprint import hash_json
 from fly.paths import data_dir
@@ -38,8 +38,6 @@ from fly.runs.earlier_outputs import EarlierOutputs
 from fly.runs.manifest import Manifest
 
 _COMMANDS = (compare, config, pair, report, trace, tune)
-# flags of `fly run` that fly reads or replaces before lm-eval does
-_READ_HERE = ("model", "model_args", "output_path", "use_cache", "include_path")
 _ABOUT = """EleutherAI's lm-evaluation-harness with a backend that decodes by FLy, loosely verified
 speculative decoding, and commands that tell whether the scores held."""
 _EXAMPLE = """  # A draft, and its target by the JSON, with fly's backend (docs/configuration.md)
@@ -112,25 +110,20 @@ class FlyCLI(HarnessCLI):
         super().execute(args)
 
     def _run(self, args: argparse.Namespace) -> None:
-        values = yaml_values(args.config)
-        check_run(args, values)
-        arguments, secrets = resume.split_secrets(args, values)
+        check_run(args, merge_config(args))
+        arguments, secrets = resume.split_secrets(args)
         reopened = None
         if args.resume is not None:
             reopened = resume.reopen(args, arguments, secrets)
             arguments = reopened.data["arguments"]
-            check_run(args, {})
+            check_run(args)
             if reopened.finished:
                 _show(f"the run of {reopened.started} has ended: results: {reopened.results}")
                 return
-            values = {}
         del args.resume
-        for name in _READ_HERE:
-            setattr(args, name, getattr(args, name) or values.get(name))
         args.model_args = as_dict(args.model_args)
         args.include_path = _include_paths(args.include_path)
-        on_line = {name: value for name, value in vars(args).items() if value is not None}
-        output_dir = _prepare(args, {**values, **on_line}, reopened)
+        output_dir = _prepare(args, reopened)
         before = set(reader.results_at_or_below(output_dir)) if output_dir else set()
         current = context.start(output_dir)
         current.samples = args.samples
@@ -198,18 +191,16 @@ def _include_paths(given: str | list[str] | None) -> list[str]:
     return [str(data_dir("lm_eval_tasks")), *user]
 
 
-def _prepare(
-    args: argparse.Namespace, given: dict[str, Any], reopened: Manifest | None
-) -> Path | None:
+def _prepare(args: argparse.Namespace, reopened: Manifest | None) -> Path | None:
     """Choose the engine of fly's that is meant; check what can be checked before models load.
 
-    given: all flags, those of the file of --config among them. reopened: of a resumed run.
-    Returns the folder that lm-eval will write to, or None without --output_path.
+    reopened: of a resumed run. Returns the folder that lm-eval will write to, or None without
+    --output_path.
     """
     args.model = args.model or "hf"
     if engine := registry.engine_of(args.model, args.model_args):
         args.model = engine
-        _check_models(args, given)
+        _check_models(args)
     elif args.model in HF_NAMES and "pretrained" not in args.model_args:
         raise FlyError(
             "--model_args names no model: add config_path=<pair>.json, or pretrained=<model> to "
@@ -222,7 +213,7 @@ def _prepare(
     return folder
 
 
-def _check_models(args: argparse.Namespace, given: dict[str, Any]) -> None:
+def _check_models(args: argparse.Namespace) -> None:
     """Check the configuration and the models' files; name the run for lm-eval's folders.
 
     lm-eval's cache knows a request by its prompt alone, so the name of the cache gets a hash of
@@ -240,9 +231,9 @@ def _check_models(args: argparse.Namespace, given: dict[str, Any]) -> None:
         # fetch: the next call must find this one's cache
         models = environment.models_of(settings, rest, fetch=True)
         deciding: list[Any] = [settings.hash(), rest, models, environment.deciding_versions()]
-        deciding += [args.model, given.get("device")]
+        deciding += [args.model, args.device]
         if settings.rule != "exact" and settings.draft_policy == "auto":  # K may be 0 beside many
-            deciding += [given.get("batch_size"), given.get("max_batch_size")]
+            deciding += [vars(args).get("batch_size"), args.max_batch_size]
         if settings.earlier_runs:
             deciding.append(EarlierOutputs.read(settings.earlier_runs).digest())
         args.use_cache = f"{args.use_cache}_{hash_json(deciding)[:12]}"

@@ -64,8 +64,9 @@ def _trace(args: argparse.Namespace) -> None:
 
     from fly.analysis.terminal.display import Display
     from fly.analysis.terminal.styles import legend
-    from fly.analysis.terminal.summary import print_counts, print_deferrals
+    from fly.analysis.terminal.summary import print_deferrals
     from fly.harness.hf import FlyLM
+    from fly.harness.summary import print_summary
     from fly.models.token_bytes import reader
     from fly.runs import context
 
@@ -87,8 +88,8 @@ def _trace(args: argparse.Namespace) -> None:
         score = _decode_document(lm, args) if args.task else _decode_prompt(lm, args)
     for generation in display.generations:
         console.print()
-        print_counts(console, generation)
         print_deferrals(console, generation, text_of, lm.fly_config.entropy_kind)
+    print_summary(lm.results_entry())
     if score:
         console.print(score, markup=False)
 

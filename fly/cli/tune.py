@@ -62,7 +62,7 @@ def add_command(subparsers: Any) -> None:
 
 
 def _tune(args: argparse.Namespace) -> None:
-    model_args, available = _checked(args)
+    model_args, available = _check_arguments(args)
     from fly.execution.device import device_facts
     from fly.harness import evaluate
     from fly.tuning import output
@@ -108,7 +108,7 @@ def _tune(args: argparse.Namespace) -> None:
     print(f"configuration: {args.output}")
 
 
-def _checked(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, int]]:
+def _check_arguments(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, int]]:
     """Refuse what can be refused before models load.
 
     Returns the model's arguments, and how many documents each task has.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from importlib.util import find_spec
 from itertools import pairwise
@@ -42,7 +42,7 @@ _MODEL_ARGS_FLAGS = ("--model_args", "-a")
 _JSON_FLAGS = ("--model_args", "-a", "--gen_kwargs", "--metadata", "--samples", "-E")
 
 
-def _listed(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     return value if isinstance(value, (list, tuple)) else [value]
 
 
@@ -78,7 +78,7 @@ class _Flags(TypedDict, total=False):
 
     model: _Text
     model_args: dict[str, Any] | str
-    tasks: Annotated[list[_Text | dict[str, Any]], BeforeValidator(_listed), Field(min_length=1)]
+    tasks: Annotated[list[_Text | dict[str, Any]], BeforeValidator(_as_list), Field(min_length=1)]
     num_fewshot: NonNegativeInt
     batch_size: Annotated[Any, AfterValidator(_batch_size)]
     max_batch_size: PositiveInt
@@ -88,9 +88,9 @@ class _Flags(TypedDict, total=False):
     use_cache: _Text
     cache_requests: dict[_RequestCaching, bool]
     output_path: _Text
-    include_path: Annotated[list[_Text], BeforeValidator(_listed)]
+    include_path: Annotated[list[_Text], BeforeValidator(_as_list)]
     gen_kwargs: dict[str, Any] | str
-    seed: Annotated[list[_Seed | None], BeforeValidator(_listed)]
+    seed: Annotated[list[_Seed | None], BeforeValidator(_as_list)]
     verbosity: _Verbosity
     candidates: PositiveInt
     max_gen_toks: PositiveInt
@@ -116,7 +116,7 @@ class _ModelArgs(TypedDict, total=False):
 class _GenKwargs(TypedDict, total=False):
     """The generation arguments that fly reads; max_gen_toks has several names in lm-eval."""
 
-    until: Annotated[list[str], BeforeValidator(_listed)]
+    until: Annotated[list[str], BeforeValidator(_as_list)]
     do_sample: bool | None
     temperature: float
     top_k: float | None
@@ -222,18 +222,21 @@ def check_device(field: str, name: str) -> None:
         raise FlyError(f"{field}={name}: not available here: choose from {', '.join(here)}")
 
 
-def yaml_values(path: str | None) -> dict[str, Any]:
-    """What --config sets; lm-eval reads the file again."""
-    if not path:
-        return {}
-    where = f"--config {path}"
-    values = _read_yaml(Path(path), where, "flag")
+def merge_config(args: Any) -> set[str]:
+    """Take the flags that the command line does not give from the file of --config, as lm-eval
+    does when it reads the file again; their names."""
+    if not args.config:
+        return set()
+    where = f"--config {args.config}"
+    values = _read_yaml(Path(args.config), where, "flag")
     known = [field.name for field in fields(EvaluatorConfig)]
     for name in values:
         if name not in known:
             hint = reading.hint(str(name), known, "`fly run --help` lists the flags")
             raise FlyError(f"{where}: unknown key {reading.shown(name)}: {hint}")
-    return values
+    missing = {n for n in values if not (vars(args).get(n) or vars(args).get(n) == 0)}
+    vars(args).update({name: values[name] for name in missing})
+    return missing
 
 
 class _Loader(yaml.SafeLoader):
@@ -313,23 +316,21 @@ def check_json(arguments: Sequence[str]) -> None:
             reading.parse(text, flag)
 
 
-def check_run(args: Any, given: Mapping[str, Any]) -> None:
+def check_run(args: Any, from_config: Collection[str] = ()) -> None:
     """Check `fly run`'s flags as far as possible before anything loads.
 
-    given: the values of --config. args.samples is replaced by its parsed content.
+    from_config: names of those that --config gave. args.samples is replaced by its parsed content.
     """
-    on_line = {name: value for name, value in vars(args).items() if value is not None}
-    flags = {**given, **on_line}
+    flags = {name: value for name, value in vars(args).items() if value is not None}
 
     def where(name: str) -> str:
-        return f"--{name}" if name in on_line else f"--config {args.config}"
+        return f"--config {args.config}" if name in from_config else f"--{name}"
 
-    if flags.get("samples") is not None:
-        args.samples = _samples(flags["samples"], where("samples"))
-        flags["samples"] = args.samples
-        given, on_line = ({**part, "samples": args.samples} for part in (given, on_line))
-    check_flags(given, f"--config {args.config}")
+    if "samples" in flags:
+        args.samples = flags["samples"] = _samples(flags["samples"], where("samples"))
+    on_line = {name: value for name, value in flags.items() if name not in from_config}
     check_flags(on_line, "fly run")
+    check_flags({n: flags[n] for n in flags.keys() - on_line.keys()}, f"--config {args.config}")
     model_args = as_dict(flags.get("model_args"))
     for name in ("batch_size", "device"):
         if name in model_args:
@@ -343,9 +344,9 @@ def check_run(args: Any, given: Mapping[str, Any]) -> None:
     from fly.harness import evaluate
 
     tasks: list[Any] = []
-    for part in _listed(flags.get("tasks") or []):
+    for part in _as_list(flags.get("tasks") or []):
         tasks += part.split(",") if isinstance(part, str) else [part]
-    folders = _listed(flags.get("include_path") or [])
+    folders = _as_list(flags.get("include_path") or [])
     check_task_files(tasks, folders)
     evaluate.check_before_models_load(
         tasks, folders, flags.get("samples"),

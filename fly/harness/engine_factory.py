@@ -21,7 +21,7 @@ from fly.execution.pass_costs import PairCosts, calibrate
 from fly.execution.weights import PackedWeights
 from fly.models.token_intersection import TokenIntersection
 from fly.runs.records import Observer
-from fly.settings import DrafterSettings, TextSourceName, settings_of_rule
+from fly.settings import TextSourceName
 from fly.speculation.draft_length import AdaptiveLength, DraftLength, pays
 from fly.speculation.drafters.base import Drafter, DrafterContext, NoDrafter
 from fly.speculation.engine import Engine
@@ -37,7 +37,7 @@ _LOSSY_ACCEPTANCE = 0.87  # of draft tokens, assumed where no count of the run m
 def rule_of(config: FlyConfig) -> Rule:
     """The verification rule in force."""
     kind = registry.load(registry.RULES[config.rule].where)
-    rule: Rule = kind(config.part(settings_of_rule(config.rule)))
+    rule: Rule = kind(config.rule_settings)
     return rule
 
 
@@ -186,7 +186,7 @@ class EngineFactory:
             DrafterContext(
                 slots,
                 planned,
-                config.part(DrafterSettings),
+                config,
                 self.pair.eos_ids,
                 draft,
                 costs,

@@ -121,7 +121,7 @@ def check_before_models_load(
         if samples and not all(name in known or name.endswith(".yaml") for name in wanted):
             manager = TaskManager(include_path=paths)
             known = manager.all_tasks
-        resolved = {name: _resolved(manager, name) for name in wanted}
+        resolved = {name: _resolve(manager, name) for name in wanted}
         for name in dict.fromkeys(chain(*resolved.values())):
             if name in known or name.endswith(".yaml"):
                 tasks |= _load(manager, name)
@@ -188,7 +188,7 @@ def _load(manager: TaskManager, name: str) -> dict[str, Task]:
         ) from error
 
 
-def _resolved(manager: TaskManager, name: str) -> list[str]:
+def _resolve(manager: TaskManager, name: str) -> list[str]:
     """What lm-eval takes this for: tasks, groups and tags, by wildcards too, or tasks' files."""
     if name.endswith(".yaml"):
         return sorted(glob.glob(str(Path(name).absolute())))

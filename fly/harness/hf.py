@@ -34,7 +34,6 @@ from fly.models import compatibility, gguf, loading, sources, tokenizers
 from fly.models.heads.checkpoint import TargetShape, read
 from fly.models.token_intersection import TokenIntersection
 from fly.runs.records import Observer, RequestRecord
-from fly.settings import ExecutionSettings
 from fly.speculation.sequence import Request
 
 logger = logging.getLogger(__name__)
@@ -96,7 +95,6 @@ class FlyLM(Backend, HFLM):
         self_check.warn_if_memory_is_short(target, draft, str(hf_args.get("device") or ""))
         with self._loading("target_model_path", config.target_model_path, target) as path:
             super().__init__(pretrained=path, **hf_args)
-        settings = config.part(ExecutionSettings)
         self._check_token_ids()
         self.processes = self._processes()
         compatibility.refuse_unsupported(self.model, "target_model_path", self.max_length)
@@ -112,7 +110,7 @@ class FlyLM(Backend, HFLM):
                 intersection = self._intersection(draft_model, tokenizer)
                 # before quantisation, whose errors only cost speed
                 self_check.check_cache_agrees(draft_model, "pretrained")
-        packed = weights.pack(self.model, draft_model, settings)
+        packed = weights.pack(self.model, draft_model, config)
         self_check.check_cache_agrees(self.model, "target_model_path", uniform=packed.uniform)
         if packed.uniform:
             capture = captures_graphs(config, self.model) or None
@@ -238,7 +236,7 @@ class FlyLM(Backend, HFLM):
     def _create_model(self, pretrained: str, *args: Any, **kwargs: Any) -> None:
         """Load the weights of the source that `_loading` was given."""
         auto_class: Any = self.AUTO_MODEL_CLASS  # type: ignore[has-type]
-        file, settings = self._source.file, self.fly_config.part(ExecutionSettings)
+        file = self._source.file
         if file is None:
             self._load_weights(auto_class, pretrained, *args, **kwargs)
             return
@@ -246,7 +244,7 @@ class FlyLM(Backend, HFLM):
         attention = {k: kwargs[k] for k in ("attn_implementation",) if kwargs.get(k)}
         config = transformers.AutoConfig.from_pretrained(pretrained, **attention)
         is_changed = any(kwargs.get(key) for key in _CHANGE_WEIGHTS)
-        if not is_changed and weights.may_keep_quantised(dtype, self.device.type, settings):
+        if not is_changed and weights.may_keep_quantised(dtype, self.device.type, self.fly_config):
             self._model = gguf.load(file, config, auto_class, kernels_gguf.takes)
         else:
             dtype = "bfloat16" if dtype == "auto" else dtype

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fly.runs.records import TIMED, Positions, by_position
-from fly.runs.settings import rule_in_words
+from fly.runs.run_settings import rule_in_words
 from fly.runs.shapes import DraftedFrom, DraftRuns
 
 _TARGETS = {True: " (of this target)", False: " (of another target)", None: ""}

@@ -151,8 +151,8 @@ class Matcher:
         return ("changed" if known else "missing"), ()
 
     def _ids(self, output: Output, budget: int) -> Ids | None:
-        """The output's first ids under this tokenizer, at most `budget`; None if they are not to be
-        had, or not all in its vocabulary."""
+        """The output's first ids under this tokenizer, at most `budget`; None if they are
+        unavailable, or not all in its vocabulary."""
         ids = output.ids if output.tokenizer == self._hash else None
         if ids is None and output.text is not None:
             ids = self._encoded(output.text[: budget * self._longest])
@@ -248,11 +248,10 @@ def _is_own(found: _Found, own: Own) -> bool:
 def _of_records(found: _Found, files: Sequence[Path]) -> EarlierRun:
     run = EarlierRun(found.results or found.folder, _target_in_manifest(found))
     for file in files:
-        for number, line in enumerate(reader.read_lines(file, shapes.OutputLine), 1):
+        for line in reader.read_lines(file, shapes.OutputLine):
             ids = tokenizer = None
             if output := line.get("output"):
-                ids = _decoded(output["ids"], f"{file}, line {number}")
-                tokenizer = output["tokenizer"]
+                ids, tokenizer = output_ids.decode(output["ids"]), output["tokenizer"]
             new = Output(line.get("repeat", 0), line["text"], ids, tokenizer)
             run.add(line["task"], line["doc_id"], line["prompt_hash"], new)
     for by_prompt in run.outputs.values():
@@ -291,12 +290,14 @@ def _of_baseline(path: Path, value: dict[str, Any], where: str) -> EarlierRun:
     for name, task in value["tasks"].items():
         outputs = task.get("outputs") or {"tokenizer": "", "ids": {}}
         for doc_id, of_document in outputs["ids"].items():
-            place = f"{where}: {name}, document {doc_id}"
             document = task["documents"].get(doc_id)
             if document is None or "prompt" not in document or not doc_id.isdecimal():
-                raise FlyError(f"{place}: its outputs are of no document: store the baseline anew")
+                raise FlyError(
+                    f"{where}: {name}, document {doc_id}: its outputs are of no document: store "
+                    "the baseline anew"
+                )
             for repeat, text in enumerate(of_document):
-                new = Output(repeat, None, _decoded(text, place), outputs["tokenizer"])
+                new = Output(repeat, None, output_ids.decode(text), outputs["tokenizer"])
                 run.add(name, int(doc_id), document["prompt"], new)
     if not run.outputs:
         raise FlyError(
@@ -304,10 +305,3 @@ def _of_baseline(path: Path, value: dict[str, Any], where: str) -> EarlierRun:
             "--with-outputs"
         )
     return run
-
-
-def _decoded(text: str, where: str) -> Ids:
-    try:
-        return output_ids.decode(text)
-    except ValueError as error:
-        raise FlyError(f"{where}: output.ids is damaged: {error}") from None

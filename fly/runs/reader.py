@@ -177,15 +177,15 @@ def read_lines(path: Path, shape: type[_Line]) -> list[_Line]:
 
 def results_in(folder: Path) -> list[Path]:
     """The results files in a folder, the oldest first."""
-    return _found(folder.glob("*.json"))
+    return _sorted_by_date(folder.glob("*.json"))
 
 
 def results_at_or_below(folder: Path) -> list[Path]:
     """Those in a folder and in the folders in it, the oldest first."""
-    return _found([*folder.glob("*.json"), *folder.glob("*/*.json")])
+    return _sorted_by_date([*folder.glob("*.json"), *folder.glob("*/*.json")])
 
 
-def _found(files: Iterable[Path]) -> list[Path]:
+def _sorted_by_date(files: Iterable[Path]) -> list[Path]:
     return sorted((path for path in files if _RESULTS.fullmatch(path.stem)), key=date_of)
 
 

@@ -173,8 +173,8 @@ def mean_lengths(documents: Collection[Lengths]) -> dict[str, float | None]:
     for name in ("tau", "al"):
         own = [getattr(document, name) for document in documents]
         own = [value for value in own if value is not None]
-        found[name] = _rounded(getattr(whole, name))
-        found[f"{name}_document_mean"] = _rounded(fmean(own)) if own else None
+        found[name] = _round(getattr(whole, name))
+        found[f"{name}_document_mean"] = _round(fmean(own)) if own else None
     return found
 
 
@@ -241,7 +241,7 @@ class RequestRecord:
         return {
             **self.counts.as_dict(),
             **rates(self.counts, self.seconds),
-            "al": _rounded(Lengths.of(self.counts, self.positions).al),
+            "al": _round(Lengths.of(self.counts, self.positions).al),
             "sources": self.sources.as_dict(),
             "positions": self.positions.as_dict(),
             "wall_seconds": None if wall is None else round(wall, 6),
@@ -339,5 +339,5 @@ def _ratio(numerator: float, denominator: float) -> float | None:
     return round(numerator / denominator, 4) if denominator > 0 else None
 
 
-def _rounded(value: float | None) -> float | None:
+def _round(value: float | None) -> float | None:
     return None if value is None else round(value, 4)

@@ -42,17 +42,14 @@ _SECRETS = {
 _LOCK_SECONDS = 5.0  # a process that was told to end may take so long
 
 
-def split_secrets(
-    args: argparse.Namespace, yaml_values: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """lm-eval's arguments (--config's values under the command line's) without the secrets among
-    key=value pairs; and these secrets by argument, which are never written down."""
-    on_line = {
+def split_secrets(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """lm-eval's arguments without the secrets among key=value pairs; and these secrets by argument,
+    which are never written down."""
+    arguments: dict[str, Any] = plain({
         name: value
         for name, value in vars(args).items()
         if (value or value == 0) and name not in _NOT_ARGUMENTS
-    }
-    arguments: dict[str, Any] = plain({**yaml_values, **on_line})
+    })  # fmt: skip
     secrets = {}
     for name, value in arguments.items():
         if name in _KEY_VALUES and isinstance(value, str):  # as --config's file may have it
@@ -94,10 +91,9 @@ def reopen(args: argparse.Namespace, given: dict[str, Any], secrets: dict[str, A
             raise FlyError(f"{manifest.path}: arguments.{name}: `fly run` has no such flag: {hint}")
     _check_given(manifest, given)
     args.config = None
-    for name, value in manifest.data["arguments"].items():
-        setattr(args, name, value)
-    for name, found in secrets.items():
-        setattr(args, name, {**(getattr(args, name, None) or {}), **found})
+    own = manifest.data["arguments"]
+    with_secrets = {name: {**own.get(name, {}), **found} for name, found in secrets.items()}
+    vars(args).update({**own, **with_secrets})
     args.output_path = str(manifest.output_path)
     folder = manifest.data["working_directory"]
     if folder != str(Path.cwd()):

@@ -19,6 +19,7 @@ from pydantic import (
 from typing_extensions import NotRequired, TypedDict
 
 from fly.reading import Name, TaskName
+from fly.runs import output_ids
 from fly.runs.records import SOURCES
 
 _Ids = list[NonNegativeInt]
@@ -165,8 +166,16 @@ class RequestLine(TypedDict):
     positions: NotRequired[ByPosition]
 
 
+def _decodable(ids: str) -> str:
+    output_ids.decode(ids)
+    return ids
+
+
+_Encoded = Annotated[str, AfterValidator(_decodable)]
+
+
 class _Output(TypedDict):
-    ids: str
+    ids: _Encoded
     tokenizer: str
 
 
@@ -185,7 +194,7 @@ class StoredOutputs(TypedDict):
     """Outputs of a task in a baseline file, by document id; one per request."""
 
     tokenizer: str
-    ids: dict[str, list[str]]
+    ids: dict[str, list[_Encoded]]
 
 
 class _StoredTask(TypedDict):

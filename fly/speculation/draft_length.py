@@ -18,7 +18,8 @@ from fly.speculation.acceptance import DRAFT_MODEL, AcceptanceEstimate
 
 GAIN = 1.08  # drafting has to promise this much over the target alone: costs are coarse
 # A text has to promise this much over what would be done without it. Not GAIN: with it texts that
-# are sampled, or verified loosely, would change where earlier runs are drafted from.
+# are sampled, or verified loosely, would change where earlier runs are drafted from; and with this
+# for lengths, what was measured at six sequences would be undone (docs/performance.md).
 GAIN_OF_TEXT = 1.05
 
 

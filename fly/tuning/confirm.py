@@ -79,11 +79,12 @@ def confirm(
     given: FlyConfig,
     candidate: FlyConfig,
     least: float,
-    done: Callable[[int, int], None] = lambda count, total: None,
+    done: Callable[[int], object] = lambda documents: None,
 ) -> Confirmation:
     """Run the target alone, the given configuration and the candidate in turns.
 
-    As many documents as the search used, unseen ones if every task has them.
+    As many documents as the search used, unseen ones if every task has them. done: as in
+    `TunedPair.run_in_turns`.
     """
     documents, fresh = documents_for(workload.available, workload.limit)
     alone = given.model_copy(update={"use_sd": False})

@@ -7,23 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
-from fly.analysis.scores import Measured
 from fly.models.fingerprint import hash_json
 from fly.paths import write_output
-from fly.runs.records import Counts
 from fly.tuning.real_runs import RunResult
 
 
-class _Kept(BaseModel):
+class _Kept(RunResult):
     """A file."""
 
     key: dict[str, Any]
-    counts: Counts
-    seconds: dict[str, float]
-    requests: int
-    measured: Measured
 
 
 @dataclass(frozen=True)
@@ -40,19 +32,11 @@ class KeptRuns:
             kept = _Kept.model_validate_json(self._path(whole).read_bytes())
         except (OSError, ValueError):
             return None  # not there, or not ours: it is made anew
-        if kept.key != whole:
-            return None
-        return RunResult(kept.counts, kept.seconds, kept.requests, kept.measured)
+        return kept if kept.key == whole else None
 
     def save(self, key: dict[str, Any], run: RunResult) -> None:
         whole = self._whole(key)
-        kept = _Kept(
-            key=whole,
-            counts=run.counts,
-            seconds=run.seconds,
-            requests=run.requests,
-            measured=run.measured,
-        )
+        kept = _Kept(key=whole, **dict(run))
         write_output(self._path(whole), kept.model_dump_json() + "\n", "--output")
 
     def _whole(self, key: dict[str, Any]) -> dict[str, Any]:

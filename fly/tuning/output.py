@@ -18,6 +18,7 @@ from fly.analysis.tables import interval_text
 from fly.execution.device import device_facts
 from fly.paths import write_output
 from fly.runs.environment import versions
+from fly.runs.run_settings import rule_in_words
 from fly.tuning.candidates import changes, kind
 from fly.tuning.fidelity import Recovery
 from fly.tuning.real_runs import TunedPair, Workload
@@ -125,7 +126,7 @@ def print_table(tuning: Tuning, least: float) -> None:
     """What was run on all documents, the fastest first; the target alone last. Then what was found
     when the fastest was run once more."""
     table = Table(title="fly tune: measured decoding", title_justify="left")
-    for name in ("rule", "K", "W", "gates", "exact places"):
+    for name in ("rule", "K", "settings"):
         table.add_column(name)
     for name in ("time x", "tok/s", "tau", "changed", "recovery", "held"):
         table.add_column(name, justify="right")
@@ -133,7 +134,7 @@ def print_table(tuning: Tuning, least: float) -> None:
     for run in sorted(tuning.finished, key=lambda run: run.seconds):
         over = _number(alone.seconds_of_decoding / run.seconds if run.seconds else None)
         table.add_row(*_setting(run), over, *_numbers(run), *_scores(run, least))
-    table.add_row("the target alone", *[""] * 4, "1", f"{alone.tok_s:.2f}", "1.00", "-", "1", "")
+    table.add_row("the target alone", "", "", "1", f"{alone.tok_s:.2f}", "1.00", "-", "1", "")
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     dropped = len(_ran(tuning)) - len(tuning.finished)
     print(f"{dropped} more configurations were dropped on fewer documents: the record has them")
@@ -167,24 +168,17 @@ def _time_x(ratio: Ratio | None) -> str:
 
 
 def _name(run: RealRun) -> str:
-    return f"{kind(run.config)}, K={run.config.spd_k}" + (" (given)" if run.is_given else "")
+    return f"{_kind(run)}, K={run.config.spd_k}"
+
+
+def _kind(run: RealRun) -> str:
+    return kind(run.config) + (" (given)" if run.is_given else "")
 
 
 def _setting(run: RealRun) -> tuple[str, ...]:
     config = run.config
-    is_fly = config.rule == "fly"
-    gates = {
-        "theta": config.entropy_thre, "margin": config.margin_thre,
-        "ratio": config.draft_ratio_thre, "rank": config.draft_rank_max,
-    }  # fmt: skip
-    places = [f"first {config.exact_first_tokens}"] if config.exact_first_tokens else []
-    return (
-        kind(config) + (" (given)" if run.is_given else ""),
-        str(config.spd_k),
-        str(config.window) if is_fly else "-",
-        " ".join(f"{k} {v}" for k, v in gates.items() if v is not None) if is_fly else "-",
-        ", ".join([*places, *(config.exact_pattern or ())]) if is_fly else "-",
-    )
+    words = rule_in_words(config.rule, config.model_dump())
+    return _kind(run), str(config.spd_k), ", ".join(words)
 
 
 def _numbers(run: RealRun) -> tuple[str, ...]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from pydantic import BaseModel, Field
 
 from fly import config as fly_config
 from fly.analysis import scores
@@ -20,14 +21,7 @@ from fly.models import fingerprint
 from fly.runs import reader
 from fly.runs.environment import models_of
 from fly.runs.jsonl import JsonLines
-from fly.runs.records import (
-    DECODING,
-    TIMED,
-    Counts,
-    RequestRecord,
-    rates,
-    zero_seconds,
-)
+from fly.runs.records import DECODING, Counts, RequestRecord, rates
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -48,25 +42,19 @@ class Workload:
     samples: dict[str, list[int]] | None = None  # the documents of a run, by task
 
 
-@dataclass
-class RunResult:
+class RunResult(BaseModel):
     """A configuration on some documents."""
 
     counts: Counts  # sums over the requests
     seconds: dict[str, float]  # sums over the requests, by phase
     requests: int
-    measured: Measured = field(repr=False)  # the scores
+    measured: Measured = Field(repr=False)  # the scores
     # by task and document; empty for runs that were kept by an earlier tune
-    decode_seconds: dict[tuple[str, int], float] = field(default_factory=dict, repr=False)
+    decode_seconds: dict[tuple[str, int], float] = Field(default={}, repr=False, exclude=True)
 
     @property
     def seconds_of_decoding(self) -> float:
         return sum(self.seconds[phase] for phase in DECODING)
-
-    @property
-    def seconds_timed(self) -> float:
-        """Decoding and prefill."""
-        return sum(self.seconds[phase] for phase in TIMED)
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -99,22 +87,21 @@ class RunResult:
 
 def join(parts: Sequence[RunResult]) -> RunResult:
     """One configuration's runs on different documents of the same tasks, as one run."""
-    counts, seconds = Counts(), dict[str, float](zero_seconds())
+    counts = Counts()
     for part in parts:
         counts.add(part.counts)
-        for phase, value in part.seconds.items():
-            seconds[phase] += value
-    first = parts[0].measured
+    first = parts[0]
     tasks = {
-        name: _join_task([part.measured.tasks[name] for part in parts]) for name in first.tasks
+        name: _join_task([part.measured.tasks[name] for part in parts])
+        for name in first.measured.tasks
     }
     notes = [*dict.fromkeys(note for part in parts for note in part.measured.notes)]
     return RunResult(
-        counts,
-        seconds,
-        sum(part.requests for part in parts),
-        first.model_copy(update={"tasks": tasks, "notes": notes}),
-        {key: value for part in parts for key, value in part.decode_seconds.items()},
+        counts=counts,
+        seconds={phase: sum(part.seconds[phase] for part in parts) for phase in first.seconds},
+        requests=sum(part.requests for part in parts),
+        measured=first.measured.model_copy(update={"tasks": tasks, "notes": notes}),
+        decode_seconds={key: value for part in parts for key, value in part.decode_seconds.items()},
     )
 
 
@@ -140,7 +127,7 @@ class _TimedLM(FlyLM):
         lm = self.with_config(config)
         lm.seconds = defaultdict[tuple[str, int], float](float)
         lm.texts = dict[tuple[Any, ...], str]()
-        lm.in_turns, lm.done = (), None
+        lm.in_turns, lm.done = (), lambda documents: None
         return lm
 
     def keep(self, instance: Instance, text: str, record: RequestRecord, log: JsonLines) -> None:
@@ -154,13 +141,13 @@ class _TimedLM(FlyLM):
         if not self.in_turns:
             return super().generate_until(requests, disable_tqdm)
         texts = []
-        for count, instance in enumerate(requests):
+        for instance in requests:
             key = (instance.task_name, instance.doc_id, instance.idx, instance.args[0])
             if key not in self.texts:
                 first = len(self.texts) % len(self.in_turns)
                 for lm in (*self.in_turns[first:], *self.in_turns[:first]):
                     (lm.texts[key],) = FlyLM.generate_until(lm, [instance], disable_tqdm=True)
-                self.done(count + 1, len(requests))
+                self.done(len(self.in_turns))
             texts.append(self.texts[key])
         return texts
 
@@ -180,8 +167,13 @@ class _TimedLM(FlyLM):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         measured = scores.measure(reader.of_results(found, self.fly_config.mode))
-        stats = self.stats
-        return RunResult(stats.counts, stats.seconds, stats.requests, measured, dict(self.seconds))
+        return RunResult(
+            counts=self.stats.counts,
+            seconds=self.stats.seconds,
+            requests=self.stats.requests,
+            measured=measured,
+            decode_seconds=dict(self.seconds),
+        )
 
 
 class TunedPair:
@@ -214,9 +206,10 @@ class TunedPair:
         self,
         workload: Workload,
         configs: Sequence[FlyConfig],
-        done: Callable[[int, int], None] = lambda count, total: None,
+        done: Callable[[int], object] = lambda documents: None,
     ) -> list[RunResult]:
-        """The workload under several configurations, each document by all of them in turn."""
+        """The workload under several configurations, each document by all of them in turn. done: is
+        told how many documents more were decoded."""
         lms = tuple(self.lm.begin(config) for config in configs)
         for lm in lms:
             lm.in_turns, lm.done = lms, done

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import ceil
 from pathlib import Path
+
+from tqdm import tqdm
 
 from fly.config import FlyConfig
 from fly.errors import FlyError
@@ -19,7 +22,6 @@ from fly.tuning.candidates import candidates
 from fly.tuning.confirm import Confirmation, confirm
 from fly.tuning.fidelity import Recovery
 from fly.tuning.kept_runs import KeptRuns
-from fly.tuning.progress import Plan
 from fly.tuning.real_runs import RunResult, TunedPair, Workload, join
 
 _SETS = 4  # of documents, each half as many as the next
@@ -147,6 +149,10 @@ def growing_sets(available: dict[str, int], limit: int) -> list[dict[str, list[i
     ]
 
 
+def _documents(by_task: dict[str, list[int]]) -> int:
+    return sum(map(len, by_task.values()))
+
+
 def survivors(runs: list[RealRun], count: int, least: float) -> list[RealRun]:
     """The `count` best, beside the given configuration and the best of exact verification, which
     keeps the scores."""
@@ -168,10 +174,6 @@ class Tuner:
     ) -> None:
         self._pair, self._workload, self._options, self._keep = pair, workload, options, keep
         self._sets = growing_sets(workload.available, workload.limit)
-        self._stages = [
-            f"search, {number + 1} of {len(self._sets)}" for number in range(len(self._sets))
-        ]
-        self._plan = Plan(["the target alone", *self._stages, "confirmation"])
         common = {
             "versions": versions(),
             "device": device_facts(pair.lm.device),
@@ -185,34 +187,49 @@ class Tuner:
         """Everything from the target alone to the confirmation. Raises FlyError if nothing can be
         told."""
         given = self._pair.given
-        self._plan.start("the target alone")
         alone = given.model_copy(update={"use_sd": False})
-        tuning = Tuning(given, [self._run_on(alone, number) for number in range(len(self._sets))])
-        self._check(tuning.baseline)
-        tuning.runs = [RealRun(given, is_given=True)]
-        tuning.runs += [RealRun(config, is_given=False) for config in candidates(given)]
-        counts = self._expect(tuning)
-        self._keep(tuning)
-        running = tuning.runs
-        for number, stage in enumerate(self._stages):
-            self._plan.start(stage)
-            if number:
-                running = survivors(running, counts[number], self._options.min_recovery)
-            for done, run in enumerate(running):
-                self._plan.step(done, len(running))
-                self._advance(tuning, run, number)
-        self._confirm(tuning)
-        self._plan.end()
+        with tqdm(
+            desc="the target alone",
+            unit="doc",
+            total=sum(map(_documents, self._sets)),
+            mininterval=1.0 if sys.stderr.isatty() else 20.0,
+        ) as self._bar:
+            target = [self._run_on(alone, number) for number in range(len(self._sets))]
+            tuning = Tuning(given, target)
+            self._check(tuning.baseline)
+            tuning.runs = [RealRun(given, is_given=True)]
+            tuning.runs += [RealRun(config, is_given=False) for config in candidates(given)]
+            self._keep(tuning)
+            counts = self._plan(len(tuning.runs) - 1)
+            running = tuning.runs
+            for number in range(len(self._sets)):
+                self._bar.set_description(f"search, {number + 1} of {len(self._sets)}")
+                if number:
+                    running = survivors(running, counts[number], self._options.min_recovery)
+                for run in running:
+                    self._advance(tuning, run, number)
+            self._confirm(tuning)
         return tuning
+
+    def _plan(self, first: int) -> list[int]:
+        """How many candidates each set of documents is run by, in equal ratios from all to those
+        that are left at the end."""
+        last, steps = min(self._options.survivors, first), max(1, len(self._sets) - 1)
+        counts = [round(first * (last / first) ** (n / steps)) for n in range(len(self._sets))]
+        sizes = [_documents(each) for each in self._sets]
+        # beside them the given configuration, and exact verification; three in the confirmation
+        left = sum(size * (count + 2) for size, count in zip(sizes, counts)) + 3 * sum(sizes)
+        self._bar.total = self._bar.n + left
+        return counts
 
     def _run_on(self, config: FlyConfig, number: int) -> RunResult:
         """On a set of documents, unless an earlier tune has."""
         workload = replace(self._workload, samples=self._sets[number])
         key = {"workload": asdict(workload), "config": config.model_dump()}
-        if (kept := self._kept.load(key)) is not None:
-            return kept
-        found = self._pair.run(workload, config)
-        self._kept.save(key, found)
+        if (found := self._kept.load(key)) is None:
+            found = self._pair.run(workload, config)
+            self._kept.save(key, found)
+        self._bar.update(_documents(self._sets[number]))
         return found
 
     def _check(self, target: RunResult) -> None:
@@ -223,20 +240,7 @@ class Tuner:
                 "raise --limit, or choose other tasks"
             )
         for note in fidelity.check_judgeable(target.measured, self._options.min_recovery):
-            print(f"note: {note}")
-
-    def _expect(self, tuning: Tuning) -> list[int]:
-        """How many candidates each stage runs, in equal ratios from all to those that are left at
-        the end; with them rough lengths of the stages."""
-        first, last = len(tuning.runs) - 1, min(self._options.survivors, len(tuning.runs) - 1)
-        steps = max(1, len(self._stages) - 1)
-        counts = [
-            round(first * (last / first) ** (number / steps)) for number in range(len(self._stages))
-        ]
-        for stage, count, target in zip(self._stages, counts, tuning.target):
-            self._plan.expect(stage, 0.6 * target.seconds_timed * (count + 2))
-        self._plan.expect("confirmation", 2.2 * tuning.baseline.seconds_timed)
-        return counts
+            self._bar.write(f"note: {note}")
 
     def _advance(self, tuning: Tuning, run: RealRun, number: int) -> None:
         run.recoveries = []
@@ -259,10 +263,9 @@ class Tuner:
         least = self._options.min_recovery
         best = tuning.fastest(least)
         if best is None or best.is_given:
-            self._plan.skip("confirmation")
             return
-        self._plan.start("confirmation")
+        self._bar.set_description("confirmation")
         tuning.confirmation = confirm(
-            self._pair, self._workload, tuning.given, best.config, least, self._plan.step
+            self._pair, self._workload, tuning.given, best.config, least, self._bar.update
         )
         self._keep(tuning)

@@ -51,7 +51,9 @@ def place(saved_pair, config_file, task_dir):  # noqa: F811
 
 @pytest.fixture
 def no_model(monkeypatch):
-    monkeypatch.setattr("fly.harness.hf.FlyLM._load", lambda *args, **kwargs: pytest.fail("loaded"))
+    monkeypatch.setattr(
+        "fly.harness.hf.FlyLM._load_pair", lambda *args, **kwargs: pytest.fail("loaded")
+    )
 
 
 def refused(capsys, words, *arguments):
@@ -274,7 +276,7 @@ MODEL_ARGS = [
     ("trust_remote_code=maybe", "trust_remote_code='maybe' (model_args)"),
     ("parallelize=2", "parallelize=2 (model_args)"),
     ("gptqmodel=2", "gptqmodel=2 (model_args)"),  # by HFLM's own annotations
-    ("pretrained=~nobody-here/x", "~nobody-here/x: nobody's home folder is called so"),
+    ("pretrained=~nobody-here/x", "~nobody-here/x: no such user"),
     ("prefix_token_id=x", "prefix_token_id='x' (model_args)"),
     ("chat_template_args=x", "chat_template_args='x' (model_args)"),
     ("softmax_dtype=banana", "softmax_dtype=banana: no such dtype"),

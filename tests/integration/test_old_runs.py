@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fly.runs import reader
-from fly.runs.settings import of_rule
+from fly.runs.run_settings import of_rule
 from tests.integration.test_cli import run
 from tests.integration.test_report import blocks
 

@@ -121,9 +121,7 @@ def test_tensors_that_do_not_fit_are_named(damage, told):
 
 
 def test_a_d2t_that_leaves_the_targets_vocabulary_is_refused():
-    with pytest.raises(
-        FlyError, match="its d2t does not fit the target: target ids must be from 0 to 63"
-    ):
+    with pytest.raises(FlyError, match=r"its d2t .* 0 to 63"):
         parse("speculators", {"d2t": torch.tensor([0, 70])})
 
 

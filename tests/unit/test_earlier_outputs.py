@@ -65,7 +65,7 @@ def test_damaged_ids_are_refused_with_file_and_line(tmp_path, tokenizer, text):
     bad = record(1)
     bad["output"] = {"ids": text, "tokenizer": "x"}
     folder = write(tmp_path / "run", record(), bad)
-    with pytest.raises(FlyError, match=r"fly_requests_.*jsonl, line 2: output\.ids is damaged"):
+    with pytest.raises(FlyError, match=r"output\.ids=.* \(.*fly_requests_.*jsonl, line 2\)"):
         EarlierOutputs.read([str(folder)])
 
 

@@ -150,13 +150,13 @@ def test_tasks_are_tables_of_one_family(tmp_path):
 @pytest.mark.parametrize(
     ("left_out", "more", "message"),
     [
-        ("alone", {}, "exact4: no target-only run of model (torch.float32, fly; sums) is among"),
+        ("alone", {}, "exact4: no target-only run of model (torch.float32, fly; sums)"),
         (None, {"mode": "target-only"}, "exact4: alone and more could each be its target-only run"),
         (None, {"mode": None}, "more: a matrix is of fly's runs, and this is one of hf: leave"),
         (
             None,
             {"mode": "exact", "entry": {"drafter": "ngram"}, "settings": {"spd_k": 8}},
-            "ngram and more belong in one cell of the matrix (model; ngram, K=8; exact): leave",
+            "ngram and more belong in one cell of the matrix (model; ngram, K=8; exact)",
         ),
         (None, {"mode": "exact", "target": "other"}, "more: no target-only run of other"),
     ],

@@ -8,6 +8,7 @@ import re
 import pytest
 
 from fly.errors import FlyError
+from fly.harness.arguments import merge_config
 from fly.models import fingerprint
 from fly.models.sources import ModelSource
 from fly.runs import finished_requests, manifest, resume
@@ -293,10 +294,10 @@ def test_a_folder_in_place_of_records_is_named(tmp_path):
     ("rounds", "tokens", "message"),
     [
         (2, [7, 8, 9], None),
-        (0, [7, 8, 9], "fly_trace_s.jsonl: holds 0 of 2 rounds of task t, doc 3: put the file"),
-        (1, [7, 8, 9], "fly_trace_s.jsonl: holds 1 of 2 rounds of task t, doc 3: put the file"),
-        (2, [7, 9], "fly_vocabulary_s.jsonl: holds no token 8, which the trace names: put the"),
-        (2, [], "fly_vocabulary_s.jsonl: holds no token 7, which the trace names: put the file"),
+        (0, [7, 8, 9], "fly_trace_s.jsonl: holds 0 of 2 rounds of task t, doc 3"),
+        (1, [7, 8, 9], "fly_trace_s.jsonl: holds 1 of 2 rounds of task t, doc 3"),
+        (2, [7, 9], "fly_vocabulary_s.jsonl: holds no token 8"),
+        (2, [], "fly_vocabulary_s.jsonl: holds no token 7"),
     ],
 )
 def test_a_run_with_a_trace_goes_on_with_the_whole_trace(tmp_path, rounds, tokens, message):
@@ -314,21 +315,23 @@ def test_a_run_with_a_trace_goes_on_with_the_whole_trace(tmp_path, rounds, token
         finished_requests.FinishedRequests(tmp_path, "s", is_traced=True)
 
 
-def test_arguments_are_what_lm_eval_sees_without_secrets():
+def test_arguments_are_what_lm_eval_sees_without_secrets(tmp_path):
     """Values of --config lie under the command line's; a token must not reach the disk."""
+    (tmp_path / "run.yaml").write_text(
+        "tasks: [a]\nlimit: 9\nmodel_args: x=1\ngen_kwargs: max_gen_toks=3\n"
+        "wandb_args: project=p,api_key=s\nlog_samples: false\n"
+    )
     args = argparse.Namespace(
-        command="run", func=print, config="run.yaml", resume=None, tasks=None, limit=0.0,
-        model_args={"dtype": "float32", "token": "s"}, seed=[0, None],
+        command="run", func=print, config=str(tmp_path / "run.yaml"), resume=None, tasks=None,
+        limit=0.0, model_args={"dtype": "float32", "token": "s"}, seed=[0, None],
         hf_hub_log_args={"token": "s", "org": "o"},
     )  # fmt: skip
-    yaml_values = {
-        "tasks": ["a"], "limit": 9, "model_args": "x=1", "gen_kwargs": "max_gen_toks=3",
-        "wandb_args": "project=p,api_key=s",
-    }  # fmt: skip
-    assert resume.split_secrets(args, yaml_values)[0] == {
+    merged = merge_config(args)
+    assert merged == {"tasks", "gen_kwargs", "wandb_args", "log_samples"}
+    assert resume.split_secrets(args)[0] == {
         "tasks": ["a"], "limit": 0.0, "model_args": {"dtype": "float32"}, "seed": [0, None],
         "gen_kwargs": {"max_gen_toks": 3}, "hf_hub_log_args": {"org": "o"},
-        "wandb_args": {"project": "p"},
+        "wandb_args": {"project": "p"}, "log_samples": False,
     }  # fmt: skip
 
 
@@ -346,15 +349,15 @@ def test_the_namespace_becomes_the_run_s(tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
     args = argparse.Namespace(
         resume=str(tmp_path / "out"), config="x", hf_hub_log_args={"token": "s"}, limit=None,
-        model_args={"token": "t"},
+        model_args={"token": "t"}, trackio_args="project=p,HF_TOKEN=u",  # of --config's file
     )  # fmt: skip
-    _, secrets = resume.split_secrets(args, {"trackio_args": "project=p,HF_TOKEN=u"})
+    _, secrets = resume.split_secrets(args)
     found = resume.reopen(args, {"output_path": "..", "hf_hub_log_args": {}, "limit": 2.0}, secrets)
     assert found.path == run.path
     assert (args.config, args.limit, args.output_path) == (None, 2.0, str(tmp_path / "out"))
     assert args.hf_hub_log_args == {"org": "o", "token": "s"}
     assert args.model_args == {"dtype": "float32", "token": "t"}
-    assert args.trackio_args == {"HF_TOKEN": "u"}  # of --config's file
+    assert args.trackio_args == {"HF_TOKEN": "u"}
     assert os.getcwd() == str(tmp_path)
     with pytest.raises(FlyError, match=r'--output_path was "gone/out", is now "else"'):
         resume.reopen(args, {"output_path": "else"}, {})

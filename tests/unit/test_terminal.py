@@ -8,7 +8,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from fly.analysis.terminal.rows import Layout, coloured, lettered
+from fly.analysis.terminal.rows import Layout, draw_coloured, draw_lettered
 from fly.analysis.terminal.styles import STYLES, legend
 from fly.runs.replay import Token
 
@@ -34,12 +34,12 @@ def text(row):
 
 def test_letters_stand_below_the_first_column_of_each_token():
     (row,) = lay_out([("def", "draft"), (" f", "ngram"), ("(", "recovered"), (")", "bonus")])
-    assert lettered(row).plain == "def f()\nd..n.rb"
+    assert draw_lettered(row).plain == "def f()\nd..n.rb"
 
 
 def test_wide_characters_keep_the_two_lines_in_step():
     (row,) = lay_out([("\u4e2d\u6587", "draft"), ("e\u0301", "bonus"), ("!", "ngram")])
-    above, below = lettered(row).plain.split("\n")
+    above, below = draw_lettered(row).plain.split("\n")
     assert cell_len(above) == cell_len(below)
     assert below == "d...bn"
 
@@ -108,7 +108,7 @@ def test_every_source_looks_different_with_and_without_colours():
     assert len({style.letter for style in STYLES.values()}) == len(STYLES)
     assert len({style.style for style in STYLES.values()}) == len(STYLES)
     (row,) = lay_out([("ab", source) for source in STYLES])
-    styles = [str(span.style) for span in coloured(row).spans][::2]
+    styles = [str(span.style) for span in draw_coloured(row).spans][::2]
     assert styles == [style.style for style in STYLES.values()]
 
 
@@ -123,8 +123,8 @@ def test_no_two_sources_differ_by_red_against_green_alone():
 def test_provisional_tokens_look_different():
     (row,) = lay_out([("ab", "draft")])
     waiting = [replace(cell, provisional=True) for cell in row]
-    assert "underline" in str(coloured(waiting).spans[0].style)
-    assert lettered(waiting).plain == "ab\nd?"
+    assert "underline" in str(draw_coloured(waiting).spans[0].style)
+    assert draw_lettered(waiting).plain == "ab\nd?"
 
 
 @pytest.mark.parametrize("width", [20, 100])

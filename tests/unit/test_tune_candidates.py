@@ -69,7 +69,10 @@ def test_every_set_has_documents_of_every_task():
 def run(seconds, measured=GOOD, *, emitted=10, is_given=False, **keys):
     found = BASE.model_copy(update=keys)
     result = RunResult(
-        Counts(emitted=emitted, rounds=5), zero_seconds() | {"verify": seconds}, 4, measured
+        counts=Counts(emitted=emitted, rounds=5),
+        seconds=zero_seconds() | {"verify": seconds},
+        requests=4,
+        measured=measured,
     )
     return RealRun(found, is_given, [result], recoveries(GOOD, measured, 0.9))
 

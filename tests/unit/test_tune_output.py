@@ -21,7 +21,8 @@ SCORES = scored(t={"em,strict": [1, 1, 0, 0], "em,loose": [1, 1, 1, 1], "f1": [0
 
 def result(measured=SCORES, emitted=0):
     counts = Counts(rounds=emitted // 2, emitted=emitted, bonus=emitted)
-    return RunResult(counts, zero_seconds() | {"verify": emitted / 10}, 4, measured)
+    seconds = zero_seconds() | {"verify": emitted / 10}
+    return RunResult(counts=counts, seconds=seconds, requests=4, measured=measured)
 
 
 def ran(measured=SCORES, emitted=0):

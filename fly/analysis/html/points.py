@@ -8,7 +8,7 @@ from typing import Any
 
 from fly.analysis.matrix import Cell, Scored
 from fly.analysis.statistics import Interval
-from fly.runs import settings
+from fly.runs import run_settings
 from fly.runs.reader import Run
 from fly.runs.records import TIMED, mean_lengths
 
@@ -22,7 +22,7 @@ def of_runs(runs: Sequence[Scored], cells: Sequence[Cell]) -> list[dict[str, Any
     """
     timed = [each for each in runs if any(task.work for task in each[1].tasks.values())]
     curves = _labels([run for run, _ in timed], "batch_size")
-    drafted = [run for run, _ in timed if "spd_k" in settings.in_force(run)]
+    drafted = [run for run, _ in timed if "spd_k" in run_settings.in_force(run)]
     series = {run.path: label for run, label in zip(drafted, _labels(drafted, "spd_k"))}
     speeds = {(cell.run, cell.row.task): cell.speed for cell in cells}
     found = []
@@ -34,7 +34,7 @@ def of_runs(runs: Sequence[Scored], cells: Sequence[Cell]) -> list[dict[str, Any
             tok_s_user, tok_s_gpu = _rates(run, name)
             found.append({
                 "run": measured.name, "task": name, "curve": curve, "batch_size": run.batch_size,
-                "series": series.get(run.path), "k": settings.in_force(run).get("spd_k"),
+                "series": series.get(run.path), "k": run_settings.in_force(run).get("spd_k"),
                 "tau": mean_lengths([work.lengths for work in task.work.values()])["tau"],
                 "time_x": speed.end_to_end.value if speed and speed.end_to_end else None,
                 "tok_s_user": tok_s_user, "tok_s_gpu": tok_s_gpu,
@@ -44,9 +44,9 @@ def of_runs(runs: Sequence[Scored], cells: Sequence[Cell]) -> list[dict[str, Any
 
 def _labels(runs: list[Run], without: str) -> list[str]:
     """What sets the runs apart besides one setting, with their engines if these are several."""
-    labels = settings.labels(runs, without=(without,))
+    labels = run_settings.labels(runs, without=(without,))
     engines = len({run.engine for run in runs}) > 1
-    named = [label or settings.MODES.get(run.mode, run.mode) for run, label in zip(runs, labels)]
+    named = [label or run_settings.name_mode(run) for run, label in zip(runs, labels)]
     return [f"{name}, {run.engine}" if engines else name for run, name in zip(runs, named)]
 
 

@@ -12,7 +12,7 @@ from scipy import stats
 from fly.analysis.acceptance import Acceptance, measure
 from fly.analysis.scores import Measured
 from fly.analysis.statistics import LEVEL
-from fly.runs import settings
+from fly.runs import run_settings
 from fly.runs.reader import Run, TaskRun
 from fly.runs.records import Positions
 from fly.runs.replay import Generation
@@ -22,18 +22,18 @@ _BINS = 20
 
 def distinct_names(runs: Sequence[Run]) -> list[str]:
     """The runs' names; equal ones get the settings that differ, or else a number."""
+    names = [run_settings.with_drafts(run.name, bool(run.draft_runs)) for run in runs]
     same: dict[str, list[int]] = defaultdict(list)
-    for number, run in enumerate(runs):
-        same[settings.name_with_drafts(run)].append(number)
-    names = [settings.name_with_drafts(run) for run in runs]
+    for number, name in enumerate(names):
+        same[name].append(number)
     for numbers in same.values():
-        labels = settings.labels([runs[number] for number in numbers])
+        labels = run_settings.labels([runs[number] for number in numbers])
         for number, label in zip(numbers, labels):
             names[number] += f" ({label})" if len(set(labels)) > 1 else ""
     taken = set(names)
     for number, name in enumerate(names):
         if name in names[:number]:
-            names[number] = settings.unused_name(name, taken, " #")
+            names[number] = run_settings.unused_name(name, taken, " #")
             taken.add(names[number])
     return names
 
@@ -64,7 +64,7 @@ def _sources(stats_of_run: dict[str, Any]) -> dict[str, dict[str, int]]:
 
 def _settings(run: Run, scores: Measured) -> dict[str, str]:
     """For the table of runs: the settings in force, by configuration key, and where they are."""
-    found = settings.in_force(run) or {
+    found = run_settings.in_force(run) or {
         "target_model_path": scores.target["name"],
         "dtype": scores.target["dtype"],
         "batch_size": run.results["config"].get("batch_size"),

@@ -7,7 +7,7 @@ from typing import Any
 
 from fly.analysis.terminal.styles import STYLES
 from fly.errors import FlyError
-from fly.runs import settings
+from fly.runs import run_settings
 from fly.runs.reader import Run
 from fly.runs.replay import Generation, generations
 
@@ -22,7 +22,7 @@ def replayed(run: Run) -> list[Generation]:
 
 def _window(run: Run) -> int:
     """How many tokens after a deferral had to match; 0 where the rule has no windows."""
-    found = settings.in_force(run)
+    found = run_settings.in_force(run)
     window = int(found.get("win_len", 0))
     return max(0, window - (found.get("window_rule") == "reference"))
 

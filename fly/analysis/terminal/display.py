@@ -13,7 +13,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from fly.analysis.terminal.rows import Layout, Line, coloured, lettered
+from fly.analysis.terminal.rows import Layout, Line, draw_coloured, draw_lettered
 from fly.runs.records import Counts, RoundRecord, rates
 from fly.runs.replay import Token, add_round
 from fly.runs.trace_writer import line_of
@@ -130,7 +130,7 @@ class Display:
         return [*map(self._drawn, lines), _status(generation)]
 
     def _drawn(self, line: Line) -> Text:
-        return coloured(line) if self._colours else lettered(line)
+        return draw_coloured(line) if self._colours else draw_lettered(line)
 
     def _new_layout(self) -> Layout:
         return Layout(self._bytes_of, self._console.width, self._console.encoding)

@@ -36,12 +36,6 @@ class TokenCell:
 Line = list[TokenCell]
 
 
-def _copy(decoder: codecs.IncrementalDecoder) -> codecs.IncrementalDecoder:
-    other = _new_decoder(errors="replace")
-    other.setstate(decoder.getstate())
-    return other
-
-
 @dataclass
 class Layout:
     """Tokens in, full lines out.
@@ -65,7 +59,7 @@ class Layout:
             if token.stands:
                 self._rolled_back = None
             else:  # its bytes follow the text's, but the text does not go on from them
-                self._rolled_back = decoder = self._rolled_back or _copy(self._decoder)
+                self._rolled_back = decoder = self._rolled_back or copy.copy(self._decoder)
             text = decoder.decode(self.bytes_of(token.id))
             yield from self._append(text, token.source, provisional)
 
@@ -79,7 +73,7 @@ class Layout:
     def ahead(self) -> Layout:
         """A copy, for laying out what may still change."""
         other = copy.copy(self)
-        other._decoder = _copy(self._decoder)
+        other._decoder = copy.copy(self._decoder)
         other.rest = list(self.rest)
         return other
 
@@ -110,7 +104,7 @@ class Layout:
         return character.encode(self.encoding, errors="ignore") != b""
 
 
-def coloured(line: Line) -> Text:
+def draw_coloured(line: Line) -> Text:
     result = Text(no_wrap=True)
     for cell in line:
         style = STYLES[cell.source].style
@@ -118,7 +112,7 @@ def coloured(line: Line) -> Text:
     return result
 
 
-def lettered(line: Line) -> Text:
+def draw_lettered(line: Line) -> Text:
     """The text, and in a second line below each token's first column the letter of its source."""
     letters = "".join(_letters(cell) for cell in line)
     return Text("".join(cell.text for cell in line) + "\n" + letters, no_wrap=True)

@@ -10,7 +10,7 @@ from fly.config import FlyConfig
 from fly.runs.reader import Run
 from fly.settings import GONE, settings_of_rule
 
-MODES = {"fly": "FLy"}  # names for print; others go by their own
+_MODES = {"fly": "FLy"}  # names for print; others go by their own
 
 _ALWAYS = (
     "target_model_path", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed",
@@ -32,6 +32,11 @@ _SHORT = {
     "exact_first_tokens": "first exact", "exact_pattern": "exact in",
     "batch_invariant": "batch invariant",
 }  # fmt: skip
+
+
+def name_mode(run: Run) -> str:
+    """The run's mode, for print."""
+    return _MODES.get(run.mode, run.mode)
 
 
 def in_force(run: Run) -> dict[str, Any]:
@@ -114,16 +119,10 @@ def labels(runs: list[Run], without: tuple[str, ...] = ()) -> list[str]:
     several_modes = len({run.mode for run in runs}) > 1
     result = []
     for run, settings, found in zip(runs, all_settings, distinctions(all_settings)):
-        mode = MODES.get(run.mode, run.mode)
         is_alone = all(_is_always_said(key, settings) for key in found)
-        parts = [mode, *found.values()] if several_modes or is_alone else found.values()
+        parts = [name_mode(run), *found.values()] if several_modes or is_alone else found.values()
         result.append(", ".join(parts))
     return result
-
-
-def name_with_drafts(run: Run) -> str:
-    """The run's name, and that its speed is with drafts from earlier runs."""
-    return with_drafts(run.name, bool(run.draft_runs))
 
 
 def with_drafts(name: str, from_earlier_runs: bool) -> str:
