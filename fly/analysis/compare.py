@@ -61,7 +61,8 @@ class Pace:
     tau_document_mean: float | None  # the mean of each document's own
     al: float | None  # of all tokens together
     al_document_mean: float | None  # the mean of each document's own
-    # share of the emitted tokens that took no target pass of their own: 1 - rounds / emitted
+    # share of the emitted tokens that took no target pass of their own: 1 - rounds / emitted; None
+    # where the rounds are not told
     saved: float | None
     positions: Positions  # empty for earlier runs
 
@@ -396,6 +397,6 @@ def _pace(work: list[Work], positions: Positions) -> Pace:
         decode_tok_s=tokens / decode if decode else None,
         end_to_end_tok_s=tokens / whole if whole else None,
         **mean_lengths([item.lengths for item in work]),
-        saved=1 - rounds / tokens if tokens else None,
+        saved=1 - rounds / tokens if tokens and rounds else None,
         positions=positions,
     )

@@ -40,6 +40,7 @@ NAMED: dict[str, dict[str, Any]] = {
     "hf": {},
 }
 DEFAULT = ("target-only", "exact", "fly")
+_SERVER = "server"
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ class ComparisonRequest:
         for name in _FROM_CONFIG_FILE:
             setattr(args, name, getattr(args, name, None) or values.get(name))
         for flag in ("tasks", "model_args", "output_path"):
-            if not getattr(args, flag):
+            is_optional = flag == "model_args" and args.model == _SERVER
+            if not (getattr(args, flag) or is_optional):
                 raise FlyError(
                     f"fly compare needs --{flag}, or finished runs: fly compare RUN RUN ..."
                 )
@@ -130,9 +132,10 @@ def plan_runs(request: ComparisonRequest) -> PlannedRuns:
     stored = request.stored
     engine = registry.IN_PLACE_OF.get(request.model, request.model)
     if engine not in registry.ENGINES:
-        raise FlyError(f"--model {request.model}: fly compare makes runs of hf and vllm")
+        raise FlyError(f"--model {request.model}: fly compare makes runs of hf, vllm and server")
+    default = DEFAULT if engine != _SERVER else ()  # servers have no modes but their own
     modes = plan_modes(
-        request.modes or [name for name in DEFAULT if not (stored and name == stored.mode)],
+        request.modes or [name for name in default if not (stored and name == stored.mode)],
         request.custom_modes,
         request.model_args,
         request.baseline if stored and stored.has_outputs else None,
@@ -189,6 +192,8 @@ def _noise_mode(request: ComparisonRequest, modes: Mapping[str, Mode]) -> Mode:
     if noise.NAME in modes:
         raise FlyError(f"--mode {noise.NAME}: --noise-floor makes it: choose another name")
     baseline = _baseline_mode(request, modes)
+    if request.model == _SERVER:  # what else it decodes meanwhile rounds otherwise, too
+        return replace(baseline, name=noise.NAME)
     if baseline.rule == "hf":
         raise FlyError(
             "--noise-floor with hf as the baseline: its batch size is not fly's to choose: "
@@ -212,14 +217,19 @@ def plan_modes(
     """
     overrides = {}
     for name in names:
+        if engine == _SERVER:
+            raise FlyError(f"--modes {name}: a server decodes as it was started: --mode NAME=URL")
         if name not in NAMED:
             raise FlyError(f"--modes {name}: choose from {', '.join(NAMED)}, or define a --mode")
         overrides[name] = NAMED[name]
     for text in custom:
         name, _, rest = text.partition("=")
+        is_named = name in NAMED and engine != _SERVER
+        if engine == _SERVER and rest.startswith(("http://", "https://")):
+            rest = f"base_url={rest}"
         if not re.fullmatch(r"[\w.-]+", name) or "=" not in rest:
             raise FlyError(f"--mode {text}: write it as NAME=key=value,key=value")
-        if name in overrides or name in NAMED:
+        if name in overrides or is_named:
             raise FlyError(f"--mode {text}: the name {name} is taken: choose another")
         overrides[name] = parse_pairs(rest, f"--mode {name}")
     resolved = {
@@ -250,12 +260,12 @@ def _drafts_from_texts(config: FlyConfig) -> bool:
 
 
 def _build_mode(name: str, model_args: dict[str, Any], engine: str) -> Mode:
-    if name == "hf" and engine != "fly":
+    if name == "hf" and engine not in ("fly", _SERVER):
         raise FlyError("--modes hf: lm-eval's hf goes with --model hf: run it by itself")
     config, rest, target = checked_pair(model_args, engine)
     models = partial(models_of, config, rest)
     models()  # what is not there is refused now
-    if name == "hf":
+    if name == "hf" and engine == "fly":
         models = partial(models_of, config.model_copy(update={"use_sd": False}), rest)
         gguf = {"gguf_file": target.gguf_file} if target.gguf_file else {}
         arguments = {"pretrained": target.path, **gguf, **rest}

@@ -113,6 +113,7 @@ class _Entry(TypedDict):
     stats: NotRequired[_Stats]
     draft_runs: NotRequired[DraftRuns | None]
     vllm: NotRequired[dict[str, Any]]
+    server: NotRequired[dict[str, Any]]
     resumed: NotRequired[dict[str, Any] | None]
 
 
