@@ -35,7 +35,11 @@ if [ ! -x "$home/llama-server" ]; then # a build that was interrupted goes on
     mkdir -p "$home/sources"
     tar -xzf "$home/$archive" -C "$home/sources" --strip-components 1
     export PATH="$home/venv/bin:$PATH"
+    # AMX tiles fault on some virtual machines that say they have them.
+    no_amx=
+    [ "$(uname -m)" = x86_64 ] && no_amx="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
     quietly cmake -S "$home/sources/llama.cpp" -B "$home/build" -G Ninja -DCMAKE_BUILD_TYPE=Release \
+        -DCMAKE_C_FLAGS="$no_amx" -DCMAKE_CXX_FLAGS="$no_amx" \
         -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF \
         -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF || unable "cmake failed"
     quietly cmake --build "$home/build" --target llama-server || unable "its build failed"

@@ -222,13 +222,14 @@ class ServerLM(Backend):
             return
         loop = asyncio.new_event_loop()
         client = self.server.open()
-        tasks: list[asyncio.Task[None]] = []
         try:
             loop.run_until_complete(self._probe(client, missing))
             answered: asyncio.Queue[RequestRecord | BaseException] = asyncio.Queue()
             left = iter(missing)
-            for _ in range(min(self.num_concurrent, len(missing))):
-                tasks.append(loop.create_task(self._work(client, left, answered)))
+            _workers = [  # asyncio itself keeps no reference
+                loop.create_task(self._work(client, left, answered))
+                for _ in range(min(self.num_concurrent, len(missing)))
+            ]
             for _ in missing:
                 found = loop.run_until_complete(answered.get())
                 if isinstance(found, BaseException):
@@ -239,7 +240,7 @@ class ServerLM(Backend):
                 yield found
             self.server.check_same()
         finally:
-            loop.run_until_complete(_end(client, tasks))
+            loop.run_until_complete(_end(client))
             loop.close()
 
     async def _work(
@@ -403,7 +404,8 @@ class ServerLM(Backend):
         }
 
 
-async def _end(client: AsyncOpenAI, tasks: list[asyncio.Task[None]]) -> None:
+async def _end(client: AsyncOpenAI) -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

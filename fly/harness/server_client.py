@@ -219,9 +219,16 @@ class Endpoint:
         request = urllib.request.Request(self.base_url.removesuffix("/v1") + path)
         if self._key:
             request.add_header("Authorization", f"Bearer {self._key}")
-        with urllib.request.urlopen(request, timeout=min(self._timeout, 30)) as answer:
-            text: str = answer.read().decode()
-        return text
+        deadline = time.monotonic() + self._timeout
+        while True:
+            try:
+                with urllib.request.urlopen(request, timeout=min(self._timeout, 30)) as answer:
+                    text: str = answer.read().decode()
+                return text
+            except urllib.error.HTTPError as error:  # such as a server that still loads its model
+                if error.code not in (429, 503) or time.monotonic() > deadline:
+                    raise
+                time.sleep(min(self._timeout, 1.0))
 
     # ---------------------------------------------------------------- answers
 
