@@ -132,6 +132,8 @@ class _Handler(BaseHTTPRequestHandler):
         server.headers.append(dict(self.headers))
         is_chat = self.path.endswith("/chat/completions")
         prompt = json.dumps(body["messages"]) if is_chat else body["prompt"]
+        if isinstance(prompt, list) and isinstance(prompt[0], str):  # lm-eval's own client
+            (prompt,) = prompt
         if isinstance(prompt, list):
             prompt, read = json.dumps(prompt), len(prompt)
         else:
@@ -179,6 +181,10 @@ class _Handler(BaseHTTPRequestHandler):
             tokens, finish = tokens[:2], "length"
         if fault == "filter":
             finish = "content_filter"
+        if not body.get("stream"):
+            whole = {"index": 0, "text": "".join(tokens), "finish_reason": finish}
+            self._json({**self._frame(), "choices": [whole], **self._tell(tokens, read)})
+            return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")

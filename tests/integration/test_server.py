@@ -337,3 +337,49 @@ def test_without_the_extra():
     )  # fmt: skip
     assert done.returncode == 2
     assert "pip install 'fly-eval[server]'" in done.stderr
+
+
+def compare(place, out, *flags):
+    command = ["compare", "--model", "server", "--tasks", "tiny_task", "--output_path", str(out)]
+    command += ["--include_path", str(place / "tasks"), *flags]
+    status, output = killing.Run(command, place).end()
+    return status, " ".join(output.split())
+
+
+def test_compare_asks_one_server_after_the_other(place, tmp_path):
+    given = ["--model_args", f"tokenizer={place / 'tokenizer'}"]
+    with FaultServer(drafts=False) as alone, FaultServer() as drafting:
+        modes = ["--mode", f"target-only={alone.url}", "--mode", f"fly={drafting.url}"]
+        flags = [*given, *modes, "--min-recovery", "0.97", "--allow-inconclusive", "--noise-floor"]
+        status, output = compare(place, tmp_path, *flags)
+        assert status == 0, output[-3000:]
+        assert alone.answered.total() == 2 * DOCUMENTS
+        assert drafting.answered.total() == DOCUMENTS
+        assert "fly: the server accepted" in output
+        assert "tau and AL: not told by the server" in output
+        assert "target-only: drafts nothing, or the server does not tell" in output
+        assert "24 documents" in output
+        status, output = compare(place, tmp_path, *flags)
+        assert "fly: finished before" in output
+        assert drafting.answered.total() == DOCUMENTS
+    status, output = compare(place, tmp_path / "x", *given, "--modes", "exact", "fly")
+    assert status == 2
+    assert "a server decodes as it was started: --mode NAME=URL" in output
+
+
+def test_runs_of_lm_evals_own_client_compare_by_score(place, tmp_path):
+    pytest.importorskip("tenacity", reason="lm-eval's API models need lm-eval[api]")
+    with FaultServer() as server:
+        assert fly(*arguments(place, server, tmp_path / "fly")) == 0
+        theirs = (
+            f"model=tiny,base_url={server.url}/completions,tokenizer={place / 'tokenizer'},"
+            "tokenizer_backend=huggingface,tokenized_requests=False"
+        )
+        given = ["--tasks", "tiny_task", "--include_path", place / "tasks", "--log_samples"]
+        given += ["--output_path", tmp_path / "lm", "--model_args", theirs]
+        assert fly("--model", "local-completions", *given) == 0
+    out = tmp_path / "compared.json"
+    assert fly("compare", f"lm={tmp_path / 'lm'}", f"fly={tmp_path / 'fly'}", "--json", out) == 0
+    (row,) = json.loads(out.read_text())["others"][0]["rows"]
+    assert row["scores"]["documents"] == DOCUMENTS
+    assert row["scores"]["lost"] == row["scores"]["won"] == 0
