@@ -145,6 +145,8 @@ class Measured(_Stored):
     notes: list[str] = []
     drafts: Drafts | None = None
     config_hash: str | None = Field(default=None, exclude=True)
+    # tokens per second of a request of its own, queueing and prompt included; None but for servers
+    tok_s_per_user: float | None = Field(default=None, exclude=True)
 
     @property
     def is_from_earlier_runs(self) -> bool:
@@ -209,6 +211,7 @@ def measure(run: Run, *, with_outputs: bool = False, cluster: str | None = None)
         notes=notes,
         drafts=_drafts(run),
         config_hash=(run.entry or {}).get("config_hash"),
+        tok_s_per_user=_tok_s_per_user(run),
     )
 
 
@@ -224,6 +227,12 @@ def _acceptance(run: Run) -> str:
     more = f"; {' and '.join(untold)}: not told by the server" if untold else ""
     share = f"{accepted / drafted:.3f}"
     return f"the server accepted {accepted:,} of {drafted:,} draft tokens ({share}){more}"
+
+
+def _tok_s_per_user(run: Run) -> float | None:
+    own = [(r["emitted"], r["server"]["seconds"]) for r in run.requests if r.get("server")]
+    seconds = sum(each for _, each in own)
+    return sum(tokens for tokens, _ in own) / seconds if seconds else None
 
 
 def _clusters(name: str, task: TaskRun, cluster: str) -> dict[int, str]:

@@ -79,6 +79,7 @@ class ComparisonRequest:
     stored: scores.Measured | None  # the run of --baseline
     save_baseline: Path | None
     with_outputs: bool
+    concurrency: tuple[int, ...] = ()  # requests at once, of every server
 
     @classmethod
     def from_flags(
@@ -114,6 +115,7 @@ class ComparisonRequest:
             stored=stored,
             save_baseline=args.save_baseline,
             with_outputs=args.with_outputs,
+            concurrency=tuple(args.concurrency or ()),
         )
 
 
@@ -140,6 +142,7 @@ def plan_runs(request: ComparisonRequest) -> PlannedRuns:
         request.model_args,
         request.baseline if stored and stored.has_outputs else None,
         engine,
+        request.concurrency,
     )
     if len(modes) < (1 if stored or request.save_baseline else 2):
         raise FlyError("--modes: give at least two, or --baseline FILE")
@@ -209,11 +212,13 @@ def plan_modes(
     model_args: Mapping[str, Any],
     outputs: Path | None = None,
     engine: str = "fly",
+    concurrency: Sequence[int] = (),
 ) -> dict[str, Mode]:
     """The modes by name, checked before anything runs. custom: more of them, NAME=key=value,...
 
     outputs: a baseline file with outputs, from which exact modes draft unless they say otherwise.
-    engine: what decodes them, a name in registry.ENGINES.
+    engine: what decodes them, a name in registry.ENGINES. concurrency: each mode once for each, as
+    NAME@N.
     """
     overrides = {}
     for name in names:
@@ -232,6 +237,14 @@ def plan_modes(
         if name in overrides or is_named:
             raise FlyError(f"--mode {text}: the name {name} is taken: choose another")
         overrides[name] = parse_pairs(rest, f"--mode {name}")
+    if concurrency:
+        if engine != _SERVER:
+            raise FlyError("--concurrency: goes with --model server: leave it out")
+        overrides = {
+            f"{name}@{count}": {**changes, "num_concurrent": count}
+            for name, changes in overrides.items()
+            for count in concurrency
+        }
     resolved = {
         name: _resolve_drafts(name, {**model_args, **changes}, outputs)
         for name, changes in overrides.items()

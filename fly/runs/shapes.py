@@ -153,6 +153,10 @@ class SampleLine(TypedDict):
     target_hash: str
 
 
+class _ServerAnswer(TypedDict):
+    seconds: NonNegativeFloat
+
+
 class RequestLine(TypedDict):
     """fly's record of a finished request. docs/definitions.md defines the keys."""
 
@@ -164,6 +168,7 @@ class RequestLine(TypedDict):
     wall_seconds: NotRequired[NonNegativeFloat | None]
     sources: NotRequired[Sources]
     positions: NotRequired[ByPosition]
+    server: NotRequired[_ServerAnswer]
 
 
 class _Output(TypedDict):

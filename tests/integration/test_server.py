@@ -383,3 +383,21 @@ def test_runs_of_lm_evals_own_client_compare_by_score(place, tmp_path):
     (row,) = json.loads(out.read_text())["others"][0]["rows"]
     assert row["scores"]["documents"] == DOCUMENTS
     assert row["scores"]["lost"] == row["scores"]["won"] == 0
+
+
+def test_throughput_against_interactivity(place, tmp_path):
+    given = ["--model_args", f"tokenizer={place / 'tokenizer'}", "--concurrency", "1", "6"]
+    with FaultServer(delay=0.01) as one, FaultServer(delay=0.005) as other:
+        modes = ["--mode", f"a={one.url}", "--mode", f"b={other.url}"]
+        flags = [*given, *modes, "--csv", str(tmp_path / "curve.csv"), "--metric", "exact_match"]
+        status, output = compare(place, tmp_path / "runs", *flags)
+        assert status == 0, output[-3000:]
+        assert one.most_under_way <= 6
+    assert "Throughput against interactivity" in output
+    head, *rows = [line.split(",") for line in (tmp_path / "curve.csv").read_text().splitlines()]
+    assert head == ["run", "concurrency", "tok_s", "tok_s_per_user", "verdict"]
+    assert [row[0] for row in rows] == ["a@1", "a@6", "b@1", "b@6"]
+    found = {row[0]: (float(row[2]), float(row[3])) for row in rows}
+    assert found["a@1"][0] == pytest.approx(found["a@1"][1], rel=0.1)  # one user has all there is
+    assert found["a@6"][0] > 2 * found["a@1"][0]
+    assert rows[0][4] == "" != rows[1][4]
