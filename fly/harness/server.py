@@ -23,7 +23,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from typing_extensions import NotRequired, TypedDict
 
 from fly import config as fly_config
-from fly import reading
+from fly import launch, reading
 from fly.config import FlyConfig
 from fly.errors import FlyError, reason_of
 from fly.harness.backend import Backend
@@ -80,6 +80,8 @@ class ServerLM(Backend):
         **kwargs: Any,
     ) -> None:
         super().__init__()
+        if str(batch_size) not in ("None", "auto", "1") or max_batch_size:
+            raise FlyError("--batch_size: a server batches by itself: give num_concurrent instead")
         config, arguments = fly_config.of_model_args(kwargs)
         self.check(config, arguments)
         self.use_config(config)
@@ -108,6 +110,8 @@ class ServerLM(Backend):
     @classmethod
     def check(cls, config: FlyConfig, model_args: dict[str, Any]) -> None:
         """Refuse arguments that a server's run does not have. Raises FlyError."""
+        if launch.processes() > 1:
+            raise FlyError("--model server: works in one process: raise num_concurrent instead")
         known = ServerArgs.__annotations__
         if {"api_key", "key", "token"} & {*model_args}:
             raise FlyError("model_args: a key would be written down: give api_key_env=NAME of it")

@@ -61,21 +61,21 @@ class Told:
     @classmethod
     def of(cls, extras: Mapping[str, Any], kind: str) -> Told:
         """extras: what the answer holds beside OpenAI's fields."""
-        timings = extras.get("timings") or {}
-        of_vllm = (extras.get("metrics") or {}).get("speculative_decoding") or {}
-        of_sglang = (extras.get("sglext") or {}).get("spec_tokens_details") or {}
+        timings = _inner(extras, "timings")
+        of_vllm = _inner(_inner(extras, "metrics"), "speculative_decoding")
+        of_sglang = _inner(_inner(extras, "sglext"), "spec_tokens_details")
         found = cls(timings={k: v for k, v in timings.items() if isinstance(v, (int, float))})
         if "draft_n" in timings or (timings and kind == "llama.cpp"):
             # its passes are not told: what is accepted past an output's end is counted, too
             found.drafted = timings.get("draft_n", 0)
             found.accepted = timings.get("draft_n_accepted", 0)
             if not found.drafted:
-                found.rounds = max(0, timings.get("predicted_n", 0) - 1)
+                found.rounds = timings.get("predicted_n")  # the prompt's pass gives the first
         elif of_vllm:
             found.drafted = of_vllm.get("num_draft_tokens")
             found.accepted = of_vllm.get("num_accepted_draft_tokens")
-            steps = zip(of_vllm.get("per_step_drafted") or (), of_vllm["per_step_accepted"] or ())
-            for drafted, accepted in steps if "per_step_accepted" in of_vllm else ():
+            per_step = [of_vllm.get(f"per_step_{key}") or () for key in ("drafted", "accepted")]
+            for drafted, accepted in zip(*per_step):  # none without `detailed`
                 found.positions.add_round(drafted, accepted)
         elif of_sglang:
             found.rounds = of_sglang.get("spec_verify_ct")
@@ -88,6 +88,11 @@ class Told:
                     for _ in range(rounds):
                         found.positions.add_round(length, accepted)
         return found
+
+
+def _inner(found: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = found.get(key)
+    return value if isinstance(value, Mapping) else {}
 
 
 @dataclass

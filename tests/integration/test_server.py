@@ -214,7 +214,8 @@ def test_without_speculation_llama_cpp_tells_every_pass(place, tmp_path):
         assert fly(*arguments(place, server, tmp_path)) == 0
     stats = entry(tmp_path)["stats"]
     assert stats["drafted"] == 0
-    assert stats["rounds"] == stats["emitted"] - DOCUMENTS  # the prompt's pass gives the first
+    assert stats["rounds"] == stats["emitted"]  # the prompt's pass gives the first
+    assert stats["tau"] == 1
 
 
 def test_what_is_sent(place, tmp_path):
@@ -326,6 +327,21 @@ def test_drafts_of_several_lengths_have_no_positions():
     told = Told.of({"sglext": {"spec_tokens_details": details}}, "SGLang")
     assert (told.rounds, told.drafted, told.accepted) == (3, 5, 4)
     assert told.positions.drafts == 0
+
+
+@pytest.mark.parametrize(
+    "extras", [{"metrics": {"speculative_decoding": {"num_draft_tokens": 5}}}, {"timings": 3}]
+)
+def test_what_is_told_in_part_is_taken_in_part(extras):
+    told = Told.of(extras, "vLLM")
+    assert told.drafted == (5 if "metrics" in extras else None)
+    assert told.positions.drafts == 0
+
+
+def test_batch_sizes_are_refused(place, tmp_path, capfd):
+    with FaultServer() as server:
+        assert fly(*arguments(place, server, tmp_path, "", "--batch_size", "4")) == 2
+    assert "give num_concurrent instead" in capfd.readouterr().err
 
 
 def test_without_the_extra():
