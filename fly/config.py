@@ -40,6 +40,7 @@ from fly.settings import (
 
 logger = logging.getLogger(__name__)
 
+SERVED = "served"  # names the one model of a server that was not named
 _NOT_SETTINGS = ("$schema", "$comment")  # for editors and readers; in no hash
 
 
@@ -343,6 +344,9 @@ def split_model_args(model_args: Mapping[str, Any]) -> tuple[dict[str, Any], dic
     keys = _known_keys()
     own = {key: value for key, value in model_args.items() if key in keys}
     rest = {key: value for key, value in model_args.items() if key not in keys}
+    if "base_url" in rest:  # a server's model has no files here
+        own.setdefault("target_model_path", str(rest.get("model") or SERVED))
+        own.setdefault("use_sd", False)
     if (draft := rest.pop("pretrained", None)) is not None:
         own["draft_model_path"] = draft
     return own, rest

@@ -58,6 +58,7 @@ RULES = {
 ENGINES: dict[str, str] = {  # by the name that lm-eval registers
     "fly": "fly.harness.hf:FlyLM",
     "fly_vllm": "fly.harness.vllm:FlyVLLM",
+    "server": "fly.harness.server:ServerLM",
 }
 # lm-eval's models in whose place an engine decodes where model_args name a pair's file
 IN_PLACE_OF = {"hf": "fly", "hf-auto": "fly", "huggingface": "fly", "vllm": "fly_vllm"}
@@ -84,5 +85,6 @@ def load_engine(name: str) -> Any:
     except ImportError as error:
         asked = next((model for model, engine in IN_PLACE_OF.items() if engine == name), name)
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        remedy = f"pip install {asked}" if missing == asked else str(error)
+        asked_for = {asked: asked, "openai": "'fly-eval[server]'"}
+        remedy = f"pip install {asked_for[missing]}" if missing in asked_for else str(error)
         raise FlyError(f"--model {asked}: {asked} cannot be imported here: {remedy}") from None

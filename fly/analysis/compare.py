@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
@@ -61,7 +61,8 @@ class Pace:
     tau_document_mean: float | None  # the mean of each document's own
     al: float | None  # of all tokens together
     al_document_mean: float | None  # the mean of each document's own
-    # share of the emitted tokens that took no target pass of their own: 1 - rounds / emitted
+    # share of the emitted tokens that took no target pass of their own: 1 - rounds / emitted; None
+    # where the rounds are not told
     saved: float | None
     positions: Positions  # empty for earlier runs
 
@@ -106,6 +107,17 @@ class Against:
 
 
 @dataclass(frozen=True)
+class CurvePoint:
+    """Throughput against interactivity: what a server does for all, and for one of its users."""
+
+    run: str
+    concurrency: int  # most requests at once
+    tok_s: float  # of all requests together
+    tok_s_per_user: float  # of one, from its request to its end
+    verdict: str  # empty for the baseline
+
+
+@dataclass(frozen=True)
 class Result:
     """All runs against one."""
 
@@ -117,6 +129,7 @@ class Result:
     notes: list[str] = field(default_factory=list)  # what was left out
     # what rounding alone changes, if that was measured
     noise: list[NoiseRow] = field(default_factory=list)
+    curve: list[CurvePoint] = field(default_factory=list)  # of runs that servers answered
 
     @property
     def verdict(self) -> Verdict:
@@ -174,7 +187,20 @@ def compare(
         check_comparable(baseline, noise)
         check_noise(baseline, noise)
         floor = [*noise_rows(baseline, noise, others, firsts)]
-    return Result(baseline.name, _speeds(baseline), compared, demand, verdicts, notes, floor)
+    verdict_of: dict[str, str] = {each.name: each.verdict for each in compared}
+    curve = [*_curve([baseline, *others], verdict_of)]
+    return Result(baseline.name, _speeds(baseline), compared, demand, verdicts, notes, floor, curve)
+
+
+def _curve(runs: Sequence[Measured], verdict_of: dict[str, str]) -> Iterator[CurvePoint]:
+    for run in runs:
+        work = [*_work_of(run, [*run.tasks]).values()]
+        seconds = sum(item.end_to_end for item in work)
+        if run.tok_s_per_user is not None and seconds:
+            tok_s = sum(item.tokens for item in work) / seconds
+            concurrency = int(run.machine["batch_size"])
+            verdict = verdict_of.get(run.name, "")
+            yield CurvePoint(run.name, concurrency, tok_s, run.tok_s_per_user, verdict)
 
 
 def _choose_metrics(baseline: Measured, wanted: Sequence[str] | None) -> dict[str, list[Metric]]:
@@ -396,6 +422,6 @@ def _pace(work: list[Work], positions: Positions) -> Pace:
         decode_tok_s=tokens / decode if decode else None,
         end_to_end_tok_s=tokens / whole if whole else None,
         **mean_lengths([item.lengths for item in work]),
-        saved=1 - rounds / tokens if tokens else None,
+        saved=1 - rounds / tokens if tokens and rounds else None,
         positions=positions,
     )

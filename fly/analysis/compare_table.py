@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import astuple, fields
 
-from fly.analysis.compare import Result, ScoreRow, Speed
+from fly.analysis.compare import CurvePoint, Result, ScoreRow, Speed
 from fly.analysis.tables import Table, as_markdown, in_words, print_tables, ratio_text, score_texts
 from fly.runs.records import by_position
 from fly.runs.run_settings import with_drafts
@@ -24,6 +25,11 @@ _NOISE: dict[str, int | None] = dict.fromkeys(
     ("task", "run", "documents", "scores: rounding", "run's", "p more", "texts: rounding",
      "the run's", "p more texts")
 )  # fmt: skip
+
+
+_CURVE: dict[str, int | None] = dict.fromkeys(
+    ("run", "requests at once", "tok/s for all", "tok/s per user", "verdict")
+)
 
 
 def print_result(result: Result) -> None:
@@ -51,9 +57,23 @@ def _others(result: Result) -> Iterator[Table]:
     if speed := list(_speed_rows(result)):
         yield Table(f"Time x, against {result.baseline}", _SPEED, speed)
         yield Table("Mean acceptance lengths", _LENGTHS, [*_length_rows(result)])
+    if result.curve:
+        yield Table("Throughput against interactivity", _CURVE, [*_curve_rows(result)])
     if result.noise:
         title = "Noise floor: documents that differ from the baseline's"
         yield Table(title, _NOISE, [*_noise_rows(result)])
+
+
+def curve_csv(result: Result) -> str:
+    """The curve for a plotting program."""
+    lines = [",".join(map(str, astuple(point))) for point in result.curve]
+    return "\n".join([",".join(field.name for field in fields(CurvePoint)), *lines]) + "\n"
+
+
+def _curve_rows(result: Result) -> Iterator[list[str]]:
+    for point in result.curve:
+        rates = [f"{point.tok_s:.1f}", f"{point.tok_s_per_user:.1f}"]
+        yield [point.run, str(point.concurrency), *rates, point.verdict]
 
 
 def _score_rows(result: Result) -> Iterator[list[str]]:

@@ -65,6 +65,8 @@ def check_noise(baseline: Measured, noise: Measured) -> None:
         raise FlyError(f"{who}: its settings differ: make it with the same configuration file")
     if apart := explain(baseline, noise, "engine", "machine"):
         raise FlyError(f"{who}: it was made elsewhere ({apart})")
+    if baseline.mode == "server":  # its batches are its own affair
+        return
     sizes = [run.machine.get("batch_size") for run in (baseline, noise)]
     if None in sizes:
         raise FlyError(

@@ -138,6 +138,8 @@ class Measured(_Stored):
     # of the settings that its texts depend on, the rule's among them; None for other backends' runs
     # and stored ones
     config_hash: str | None = Field(default=None, exclude=True)
+    # tokens per second of a request of its own, queueing and prompt included; None but for servers
+    tok_s_per_user: float | None = Field(default=None, exclude=True)
 
     @property
     def is_from_earlier_runs(self) -> bool:
@@ -169,6 +171,8 @@ def measure(run: Run, *, with_outputs: bool = False, cluster: str | None = None)
     parts_of: dict[str, list[TaskRun]] = defaultdict(list)
     for task in run.tasks.values():
         parts_of[task.name].append(task)
+    if told := _acceptance(run):
+        notes.append(f"{run.name}: {told}")
     if not parts_of:
         raise FlyError(f"{run.path}: holds no samples: nothing was scored")
     requests = _requests(run)
@@ -200,7 +204,28 @@ def measure(run: Run, *, with_outputs: bool = False, cluster: str | None = None)
         notes=notes,
         drafts=_drafts(run),
         config_hash=(run.entry or {}).get("config_hash"),
+        tok_s_per_user=_tok_s_per_user(run),
     )
+
+
+def _acceptance(run: Run) -> str:
+    """Of a server's run, in words, as far as the server told it; empty for other runs."""
+    if not (run.entry and run.entry.get("server")):
+        return ""
+    stats = run.entry["stats"]
+    if not (drafted := stats["drafted"]):
+        return "drafts nothing, or the server does not tell"
+    accepted = stats["native_accepted"]
+    untold = [label for key, label in (("tau", "tau"), ("al", "AL")) if stats[key] is None]
+    more = f"; {' and '.join(untold)}: not told by the server" if untold else ""
+    share = f"{accepted / drafted:.3f}"
+    return f"the server accepted {accepted:,} of {drafted:,} draft tokens ({share}){more}"
+
+
+def _tok_s_per_user(run: Run) -> float | None:
+    own = [(r["emitted"], r["server"]["seconds"]) for r in run.requests if r.get("server")]
+    seconds = sum(each for _, each in own)
+    return sum(tokens for tokens, _ in own) / seconds if seconds else None
 
 
 def _clusters(name: str, task: TaskRun, cluster: str) -> dict[int, str]:
@@ -275,9 +300,10 @@ def _sum(records: list[RequestLine]) -> Work:
         return round(sum(each[phase] for each in taken for phase in phases), 6)
 
     positions = _positions(records)
+    is_told = all(record["rounds"] or not record["emitted"] for record in records)
     return Work(
         tokens=sum(record["emitted"] for record in records),
-        rounds=sum(record["rounds"] for record in records),
+        rounds=sum(record["rounds"] for record in records) if is_told else 0,
         decode=seconds(DECODING),
         end_to_end=seconds(TIMED),
         accepted=sum(positions.accepted),
@@ -322,9 +348,11 @@ def _target(run: Run) -> dict[str, str | None]:
     config, entry = run.results["config"], run.entry
     arguments = config.get("model_args") or {}
     if entry:
-        name, dtype = entry["config"]["target_model_path"], entry["dtype"]
+        served = (entry.get("server") or {}).get("model")
+        name, dtype = served or entry["config"]["target_model_path"], entry["dtype"]
     else:
-        name, dtype = arguments.get("pretrained"), config.get("model_dtype")
+        name = arguments.get("pretrained") or arguments.get("model")  # of lm-eval's API models
+        dtype = config.get("model_dtype")
         if arguments.get("gguf_file"):
             name = str(Path(str(name)) / arguments["gguf_file"])
     return {
@@ -368,14 +396,16 @@ def _machine(run: Run) -> dict[str, Any]:
     if run.entry is None:
         return {}
     entry, device = run.entry, run.entry.get("device") or {}
-    version = (entry.get("vllm") or {}).get("version")
+    server = entry.get("server") or {}
+    version = (entry.get("vllm") or server).get("version")
+    engine = server.get("kind", run.engine)
     found = {
-        "engine": f"{run.engine} {version}" if version else run.engine,
+        "engine": f"{engine} {version}" if version else engine,
         "device": device.get("name"),
         "capability": device.get("capability"),
         "threads": device.get("threads") if device.get("type") == "cpu" else None,
         "processes": entry.get("processes", 1),
-        "batch_size": run.batch_size,
+        "batch_size": server.get("num_concurrent", run.batch_size),
         "dtype": entry["dtype"] if device else None,
         "passes": (entry.get("preparation") or {}).get("target"),
         "compile": entry["config"].get("compile"),

@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from fly.analysis.statistics import Demand
     from fly.runs.reader import Run
 
-_FILES = ("json", "markdown", "junit")
+_FILES = ("json", "markdown", "junit", "csv")
 _NOT_OF_MATRIX = (
     "tasks", "model_args", "modes", "mode", "baseline_run", "baseline", "save_baseline",
-    "with_outputs", "noise_floor", "min_recovery", "confidence", "allow_inconclusive", "junit",
+    "with_outputs", "noise_floor", "concurrency", "csv", "min_recovery", "confidence",
+    "allow_inconclusive", "junit",
 )  # fmt: skip
 STATUS = {"held": 0, "unchanged": 0, "fell": 1, "not enough evidence": 3}
 _USAGE = """fly compare RUN RUN ... [options]
@@ -93,6 +94,14 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "called noise",
     )
     group.add_argument(
+        "--concurrency",
+        nargs="+",
+        type=int,
+        metavar="N",
+        help="of servers: every mode with at most so many requests at once, as a curve of "
+        "throughput against interactivity (--csv FILE)",
+    )
+    group.add_argument(
         "--matrix",
         action="store_true",
         help="finished runs of several targets, drafters and rules as one matrix, each against the "
@@ -151,6 +160,7 @@ def _execute(args: argparse.Namespace) -> None:
             json=lambda: compare_files.as_json(result),
             markdown=lambda: compare_table.markdown(result),
             junit=lambda: compare_files.as_junit(result, args.allow_inconclusive),
+            csv=lambda: compare_table.curve_csv(result),
         )
         compare_table.print_result(result)
     else:

@@ -35,6 +35,7 @@ NAMED: dict[str, dict[str, Any]] = {
     "hf": {},
 }
 DEFAULT = ("target-only", "exact", "fly")
+_SERVER = "server"
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class ComparisonRequest:
     stored: scores.Measured | None  # the run of --baseline
     save_baseline: Path | None
     with_outputs: bool
+    concurrency: tuple[int, ...] = ()  # requests at once, of every server
 
     @classmethod
     def from_flags(
@@ -83,7 +85,8 @@ class ComparisonRequest:
         samples = args.samples
         check_run(args, from_config)  # replaces --samples by its content
         for flag in ("tasks", "model_args", "output_path"):
-            if not getattr(args, flag):
+            is_optional = flag == "model_args" and args.model == _SERVER
+            if not (getattr(args, flag) or is_optional):
                 raise FlyError(
                     f"fly compare needs --{flag}, or finished runs: fly compare RUN RUN ..."
                 )
@@ -105,6 +108,7 @@ class ComparisonRequest:
             stored=stored,
             save_baseline=args.save_baseline,
             with_outputs=args.with_outputs,
+            concurrency=tuple(args.concurrency or ()),
         )
 
 
@@ -123,13 +127,15 @@ def plan_runs(request: ComparisonRequest) -> PlannedRuns:
     stored = request.stored
     engine = registry.IN_PLACE_OF.get(request.model, request.model)
     if engine not in registry.ENGINES:
-        raise FlyError(f"--model {request.model}: fly compare makes runs of hf and vllm")
+        raise FlyError(f"--model {request.model}: fly compare makes runs of hf, vllm and server")
+    default = DEFAULT if engine != _SERVER else ()  # servers have no modes but their own
     modes = plan_modes(
-        request.modes or [name for name in DEFAULT if not (stored and name == stored.mode)],
+        request.modes or [name for name in default if not (stored and name == stored.mode)],
         request.custom_modes,
         request.model_args,
         request.baseline if stored and stored.has_outputs else None,
         engine,
+        request.concurrency,
     )
     if len(modes) < (1 if stored or request.save_baseline else 2):
         raise FlyError("--modes: give at least two, or --baseline FILE")
@@ -182,6 +188,8 @@ def _noise_mode(request: ComparisonRequest, modes: Mapping[str, Mode]) -> Mode:
     if noise.NAME in modes:
         raise FlyError(f"--mode {noise.NAME}: --noise-floor makes it: choose another name")
     baseline = _baseline_mode(request, modes)
+    if request.model == _SERVER:  # what else it decodes meanwhile rounds otherwise, too
+        return replace(baseline, name=noise.NAME)
     if baseline.rule == "hf":
         raise FlyError(
             "--noise-floor with hf as the baseline: its batch size is not fly's to choose: "
@@ -197,24 +205,39 @@ def plan_modes(
     model_args: Mapping[str, Any],
     outputs: Path | None = None,
     engine: str = "fly",
+    concurrency: Sequence[int] = (),
 ) -> dict[str, Mode]:
     """The modes by name, checked before anything runs. custom: more of them, NAME=key=value,...
 
     outputs: a baseline file with outputs, from which exact modes draft unless they say otherwise.
-    engine: what decodes them, a name in registry.ENGINES.
+    engine: what decodes them, a name in registry.ENGINES. concurrency: each mode once for each, as
+    NAME@N.
     """
     overrides = {}
     for name in names:
+        if engine == _SERVER:
+            raise FlyError(f"--modes {name}: a server decodes as it was started: --mode NAME=URL")
         if name not in NAMED:
             raise FlyError(f"--modes {name}: choose from {', '.join(NAMED)}, or define a --mode")
         overrides[name] = NAMED[name]
     for text in custom:
         name, _, rest = text.partition("=")
+        is_named = name in NAMED and engine != _SERVER
+        if engine == _SERVER and rest.startswith(("http://", "https://")):
+            rest = f"base_url={rest}"
         if not re.fullmatch(r"[\w.-]+", name) or "=" not in rest:
             raise FlyError(f"--mode {text}: write it as NAME=key=value,key=value")
-        if name in overrides or name in NAMED:
+        if name in overrides or is_named:
             raise FlyError(f"--mode {text}: the name {name} is taken: choose another")
         overrides[name] = parse_pairs(rest, f"--mode {name}")
+    if concurrency:
+        if engine != _SERVER:
+            raise FlyError("--concurrency: goes with --model server: leave it out")
+        overrides = {
+            f"{name}@{count}": {**changes, "num_concurrent": count}
+            for name, changes in overrides.items()
+            for count in concurrency
+        }
     resolved = {
         name: _resolve_drafts(name, {**model_args, **changes}, outputs)
         for name, changes in overrides.items()
@@ -243,12 +266,12 @@ def _drafts_from_texts(config: FlyConfig) -> bool:
 
 
 def _build_mode(name: str, model_args: dict[str, Any], engine: str) -> Mode:
-    if name == "hf" and engine != "fly":
+    if name == "hf" and engine not in ("fly", _SERVER):
         raise FlyError("--modes hf: lm-eval's hf goes with --model hf: run it by itself")
     config, rest, target = checked_pair(model_args, engine)
     models = partial(models_of, config, rest)
     models()  # what is not there is refused now
-    if name == "hf":
+    if name == "hf" and engine == "fly":
         models = partial(models_of, config.model_copy(update={"use_sd": False}), rest)
         gguf = {"gguf_file": target.gguf_file} if target.gguf_file else {}
         arguments = {"pretrained": target.path, **gguf, **rest}

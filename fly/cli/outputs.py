@@ -15,6 +15,7 @@ from fly.runs import context
 _BEGINNINGS = {
     "--json": rb'{\n  "(verdict|tests)": ',
     "--markdown": rb"### ",
+    "--csv": rb"run,concurrency,",
     "--junit": rb"<\?xml version='1.0' encoding='[\w-]+'\?>\n<testsuites name=\"fly compare\"",
     "--save-baseline": rb'{"format":1,"name":',
     "--output": rb"<!doctype html>\n(<.*>\n){3}<meta http-equiv=\"Content-Security-Policy\"",

@@ -161,6 +161,8 @@ def checked_pair(
     """
     config, hf_args = fly_config.of_model_args(model_args)
     registry.load_engine(engine).check(config, hf_args)
+    if "base_url" in hf_args:
+        return config, hf_args, sources.ModelSource(config.target_model_path)
     target, draft = sources.sources(config, model_args.get("config_path"))
     revisions = {"revision": hf_args.get("revision"), "draft_revision": config.draft_revision}
     for (key, revision), model in zip(revisions.items(), (target, draft)):

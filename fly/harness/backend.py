@@ -189,7 +189,7 @@ class Backend(TemplateLM):
         try:
             for record in self.decode(missing, wanted, observe):
                 index = order[id(record.request)]
-                texts[index] = response_text(record.tokens, record.request, self)
+                texts[index] = response_text(record, self)
                 self.keep(requests[index], texts[index], record, log)
                 local.add_request(record)
                 bar.on_request(record)
@@ -320,11 +320,11 @@ class Backend(TemplateLM):
         """A finished response goes to the per-request file and to lm-eval's cache at once: in this
         order, so that a process that is killed in between leaves no answer without its record."""
         if self.fly_config.enable_statistics:
-            ids = output_ids.encode(record.tokens)
-            output = {"ids": ids, "tokenizer": self._tokenizer_hash}
-            log.write(
-                {**identity(record.request), **record.as_dict(), "text": text, "output": output}
-            )
+            line = {**identity(record.request), **record.as_dict(), "text": text}
+            if record.text is None:
+                ids = output_ids.encode(record.tokens)
+                line["output"] = {"ids": ids, "tokenizer": self._tokenizer_hash}
+            log.write(line)
         self.cache_hook.add_partial("generate_until", instance.args, text)
 
     @cached_property

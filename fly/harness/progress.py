@@ -54,8 +54,8 @@ class Progress:
     def _show(self) -> None:
         self._shown = time.perf_counter()
         speed = self._emitted / (self._shown - self._started)
-        tau = self._emitted / max(1, self._rounds)
-        self._bar.set_postfix_str(f"{speed:.1f} tok/s, tau {tau:.2f}")
+        tau = f", tau {self._emitted / self._rounds:.2f}" if self._rounds else ""
+        self._bar.set_postfix_str(f"{speed:.1f} tok/s{tau}")
 
     def close(self) -> None:
         self._bar.close()

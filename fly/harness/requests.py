@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
     from fly.config import FlyConfig
+    from fly.runs.records import RequestRecord
 
 logger = logging.getLogger(__name__)
 
@@ -281,13 +282,13 @@ def _refuse_unsupported(kwargs: dict[str, Any], settings: Sampling, where: str) 
             )
 
 
-def response_text(tokens: list[int], request: Request, lm: Asked) -> str:
+def response_text(record: RequestRecord, lm: Asked) -> str:
     """The text lm-eval scores: special tokens skipped, thinking and stop strings cut off."""
-    think_end = lm.think_end_token
+    think_end, tokens = lm.think_end_token, record.tokens
     if isinstance(think_end, int) and think_end in tokens:
         last = len(tokens) - 1 - tokens[::-1].index(think_end)
         tokens = tokens[last + 1 :]
-    text = lm.tok_decode(tokens)
+    text = lm.tok_decode(tokens) if record.text is None else record.text
     if isinstance(think_end, int):
         text = text.lstrip()
     eos = None
@@ -295,6 +296,6 @@ def response_text(tokens: list[int], request: Request, lm: Asked) -> str:
         eos = lm.tok_decode(lm.eot_token_id, skip_special_tokens=False)
     return postprocess_generated_text(
         generation=text,
-        stop=handle_stop_sequences(list(request.stops), eos=eos),
+        stop=handle_stop_sequences(list(record.request.stops), eos=eos),
         think_end_token=think_end if isinstance(think_end, str) else None,
     )

@@ -12,6 +12,7 @@ from fly.runs.records import TIMED, Positions, by_position
 from fly.runs.run_settings import rule_in_words
 from fly.runs.shapes import DraftedFrom, DraftRuns
 
+_UNTOLD = "not told by the server"
 _TARGETS = {True: " (of this target)", False: " (of another target)", None: ""}
 
 
@@ -19,6 +20,9 @@ def print_summary(entry: dict[str, Any]) -> None:
     """The speed table, below lm-eval's own table. entry: `config.fly` of the results."""
     stats, resumed = entry["stats"], entry["resumed"]
     if not stats["requests"]:
+        return
+    if server := entry.get("server"):
+        _print_rows(_server_rows(stats, server), f"fly: {_server_in_words(server)}", resumed)
         return
     seconds = stats["seconds"]
     total = sum(value for phase, value in seconds.items() if phase != "compile") or 1.0
@@ -39,14 +43,48 @@ def print_summary(entry: dict[str, Any]) -> None:
     }
     if peak := stats["peak_memory_bytes"]:  # vLLM's own processes do not tell
         rows["peak memory"] = f"{peak / 2**30:.1f} GiB"
+    title = f"fly: {in_words(entry['mode'], entry['drafter'], entry['config'])}"
+    _print_rows(rows, title, resumed)
+
+
+def _print_rows(rows: dict[str, str], title: str, resumed: dict[str, Any] | None) -> None:
     if resumed:
         before = f"{resumed['requests']} requests were finished before"
         rows = {f"resumed ({len(resumed['at'])} times)": before, **rows}
-    title = f"fly: {in_words(entry['mode'], entry['drafter'], entry['config'])}"
     table = Table(title=title, title_justify="left", show_header=False)
     for name, value in rows.items():
         table.add_row(name, value)
     Console(width=100 if not sys.stdout.isatty() else None).print(table)
+
+
+def _server_in_words(server: dict[str, Any]) -> str:
+    version = f" {server['version']}" if server["version"] else ""
+    at_once = f"at most {server['num_concurrent']} requests at once"
+    return f"{server['kind']}{version}, {server['model']}, {at_once}"
+
+
+def _server_rows(stats: dict[str, Any], server: dict[str, Any]) -> dict[str, str]:
+    """What a server does not tell is said to be so, and never computed from something else."""
+    drafted, positions = stats["drafted"], Positions(**stats["positions"])
+    of_counters = server["counters"]
+    rows = {
+        "requests": f"{stats['requests']} ({stats['prompt_tokens']} prompt tokens)",
+        "tokens": f"{stats['emitted']}, {stats['end_to_end_tok_s'] or 0:.2f} per second",
+        "tau": _UNTOLD if stats["tau"] is None else f"{stats['tau']:.2f}",
+        "AL": _UNTOLD if stats["al"] is None else f"{stats['al']:.2f}",
+        "accepted / drafted": f"{stats['native_accepted']} / {drafted} = "
+        f"{stats['native_accepted'] / drafted:.4f}"
+        if drafted
+        else "none drafted, or not told by the server",
+        **(_position_rows(positions) or {"accepted by position": _UNTOLD}),
+    }
+    if of_counters.get("num_drafts"):
+        accepted, drafts = of_counters["num_accepted_tokens"], of_counters["num_drafts"]
+        rows["the server's counters"] = (
+            f"accepted {accepted:.0f} of {of_counters['num_draft_tokens']:.0f}, "
+            f"AL 1 + {accepted:.0f} / {drafts:.0f} = {1 + accepted / drafts:.2f}"
+        )
+    return rows
 
 
 def _length_rows(stats: dict[str, Any]) -> dict[str, str]:

@@ -48,6 +48,8 @@ def models_of(config: FlyConfig, hf_args: dict[str, Any], fetch: bool = False) -
         for name in _FOLDERS
         if (path := str(hf_args.get(name) or "")) and Path(path).is_dir()
     }
+    if "base_url" in hf_args:  # what the server says of itself is checked instead
+        return {**found, "target": {"path": config.target_model_path, "commit": None}}
     target = sources.resolve_source(config.target_model_path, "target_model_path")
     found["target"] = fingerprint.hash_model(target, hf_args.get("revision"), cache, fetch)
     if config.needs_draft_model and config.draft_model_path:

@@ -150,6 +150,12 @@ class Lengths(Sums):
     accepted: int = 0  # draft tokens
     drafts: int = 0  # rounds with one
 
+    def add(self, other: Self) -> None:
+        """Where one has tokens without rounds, which a server has not told, the sum has none."""
+        is_told = all(each.rounds or not each.emitted for each in (self, other))
+        super().add(other)
+        self.rounds *= is_told
+
     @classmethod
     def of(cls, counts: Counts, positions: Positions) -> Lengths:
         return cls(counts.emitted, counts.rounds, sum(positions.accepted), positions.drafts)
@@ -235,10 +241,14 @@ class RequestRecord:
     # from the end of its prefill to its own end, while others were decoded and prefilled beside it;
     # None if the engine does not say
     wall_seconds: float | None = None
+    text: str | None = None  # of an engine that has no token ids
+    server: dict[str, Any] | None = None  # what a server's answer took and told
 
     def as_dict(self) -> dict[str, Any]:
         wall = self.wall_seconds
+        of_server = {} if self.server is None else {"server": self.server}
         return {
+            **of_server,
             **self.counts.as_dict(),
             **rates(self.counts, self.seconds),
             "al": _round(Lengths.of(self.counts, self.positions).al),
@@ -310,8 +320,8 @@ class RunStats:
         return {
             "requests": self.requests,
             **self.counts.as_dict(),
-            **mean_lengths(self.documents.values()),
             **rates(self.counts, self.seconds),
+            **mean_lengths(self.documents.values()),
             "tasks": {
                 task: {"documents": len(documents), **mean_lengths(documents)}
                 for task, documents in tasks.items()

@@ -114,6 +114,7 @@ class _Entry(TypedDict):
     stats: NotRequired[_Stats]
     draft_runs: NotRequired[DraftRuns | None]
     vllm: NotRequired[dict[str, Any]]
+    server: NotRequired[dict[str, Any]]
     resumed: NotRequired[dict[str, Any] | None]
 
 
@@ -153,6 +154,10 @@ class SampleLine(TypedDict):
     target_hash: str
 
 
+class _ServerAnswer(TypedDict):
+    seconds: NonNegativeFloat
+
+
 class RequestLine(TypedDict):
     """fly's record of a finished request. docs/definitions.md defines the keys."""
 
@@ -164,6 +169,7 @@ class RequestLine(TypedDict):
     wall_seconds: NotRequired[NonNegativeFloat | None]
     sources: NotRequired[Sources]
     positions: NotRequired[ByPosition]
+    server: NotRequired[_ServerAnswer]
 
 
 def _decodable(ids: str) -> str:

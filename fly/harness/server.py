@@ -1,0 +1,440 @@
+"""ServerLM: the engine that asks an OpenAI-compatible server (docs/server.md).
+
+The prompts are those of every other engine; how the server decodes is its own affair, and what it
+tells of it is recorded. What it does not tell is absent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
+
+import torch
+import transformers
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import has_bos_prefix
+from openai import AsyncOpenAI
+from pydantic import Field, PositiveFloat, PositiveInt
+from typing_extensions import NotRequired, TypedDict
+
+from fly import config as fly_config
+from fly import launch, reading
+from fly.config import FlyConfig
+from fly.errors import FlyError, reason_of
+from fly.harness.backend import Backend
+from fly.harness.server_client import Answer, Endpoint, Told
+from fly.models import sources
+from fly.runs.records import Counts, Observer, RequestRecord, zero_seconds
+from fly.settings import OutputSettings, SamplingSettings
+from fly.speculation.sequence import Request
+
+logger = logging.getLogger(__name__)
+
+_KEYS = {
+    *SamplingSettings.model_fields,
+    *OutputSettings.model_fields,
+    "target_model_path",
+    "use_sd",
+}
+_FEW = 4  # tokens that the probe asks for
+_UNTOLD = 2**31  # tokens of context, where neither the server nor the tokenizer tells
+
+
+class ServerArgs(TypedDict):
+    """model_args of `--model server`; docs/server.md explains them."""
+
+    base_url: Annotated[str, Field(pattern=r"^https?://[^@\s]+$")]
+    model: NotRequired[str | None]
+    tokenizer: NotRequired[str | None]
+    api: NotRequired[Literal["completions", "chat"]]
+    num_concurrent: NotRequired[PositiveInt]
+    api_key_env: NotRequired[str | None]
+    timeout: NotRequired[PositiveFloat]
+    retries: NotRequired[Annotated[int, Field(ge=0)]]
+    max_length: NotRequired[PositiveInt | None]
+    think_end_token: NotRequired[str | None]
+
+
+@register_model("server")
+class ServerLM(Backend):
+    """`fly --model server`. Keys of a pair's JSON that say how to sample and what to record may be
+    given as well; the rest is the server's own affair."""
+
+    engine_name = "server"
+    truncation = False
+    generation_config: Any = None
+    target_dtype = "not told"
+    device = torch.device("cpu")  # of this process; the server's is not told
+    max_gen_toks = 256
+
+    def __init__(
+        self,
+        batch_size: Any = None,
+        max_batch_size: Any = None,
+        device: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        if str(batch_size) not in ("None", "auto", "1") or max_batch_size:
+            raise FlyError("--batch_size: a server batches by itself: give num_concurrent instead")
+        config, arguments = fly_config.of_model_args(kwargs)
+        self.check(config, arguments)
+        self.use_config(config)
+        self.api = arguments.get("api", "completions")
+        self.think_end_token = arguments.get("think_end_token")
+        self.num_concurrent = arguments.get("num_concurrent", 8)
+        self.server = Endpoint(
+            trim_url(arguments["base_url"]),
+            config.target_model_path,
+            api=self.api,
+            key_env=arguments.get("api_key_env"),
+            timeout=arguments.get("timeout", 600.0),
+            retries=arguments.get("retries", 10),
+        )
+        self._load_tokenizer(arguments.get("tokenizer"))
+        told = self.server.facts.context or self.tokenizer.model_max_length
+        self.max_length = arguments.get("max_length") or min(told, _UNTOLD)
+        self.eos_ids = frozenset({self.tokenizer.eos_token_id} - {None})
+        self._counters = self.server.counters()
+        self._fingerprints: set[str] = set()
+        self._sends_ids = False  # where the server's tokenizer reads a prompt's text otherwise
+        self._answers_as: str | None = None  # the model that its answers name, perhaps an alias
+        self._is_plain = False  # the server takes OpenAI's sampling parameters only
+        self.join_run(arguments)
+
+    @classmethod
+    def check(cls, config: FlyConfig, model_args: dict[str, Any]) -> None:
+        """Refuse arguments that a server's run does not have. Raises FlyError."""
+        if launch.processes() > 1:
+            raise FlyError("--model server: works in one process: raise num_concurrent instead")
+        known = ServerArgs.__annotations__
+        if {"api_key", "key", "token"} & {*model_args}:
+            raise FlyError("model_args: a key would be written down: give api_key_env=NAME of it")
+        for key in model_args:
+            if key not in known:
+                hint = reading.hint(key, [*known, *SamplingSettings.model_fields], "remove it")
+                raise FlyError(f"unknown model_args key {key!r} of --model server: {hint}")
+        reading.check_shape(dict(model_args), ServerArgs, "model_args")
+        given = config.model_fields_set - _KEYS
+        given -= {"lookup_k"} if "spd_k" in given else set()  # which has come with it
+        if config.trace:
+            given |= {"trace"}
+        if given:
+            raise FlyError(
+                f"model_args {min(given)}: how it decodes is up to the server: leave it out "
+                "(config_path, too), and start the server so"
+            )
+
+    def _load_tokenizer(self, given: str | None) -> None:
+        """Prompts are made of it. Raises FlyError if there is none."""
+        facts = self.server.facts
+        name = given or str(facts.about.get("root") or facts.model)
+        try:
+            source = sources.resolve_source(name, "tokenizer")
+            more = {"gguf_file": source.gguf_file} if source.gguf_file else {}
+            self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(source.path, **more)
+        except (OSError, ValueError) as error:
+            raise FlyError(
+                f"tokenizer={name}: cannot be loaded ({reason_of(error)}): give the served model's "
+                "folder, GGUF file or hub id"
+            ) from None
+        try:
+            self.generation_config = transformers.GenerationConfig.from_pretrained(source.path)
+        except (OSError, ValueError):
+            self.generation_config = None
+
+    # ---------------------------------------------------------------- what requests are made of
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    @property
+    def eot_token_id(self) -> int | None:  # type: ignore[override]
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        first = self.tokenizer.bos_token_id
+        return self.tokenizer.eos_token_id if first is None else first
+
+    def tok_encode(self, string: str, **_: Any) -> list[int]:
+        """As HFLM's: a text that begins with BOS gets no second one."""
+        special = not has_bos_prefix(string, self.tokenizer.bos_token)
+        return self.tokenizer.encode(string, add_special_tokens=special)
+
+    def tok_batch_encode(
+        self, strings: list[str], left_truncate_len: int | None = None, **_: Any
+    ) -> tuple[torch.Tensor, None]:
+        """Of a single text. Raises FlyError for one that the server's context has no room for:
+        whether and where a server cuts it is not known."""
+        (text,) = strings
+        ids = self.tok_encode(text)
+        if left_truncate_len is not None and len(ids) > left_truncate_len:
+            raise FlyError(
+                f"base_url={self.server.base_url}: a prompt of {len(ids)} tokens leaves no room for"
+                f" its output in the server's context of {self.max_length}: start the server with "
+                "a longer context, or lower max_gen_toks"
+            )
+        return torch.tensor([ids]), None
+
+    def tok_decode(self, tokens: Any, skip_special_tokens: bool = True) -> str:
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The prompt's text; for api=chat the messages as JSON, whose template is the server's."""
+        if self.api == "chat":
+            return json.dumps(chat_history, ensure_ascii=False)
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise FlyError(
+                "--apply_chat_template: the tokenizer has no chat template: use api=chat"
+            )
+        text: str = self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+        return text
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        return "" if self.api == "chat" else super().chat_template(chat_template)
+
+    def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
+        raise FlyError(
+            f"--model server: task {requests[0].task_name} needs log-likelihoods, which servers "
+            "give in no common way: use --model hf or vllm for it"
+        )
+
+    loglikelihood_rolling = _loglikelihood_tokens = loglikelihood
+
+    # ---------------------------------------------------------------- decoding
+
+    def decode(
+        self, missing: list[Request], wanted: list[Request], observer: Observer
+    ) -> Iterator[RequestRecord]:
+        """Raises FlyError for what the server cannot do, and for faults that do not pass."""
+        if not missing:
+            return
+        loop = asyncio.new_event_loop()
+        client = self.server.open()
+        try:
+            loop.run_until_complete(self._probe(client, missing))
+            answered: asyncio.Queue[RequestRecord | BaseException] = asyncio.Queue()
+            left = iter(missing)
+            _workers = [  # asyncio itself keeps no reference
+                loop.create_task(self._work(client, left, answered))
+                for _ in range(min(self.num_concurrent, len(missing)))
+            ]
+            for _ in missing:
+                found = loop.run_until_complete(answered.get())
+                if isinstance(found, BaseException):
+                    while not answered.empty():  # what came with it is not lost
+                        if isinstance(record := answered.get_nowait(), RequestRecord):
+                            yield record
+                    raise found
+                yield found
+            self.server.check_same()
+        finally:
+            loop.run_until_complete(_end(client))
+            loop.close()
+
+    async def _work(
+        self,
+        client: AsyncOpenAI,
+        left: Iterator[Request],
+        answered: asyncio.Queue[RequestRecord | BaseException],
+    ) -> None:
+        """Ask for one request after the other, as long as some are left."""
+        try:
+            for request in left:
+                answered.put_nowait(await self._answer(client, request))
+        except Exception as error:
+            answered.put_nowait(error)
+
+    async def _probe(self, client: AsyncOpenAI, requests: Iterable[Request]) -> None:
+        """A few tokens for one request of each kind. Raises FlyError for what the server refuses,
+        and where it reads other tokens than were meant."""
+        kinds = {(request.sampling, request.stops): request for request in requests}
+        for request in kinds.values():
+            where = f"probe, {_place(request)}"
+            answer = await self._try(client, request, where)
+            if None in (answer.prompt_tokens, answer.completion_tokens):
+                raise FlyError(
+                    f"{where}: {self.server.base_url} tells no counts of tokens (usage): fly needs "
+                    "a server that does so when it streams"
+                )
+            if self.api == "completions" and answer.prompt_tokens != len(request.prompt):
+                self._sends_ids = True
+                answer = await self._try(client, request, where)
+                logger.info("prompts are sent as token ids: the server adds tokens to texts")
+            self._check_prompt(answer, request, where)
+
+    async def _try(self, client: AsyncOpenAI, request: Request, where: str) -> Answer:
+        """With fewer parameters, if the server refuses those beyond OpenAI's and none is needed."""
+        few = min(_FEW, request.budget)
+        try:
+            return await self.server.ask(client, self._payload(request, few), where)
+        except FlyError:
+            sampling = request.sampling
+            needed = sampling.top_k or sampling.min_p or sampling.repetition_penalty != 1
+            if self._is_plain or needed:
+                raise
+            self._is_plain = True
+            return await self.server.ask(client, self._payload(request, few), where)
+
+    def _payload(self, request: Request, most: int) -> dict[str, Any]:
+        """What is not said would be the server's default, or its model's."""
+        sampling, context = request.sampling, request.tag.args[0]
+        found: dict[str, Any] = {
+            "max_tokens": most,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": request.seed % 2**31,
+            "stop": [stop for stop in request.stops if stop] or None,
+        }
+        more: dict[str, Any] = {}
+        if not self._is_plain:
+            more = {
+                "top_k": sampling.top_k or -1,
+                "min_p": sampling.min_p,
+                "repetition_penalty": sampling.repetition_penalty,
+                "repeat_penalty": sampling.repetition_penalty,  # llama.cpp's and mlx's name
+                "return_spec_tokens_details": True,  # SGLang
+            }
+        if self.api == "chat":
+            found["messages"] = messages = _messages(context)
+            if messages[-1]["role"] == "assistant":
+                more |= {"continue_final_message": True, "add_generation_prompt": False}
+        else:
+            found["prompt"] = list(request.prompt) if self._sends_ids or not context else context
+        return {**found, "extra_body": more}
+
+    async def _answer(self, client: AsyncOpenAI, request: Request) -> RequestRecord:
+        where = _place(request)
+        clock, started = self.server.clock, time.perf_counter()
+        joined = clock.read(change=1)
+        try:
+            answer = await self.server.ask(client, self._payload(request, request.budget), where)
+        finally:
+            left = clock.read(change=-1)
+        ended = time.perf_counter()
+        self._check_answer(answer, request, where)
+        told = Told.of(answer.extras, self.server.facts.kind)
+        seconds = zero_seconds()
+        seconds["prefill"] = answer.first_share - joined
+        seconds["verify"] = left - answer.first_share
+        return RequestRecord(
+            request,
+            [],
+            "length" if answer.finish == "length" else "stop",
+            prompt_tokens=len(request.prompt),
+            prompt_tokens_reused=answer.cached_tokens,
+            counts=Counts(
+                rounds=told.rounds or 0,
+                drafted=told.drafted or 0,
+                native_accepted=told.accepted or 0,
+                emitted=answer.completion_tokens or 0,
+            ),
+            seconds=seconds,
+            positions=told.positions,
+            wall_seconds=ended - answer.first,
+            text=answer.text,
+            server={
+                "first_token_seconds": round(answer.first - started, 6),
+                "seconds": round(ended - started, 6),
+                "attempts": answer.attempts,
+                "prompt_tokens": answer.prompt_tokens,
+                "timings": told.timings,
+            },
+        )
+
+    def _check_answer(self, answer: Answer, request: Request, where: str) -> None:
+        """Raise FlyError for an answer that is none to this request."""
+        if answer.fingerprint:
+            self._fingerprints.add(answer.fingerprint)
+        if answer.finish not in ("stop", "length"):
+            raise FlyError(f"{where}: the server ended its answer with {answer.finish!r}")
+        if answer.finish == "length" and (answer.completion_tokens or 0) < request.budget:
+            raise FlyError(
+                f"{where}: the server cut the answer at {answer.completion_tokens} tokens; the task"
+                f" allows {request.budget}: raise the server's limit or its context"
+            )
+        self._check_prompt(answer, request, where)
+
+    def _check_prompt(self, answer: Answer, request: Request, where: str) -> None:
+        given, first = len(request.prompt), self._answers_as or answer.model
+        self._answers_as = first
+        if answer.model != first:
+            raise FlyError(f"{where}: answered by the model {answer.model}, the first by {first}")
+        if self.api == "completions" and answer.prompt_tokens != given:
+            raise FlyError(
+                f"{where}: the server read {answer.prompt_tokens} prompt tokens where the tokenizer"
+                f" has {given}: give the served model's tokenizer=, or a longer context"
+            )
+
+    # ---------------------------------------------------------------- reporting
+
+    def deciding_facts(self) -> dict[str, Any]:
+        return {"server": asdict(self.server.facts)}
+
+    def results_entry(self) -> dict[str, Any]:
+        return {**super().results_entry(), "mode": "server", "drafter": None}
+
+    def engine_facts(self) -> dict[str, Any]:
+        before = self._counters
+        counters = {
+            name: value - before.get(name, 0.0) for name, value in self.server.counters().items()
+        }
+        return {
+            **super().engine_facts(),
+            "server": {
+                "base_url": self.server.base_url,
+                **asdict(self.server.facts),
+                "api": self.api,
+                "num_concurrent": self.num_concurrent,
+                "prompts": "ids" if self._sends_ids else "text",
+                "fingerprints": sorted(self._fingerprints),
+                "counters": counters,  # while this process ran; other users' requests included
+            },
+        }
+
+
+async def _end(client: AsyncOpenAI) -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await client.close()
+    await asyncio.get_running_loop().shutdown_asyncgens()
+    await asyncio.get_running_loop().shutdown_default_executor()
+
+
+def trim_url(url: str) -> str:
+    """The part that all paths of an OpenAI endpoint begin with."""
+    for end in ("/", "/completions", "/chat", "/"):
+        url = url.removesuffix(end)
+    return url
+
+
+def _place(request: Request) -> str:
+    return f"task {request.tag.task_name}, doc {request.tag.doc_id}"
+
+
+def _messages(context: str) -> list[dict[str, str]]:
+    """Messages as `apply_chat_template` wrote them; any other prompt is the user's one message."""
+    if context.startswith('[{"role": '):
+        try:
+            found: list[dict[str, str]] = json.loads(context)
+            return found
+        except ValueError:
+            pass
+    return [{"role": "user", "content": context}]

@@ -1,0 +1,353 @@
+"""One OpenAI-compatible endpoint: what it says of itself, and its answers in spite of faults.
+
+Passing faults (refused, dropped and stalled connections, 408, 429, 5xx, streams without an end) are
+tried again, after the server's Retry-After or a growing pause; all others end the run in one line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from openai import APIConnectionError, APIError, APIStatusError, AsyncOpenAI, Timeout
+
+from fly.config import SERVED
+from fly.errors import FlyError, reason_of
+from fly.runs.records import Positions
+
+_PASSING = (408, 409, 425, 429)  # and 5xx
+_LONGEST_PAUSE = 30.0  # seconds, where the server does not say
+_KINDS = {"llamacpp": "llama.cpp", "vllm": "vLLM", "sglang": "SGLang"}  # by who "owns" the model
+_VERSION = {  # where each kind tells its version
+    "llama.cpp": ("/props", "build_info"),
+    "vLLM": ("/version", "version"),
+    "SGLang": ("/get_server_info", "version"),
+}
+_PASSES_BY = ("created", "permission")  # of a listed model: they differ from start to start
+_EXTRAS = ("timings", "metrics", "sglext")  # of answers, where servers tell of speculation
+_COUNTERS = "vllm:spec_decode_"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a server says of itself and of the model that it serves."""
+
+    kind: str  # llama.cpp, vLLM, SGLang; else `server`
+    version: str | None
+    model: str
+    context: int | None  # tokens of prompt and output; None if the server does not tell
+    about: dict[str, Any]  # the model's entry in /v1/models
+
+
+@dataclass
+class Told:
+    """Speculation in one answer, as far as the server tells it; None is not told."""
+
+    rounds: int | None = None  # verification passes
+    drafted: int | None = None
+    accepted: int | None = None
+    positions: Positions = field(default_factory=Positions)  # empty is not told
+    timings: dict[str, float] = field(default_factory=dict)  # the server's own, by its names
+
+    @classmethod
+    def of(cls, extras: Mapping[str, Any], kind: str) -> Told:
+        """extras: what the answer holds beside OpenAI's fields."""
+        timings = _inner(extras, "timings")
+        of_vllm = _inner(_inner(extras, "metrics"), "speculative_decoding")
+        of_sglang = _inner(_inner(extras, "sglext"), "spec_tokens_details")
+        found = cls(timings={k: v for k, v in timings.items() if isinstance(v, (int, float))})
+        if "draft_n" in timings or (timings and kind == "llama.cpp"):
+            # its passes are not told: what is accepted past an output's end is counted, too
+            found.drafted = timings.get("draft_n", 0)
+            found.accepted = timings.get("draft_n_accepted", 0)
+            if not found.drafted:
+                found.rounds = timings.get("predicted_n")  # the prompt's pass gives the first
+        elif of_vllm:
+            found.drafted = of_vllm.get("num_draft_tokens")
+            found.accepted = of_vllm.get("num_accepted_draft_tokens")
+            per_step = [of_vllm.get(f"per_step_{key}") or () for key in ("drafted", "accepted")]
+            for drafted, accepted in zip(*per_step):  # none without `detailed`
+                found.positions.add_round(drafted, accepted)
+        elif of_sglang:
+            found.rounds = of_sglang.get("spec_verify_ct")
+            found.drafted = of_sglang.get("spec_num_proposed_drafts")
+            found.accepted = of_sglang.get("spec_num_correct_drafts")
+            counts = of_sglang.get("spec_correct_drafts_histogram") or []
+            length = len(counts) - 1
+            if sum(counts) * length == found.drafted:  # else drafts were of several lengths
+                for accepted, rounds in enumerate(counts):
+                    for _ in range(rounds):
+                        found.positions.add_round(length, accepted)
+        return found
+
+
+def _inner(found: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = found.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+@dataclass
+class Answer:
+    """One answer. Seconds are of `time.perf_counter`; shares, of `SharedClock`."""
+
+    text: str = ""
+    finish: str | None = None
+    model: str | None = None
+    fingerprint: str | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int = 0
+    attempts: int = 1
+    first: float = 0.0  # when its first text came
+    first_share: float = 0.0
+    extras: dict[str, Any] = field(default_factory=dict)
+
+
+class SharedClock:
+    """Divides time equally among the requests under way, so that their shares add up to it."""
+
+    def __init__(self) -> None:
+        self._share, self._since, self._count = 0.0, time.perf_counter(), 0
+
+    def read(self, change: int = 0) -> float:
+        """The share until now of one that was always under way. change: how many join or leave."""
+        now = time.perf_counter()
+        self._share += (now - self._since) / self._count if self._count else 0.0
+        self._since, self._count = now, self._count + change
+        return self._share
+
+
+class _CutError(Exception):
+    """A stream that ended before its answer."""
+
+
+class Endpoint:
+    """base_url: up to /v1. key_env: the environment variable that holds the key, which is written
+    nowhere. timeout: seconds without a sign of the server. retries: of one request."""
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        *,
+        api: str = "completions",
+        key_env: str | None = None,
+        timeout: float = 600.0,
+        retries: int = 10,
+    ) -> None:
+        self.base_url, self.api, self.retries, self._timeout = base_url, api, retries, timeout
+        self._asked_model = model
+        self._key = os.environ.get(key_env, "") if key_env else ""
+        if key_env and not self._key:
+            raise FlyError(f"api_key_env={key_env}: no such environment variable: set it")
+        self.facts = self.describe()
+        self.clock = SharedClock()
+
+    # ---------------------------------------------------------------- what it says of itself
+
+    def describe(self) -> Facts:
+        """Raises FlyError if no server answers, or if it does not have the model."""
+        try:
+            listed = self._get("/v1/models")["data"]
+            names = [str(entry["id"]) for entry in listed]
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise FlyError(
+                f"base_url={self.base_url}: /v1/models gives no list of models "
+                f"({self.redacted(reason_of(error))}): is the server up, and is this its address?"
+            ) from None
+        name = self._asked_model
+        if name == SERVED and len(names) == 1:
+            (name,) = names
+        if name not in names:
+            raise FlyError(
+                f"model={name}: not served at {self.base_url}: give one of "
+                f"{', '.join(names) or 'none'}"
+            )
+        entry = listed[names.index(name)]
+        about = {key: value for key, value in entry.items() if key not in _PASSES_BY}
+        kind = _KINDS.get(str(entry.get("owned_by")), "server")
+        told = self._try_get(_VERSION[kind][0]) if kind in _VERSION else {}
+        version = told.get(_VERSION[kind][1]) if told else None
+        slots = told.get("default_generation_settings") or {}
+        context = slots.get("n_ctx") or entry.get("max_model_len")
+        if told.get("model_path"):
+            about["model_path"] = told["model_path"]
+        return Facts(kind, version and str(version), name, context, about)
+
+    def check_same(self) -> None:
+        """Raise FlyError if another model is served by now."""
+        now = self.describe()
+        if now != self.facts:
+            keys = [key for key in vars(now) if getattr(now, key) != getattr(self.facts, key)]
+            raise FlyError(
+                f"base_url={self.base_url}: the server was restarted as another one: its {keys[0]} "
+                f"was {getattr(self.facts, keys[0])}, is now {getattr(now, keys[0])}: start a new "
+                "run, or bring the server back as it was and resume"
+            )
+
+    def counters(self) -> dict[str, float]:
+        """vLLM's own counters of speculation (Prometheus) by name; empty if there are none."""
+        try:
+            lines = self._read("/metrics").splitlines()
+        except (OSError, ValueError):
+            return {}
+        found: dict[str, float] = {}
+        for line in lines:
+            if line.startswith(_COUNTERS) and "_created" not in line:
+                name, _, value = line.rpartition(" ")
+                place = name.partition('position="')[2].partition('"')[0]
+                short = name.partition("{")[0].removeprefix(_COUNTERS).removesuffix("_total")
+                key = f"{short}_{place}" if place else short
+                found[key] = found.get(key, 0.0) + float(value)
+        return found
+
+    def _try_get(self, path: str) -> dict[str, Any]:
+        try:
+            found = self._get(path)
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _get(self, path: str) -> Any:
+        return json.loads(self._read(path))
+
+    def _read(self, path: str) -> str:
+        request = urllib.request.Request(self.base_url.removesuffix("/v1") + path)
+        if self._key:
+            request.add_header("Authorization", f"Bearer {self._key}")
+        deadline = time.monotonic() + self._timeout
+        while True:
+            try:
+                with urllib.request.urlopen(request, timeout=min(self._timeout, 30)) as answer:
+                    text: str = answer.read().decode()
+                return text
+            except urllib.error.HTTPError as error:  # such as a server that still loads its model
+                if error.code not in (429, 503) or time.monotonic() > deadline:
+                    raise
+                time.sleep(min(self._timeout, 1.0))
+
+    # ---------------------------------------------------------------- answers
+
+    def open(self) -> AsyncOpenAI:
+        """A client for the running event loop; its owner closes it."""
+        return AsyncOpenAI(
+            api_key=self._key or "none",
+            base_url=self.base_url,
+            timeout=Timeout(self._timeout, connect=min(self._timeout, 30.0)),
+            max_retries=0,
+        )
+
+    async def ask(self, client: AsyncOpenAI, payload: dict[str, Any], where: str) -> Answer:
+        """The whole answer. Raises FlyError for what another attempt would not change, and after
+        the last one. where: which document it is of."""
+        attempts = 1
+        while True:
+            try:
+                answer = await self._ask_once(client, payload)
+            except (APIError, _CutError, ValueError) as error:
+                if not _is_passing(error):
+                    raise self.refusal(error, where) from None
+                if attempts > self.retries:
+                    raise FlyError(
+                        f"{where}: no answer of {self.base_url} in {attempts} attempts; the last: "
+                        f"{self._reason(error)}"
+                    ) from None
+                await asyncio.sleep(_pause(error, attempts))
+                if not isinstance(error, APIStatusError):  # it may have been restarted
+                    await self._check_restarted()
+                attempts += 1
+                continue
+            answer.attempts = attempts
+            return answer
+
+    async def _check_restarted(self) -> None:
+        try:
+            await asyncio.to_thread(self._get, "/v1/models")
+        except (OSError, ValueError):
+            return  # not there yet: the next attempt will tell
+        await asyncio.to_thread(self.check_same)
+
+    async def _ask_once(self, client: AsyncOpenAI, payload: dict[str, Any]) -> Answer:
+        create: Any = client.completions.create
+        if self.api == "chat":
+            create = client.chat.completions.create
+        answer = Answer()
+        parts: list[str] = []
+        stream = await create(
+            model=self.facts.model, stream=True, stream_options={"include_usage": True}, **payload
+        )
+        async with stream:
+            async for chunk in stream:
+                answer.model = chunk.model or answer.model
+                answer.fingerprint = chunk.system_fingerprint or answer.fingerprint
+                extras = chunk.model_extra or {}
+                for choice in chunk.choices or ():
+                    text = choice.delta.content if self.api == "chat" else choice.text
+                    if text and not parts:
+                        answer.first, answer.first_share = time.perf_counter(), self.clock.read()
+                    parts.append(text or "")
+                    answer.finish = choice.finish_reason or answer.finish
+                    extras = {**(choice.model_extra or {}), **extras}
+                if chunk.usage:
+                    answer.prompt_tokens = chunk.usage.prompt_tokens
+                    answer.completion_tokens = chunk.usage.completion_tokens
+                    details = chunk.usage.prompt_tokens_details
+                    answer.cached_tokens = (details and details.cached_tokens) or 0
+                answer.extras |= {key: extras[key] for key in _EXTRAS if extras.get(key)}
+        if answer.finish is None:
+            raise _CutError("the stream ended before its answer did")
+        answer.text = "".join(parts)
+        if not answer.first:
+            answer.first, answer.first_share = time.perf_counter(), self.clock.read()
+        return answer
+
+    def refusal(self, error: Exception, where: str) -> FlyError:
+        """What the server refused, in one line."""
+        return FlyError(f"{where}: {self.base_url} refuses it: {self._reason(error)}")
+
+    def _reason(self, error: Exception) -> str:
+        """With the server's own words, if it has some."""
+        message = reason_of(error)
+        if isinstance(error, APIStatusError):
+            body = error.body if isinstance(error.body, dict) else {}
+            message = f"{error.status_code}: {body.get('message') or message}"
+        elif isinstance(error.__cause__, Exception):
+            message = f"{message} ({reason_of(error.__cause__)})"
+        return self.redacted(" ".join(message.split())[:300])
+
+    def redacted(self, text: str) -> str:
+        return text.replace(self._key, "***") if self._key else text
+
+
+def _is_passing(error: Exception) -> bool:
+    if isinstance(error, APIStatusError):
+        return error.status_code in _PASSING or error.status_code >= 500
+    if isinstance(error, APIError) and not isinstance(error, APIConnectionError):
+        # an error in the middle of a stream, which has a code in its body at best
+        code = error.code or ""
+        return not code.startswith("4") or int(code) in _PASSING if code.isdecimal() else True
+    return True
+
+
+def _pause(error: Exception, attempts: int) -> float:
+    """Seconds until the next attempt: the server's Retry-After, else growing and random ones."""
+    headers = error.response.headers if isinstance(error, APIStatusError) else {}
+    asked = headers.get("retry-after") or ""
+    try:
+        return max(0.0, float(asked))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(asked).timestamp() - time.time())
+    except (ValueError, TypeError):
+        pass
+    return min(_LONGEST_PAUSE, 0.25 * 2**attempts) * random.uniform(0.75, 1.25)
