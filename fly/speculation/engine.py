@@ -21,7 +21,7 @@ from fly.speculation.drafters.draft import Draft
 from fly.speculation.phase_timer import PhaseTimer
 from fly.speculation.rules.base import Rule, verify
 from fly.speculation.rules.gates import entropy
-from fly.speculation.sampling import draw, rejection_sample
+from fly.speculation.sampling import judge_chain
 from fly.speculation.scheduler import Scheduler
 from fly.speculation.sequence import Request, Sequence, Verdict
 from fly.speculation.stop_strings import Decode, StopMatcher
@@ -213,18 +213,11 @@ class Engine:
             k = len(tokens)
             scores_NV = sampling.process(logits_BKV[slot, : k + 1], sequence.tokens, tokens)
             logits_BKV[slot, : k + 1] = scores_NV
-            target_BK1[slot, : k + 1] = scores_NV.argmax(dim=-1)
-            matches_BK[slot, :k] = draft_BK[slot, :k] == target_BK1[slot, :k]
-            if (noise := sequence.noise(k)) is None:
-                continue
-            p_NV = torch.softmax(scores_NV, dim=-1)
-            if self._rule.decides_alone:
-                own_N = draw(p_NV, noise.target)
-                # a match always stands, so that nothing is drawn in its place
-                own_N[:k] = torch.where(matches_BK[slot, :k], draft_BK[slot, :k], own_N[:k])
-                target_BK1[slot, : k + 1] = own_N
-                continue
-            matches_BK[slot, :k], target_BK1[slot, : k + 1] = rejection_sample(
-                p_NV, draft.probabilities(slot), draft_BK[slot, :k], noise
+            matches_BK[slot, :k], target_BK1[slot, : k + 1] = judge_chain(
+                scores_NV,
+                draft.probabilities(slot),
+                draft_BK[slot, :k],
+                sequence.noise(k),
+                gates_decide=self._rule.decides_alone,
             )
         return logits_BKV, matches_BK, target_BK1

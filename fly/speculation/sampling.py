@@ -179,6 +179,33 @@ def draw(weights_NV: Tensor, uniform_N: Tensor) -> Tensor:
     return torch.searchsorted(cumulative_NV, at_N1, right=True)[:, 0]
 
 
+def judge_chain(
+    scores_NV: Tensor,
+    q_KV: Tensor | None,
+    draft_K: Tensor,
+    noise: Noise | None,
+    *,
+    gates_decide: bool,
+) -> tuple[Tensor, Tensor]:
+    """(matches [K], target tokens [K + 1]) of one sequence's chain.
+
+    scores_NV: its processed logits, N = K + 1. q_KV: None if the draft was not drawn. noise: None
+    if the sequence is greedy. gates_decide: the rule does not ask the rejection sampler.
+    """
+    k = len(draft_K)
+    target_N = scores_NV.argmax(dim=-1)
+    matches_K = draft_K == target_N[:k]
+    if noise is None:
+        return matches_K, target_N
+    p_NV = torch.softmax(scores_NV, dim=-1)
+    if not gates_decide:
+        return rejection_sample(p_NV, q_KV, draft_K, noise)
+    target_N = draw(p_NV, noise.target)
+    # a match always stands, so that nothing is drawn in its place
+    target_N[:k] = torch.where(matches_K, draft_K, target_N[:k])
+    return matches_K, target_N
+
+
 def rejection_sample(
     p_NV: Tensor, q_KV: Tensor | None, draft_K: Tensor, noise: Noise
 ) -> tuple[Tensor, Tensor]:
