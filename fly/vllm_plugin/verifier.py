@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from fly.models.tokenizers import Texts
 from fly.settings import EntropyKind
-from fly.speculation.rules.base import Resolution, Rule, verify
+from fly.speculation.drafters.ngram import until_eos
+from fly.speculation.rules.base import JudgedDraft, Resolution, Rule, verify
 from fly.speculation.rules.gates import entropy
 from fly.speculation.sampling import Chain, Sampling, judge_chains
 from fly.speculation.sequence import Request, Sequence, Verdict
@@ -49,6 +51,17 @@ class _ServedSequence(Sequence):
         """Take over what vLLM has added to the output."""
         self.tokens += output[len(self.tokens) - len(self.request.prompt) :]
         self._counted = len(output)
+
+    def until_end(self, judged: JudgedDraft) -> JudgedDraft:
+        """As fly's drafters, which draft nothing past an EOS: it could fill a window."""
+        k = len(until_eos(judged.draft, self._eos_ids))
+        return replace(
+            judged,
+            draft=judged.draft[:k],
+            matches=judged.matches[:k],
+            deferrable=judged.deferrable[:k],
+            target_tokens=judged.target_tokens[: k + 1],
+        )
 
     def block(self, verdict: Verdict) -> list[int]:
         """The tokens that the round adds to the output."""
@@ -109,7 +122,7 @@ class Verifier:
         entropies = entropy(logits_BKV, self._traced).tolist() if self._traced else None
         blocks = []
         for slot, (request, sequence, own) in enumerate(zip(requests, sequences, judged.split())):
-            verdict = sequence.judge(self._rule, own)
+            verdict = sequence.judge(self._rule, sequence.until_end(own))
             blocks.append(sequence.block(verdict))
             if self._keeps_rounds and verdict.draft:
                 found = entropies[slot][: len(verdict.draft) + 1] if entropies else None
