@@ -46,7 +46,9 @@ class Installed:
 
 # The first release with all that is asked for here.
 FIRST_WITH_ALL = Installed(
-    "0.33", ("fly_window_size", "use_heterogeneous_vocab"), (*METHODS.values(), *BLOCK_METHODS)
+    "0.33",
+    ("fly_window_size", "use_heterogeneous_vocab", "draft_sample_method"),
+    (*METHODS.values(), *BLOCK_METHODS),
 )
 
 
