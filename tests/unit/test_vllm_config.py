@@ -152,7 +152,7 @@ def test_where_the_plugin_does_not_verify():
     wanted = "vllm_verification=fly: vLLM 0.34.0 is not one that fly's plugin knows: leave the key"
     with pytest.raises(FlyError, match=wanted):
         mapped(OF_0_34, vllm_verification="fly")
-    with pytest.raises(FlyError, match="exact_first_tokens=3: vLLM 0.34.0 cannot do that"):
+    with pytest.raises(FlyError, match=r"exact_first_tokens=3: vLLM 0.34.0 cannot do that"):
         mapped(OF_0_34, exact_first_tokens=3)
     with pytest.raises(FlyError, match="defer_across_rounds=True: vLLM gives tokens away"):
         mapped(defer_across_rounds=True)

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.vllm
 
 K, BUDGET, EOS = 5, 40, 257
 NOISE = 0.012
+ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 SHAPE = {"hidden_size": 128, "vocab": tiny.TOKENIZER_VOCAB}
 PROMPTS = tiny.prompts(5, vocab=250)
 CASES = {
@@ -70,8 +71,8 @@ for name, keys in asked["cases"].items():
     config = options.read({"fly": keys}, "t", k, "0.32.0")
     verifier = Verifier(rule_of(config), Texts(tokenizer), keeps_rounds=True)
     runner.rejection_sampler._verifier = verifier
-    params = [SamplingParams(**{"temperature": 0, "max_tokens": asked["budget"], "seed": i, **sampling},
-                             stop_token_ids=[257], detokenize=False)
+    usual = {"temperature": 0, "max_tokens": asked["budget"], "detokenize": False, **sampling}
+    params = [SamplingParams(**usual, seed=i, stop_token_ids=[257])
               for i in range(len(asked["prompts"]))]
     prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in asked["prompts"]]
     for output in llm.generate(prompts, params, use_tqdm=False):
@@ -92,11 +93,11 @@ def ask(root, cases, **more):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         input=json.dumps({**asked, **more}),
-        env={**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+        env={**ENVIRONMENT, **ONE_PROCESS},
         capture_output=True,
         text=True,
         check=False,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found = {}
     for line in done.stdout.splitlines():
@@ -160,7 +161,8 @@ def test_tokens_and_counts_are_those_of_flys_own_engine(by_vllm, name):
 
 def test_a_rule_that_ignores_the_exact_places_is_seen(by_vllm):
     """The mutant: the same keys without exact_first_tokens or exact_pattern."""
-    for name, left_out in (("guarded", "exact_pattern"), ("first places stay exact", "exact_first_tokens")):  # fmt: skip
+    left_out_by = {"guarded": "exact_pattern", "first places stay exact": "exact_first_tokens"}
+    for name, left_out in left_out_by.items():
         keys = {key: value for key, value in CASES[name].items() if key != left_out}
         mutants = by_engine(rule(**keys), [output[0] for output, *_ in by_vllm[name]])
         outputs = [output[1:] for output, *_ in by_vllm[name]]
