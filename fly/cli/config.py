@@ -48,10 +48,11 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def engines_of(found: config.FlyConfig) -> Iterator[str]:
-    """Which engines take the pair, and whose code verifies; else why not."""
+    """Which engines take the pair's keys, and whose code verifies; else why not. Whether they know
+    the models' architectures is seen when these load."""
     name = found.drafter_name
     alone = name is not None and registry.DRAFTERS[name].of_vllm
-    yield f"--model hf: {f'no: only vLLM has drafter={name}' if alone else 'yes'}"
+    yield f"--model hf: {f'no: only vLLM has drafter={name}' if alone else 'takes these keys'}"
     in_vllm = without_cascade(found)
     try:
         speculative_config(in_vllm, found.draft_model_path, FIRST_WITH_ALL)
@@ -60,7 +61,8 @@ def engines_of(found: config.FlyConfig) -> Iterator[str]:
         return
     by = "fly's rules" if verifies_by_fly(in_vllm, FIRST_WITH_ALL) else "vLLM's own"
     whose = "no draft" if name is None else f"verification by {by}"
-    yield f"--model vllm: yes ({whose}{'; use_ngram is dropped' if in_vllm is not found else ''})"
+    dropped = "; use_ngram is dropped" if in_vllm is not found else ""
+    yield f"--model vllm: takes these keys ({whose}{dropped})"
 
 
 def _load_head(found: config.FlyConfig, where: str) -> None:

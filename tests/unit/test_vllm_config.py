@@ -185,11 +185,14 @@ def test_config_check_says_which_engine_takes_a_pair():
     def said(**keys):
         return [*engines_of(fly_config.build({**PAIR, **keys}, "test"))]
 
-    assert said() == ["--model hf: yes", "--model vllm: yes (verification by fly's rules)"]
+    assert said() == [
+        "--model hf: takes these keys",
+        "--model vllm: takes these keys (verification by fly's rules)",
+    ]
     assert said(drafter="mtp")[0] == "--model hf: no: only vLLM has drafter=mtp"
-    by = "--model vllm: yes (verification by vLLM's own; use_ngram is dropped)"
+    by = "--model vllm: takes these keys (verification by vLLM's own; use_ngram is dropped)"
     assert said(enable_fly=False, use_ngram=True)[1] == by
-    assert said(use_sd=False)[1] == "--model vllm: yes (no draft)"
+    assert said(use_sd=False)[1] == "--model vllm: takes these keys (no draft)"
     assert "no: defer_across_rounds=True" in said(defer_across_rounds=True)[1]
 
 
