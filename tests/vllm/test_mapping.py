@@ -107,6 +107,7 @@ def test_vllm_takes_every_mapped_key_as_it_is_meant(ask):
     assert mapped(ask, installed) == cases[0]
 
 
+@pytest.mark.slow
 def test_dspark_is_taken_by_vllms_second_model_runner(ask):
     """The default on GPUs; the first, which a CPU has, knows no DSpark."""
     case = mapped(ask, drafter="block", draft="dspark", spd_k=5, win_len=2)
@@ -115,6 +116,7 @@ def test_dspark_is_taken_by_vllms_second_model_runner(ask):
     assert answers == [case]
 
 
+@pytest.mark.slow
 def test_what_fly_refuses_vllm_would_not_take(ask):
     fly = mapped(ask)
     _, (answer,) = ask([{**fly, "fly_window_size": fly["num_speculative_tokens"]}])

@@ -67,11 +67,11 @@ tokenizer = llm.get_tokenizer()
 assert type(runner.rejection_sampler).__name__ == "FlySampler"
 assert not runner.use_async_scheduling
 for name, keys in asked["cases"].items():
-    sampling = asked.get("sampling", {}) | keys.pop("sampling", {})
     config = options.read({"fly": keys}, "t", k, "0.32.0")
     verifier = Verifier(rule_of(config), Texts(tokenizer), keeps_rounds=True)
     runner.rejection_sampler._verifier = verifier
-    usual = {"temperature": 0, "max_tokens": asked["budget"], "detokenize": False, **sampling}
+    usual = {"temperature": 0, "max_tokens": asked["budget"], "detokenize": False}
+    usual |= asked.get("sampling", {})
     params = [SamplingParams(**usual, seed=i, stop_token_ids=[257])
               for i in range(len(asked["prompts"]))]
     prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in asked["prompts"]]
@@ -167,3 +167,20 @@ def test_a_rule_that_ignores_the_exact_places_is_seen(by_vllm):
         mutants = by_engine(rule(**keys), [output[0] for output, *_ in by_vllm[name]])
         outputs = [output[1:] for output, *_ in by_vllm[name]]
         assert outputs != [record.tokens for record in mutants]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafting", ["greedy", "probabilistic"])
+def test_sampled_requests_repeat_with_their_seeds(place, drafting):
+    """vLLM 0.32's own sampler on CPUs does not repeat them, and fails on top_k."""
+    exact = {"enable_fly": False}
+    cases = {"exact": exact, "again": exact, "fly": {"win_len": 1, "entropy_thre": None}}
+    sampling = {"temperature": 1.0, "top_k": 30, "logprobs": 1}
+    found = ask(place, cases, sampling=sampling, drafting={"draft_sample_method": drafting})
+    outputs = {name: [output for output, *_ in of] for name, of in found.items()}
+    assert outputs["exact"] == outputs["again"]
+    assert outputs["exact"] != outputs["fly"]
+    for output, rounds, logprobs in found["exact"]:
+        assert len(logprobs) == len(output)
+        assert any(match for line in rounds for match in line[2])
+        assert not all(match for line in rounds for match in line[2])
