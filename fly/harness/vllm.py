@@ -71,6 +71,11 @@ def _installed() -> Installed:
     return Installed(version("vllm"), fields, get_args(SpeculativeMethod))
 
 
+def _has_workers(vllm_args: dict[str, Any]) -> bool:
+    """Whether lm-eval starts Ray's workers, which cannot be asked for rounds."""
+    return int(vllm_args.get("data_parallel_size") or 1) > 1
+
+
 @dataclasses.dataclass
 class _Running:
     """A request in vLLM's engine."""
@@ -126,7 +131,7 @@ class FlyVLLM(Backend, VLLM):
             super().__init__(
                 pretrained=target.path,
                 max_batch_size=max_batch_size,
-                **self._engine_arguments(config),
+                **self._engine_arguments(config, notes_rounds=not _has_workers(vllm_args)),
                 **vllm_args,
             )
         except FlyError:
@@ -156,6 +161,10 @@ class FlyVLLM(Backend, VLLM):
                     f"unknown model_args key {key!r}: neither fly nor vLLM {installed.version} "
                     f"has it: {hint}"
                 )
+        if config.trace and _has_workers(model_args):
+            raise FlyError(
+                "trace=true: Ray's workers do not tell their rounds: leave data_parallel_size out"
+            )
         for field in ("target_model_path", "draft_model_path"):
             if str(getattr(config, field)).endswith(".gguf"):
                 raise FlyError(
@@ -163,14 +172,14 @@ class FlyVLLM(Backend, VLLM):
                     "use --model hf for GGUF files"
                 )
 
-    def _engine_arguments(self, config: FlyConfig) -> dict[str, Any]:
+    def _engine_arguments(self, config: FlyConfig, *, notes_rounds: bool) -> dict[str, Any]:
         arguments: dict[str, Any] = {"disable_log_stats": False}  # vLLM counts only if it logs
         if self.speculative_config is not None:
             arguments["speculative_config"] = dict(self.speculative_config)
             arguments["per_request_spec_decode_metrics"] = "detailed"
         if self.by_fly:
             keys = config.model_dump(mode="json", exclude_defaults=True)
-            arguments["additional_config"] = {options.KEY: keys, options.RECORD_KEY: True}
+            arguments["additional_config"] = {options.KEY: keys, options.RECORD_KEY: notes_rounds}
         if config.compile == "off":
             arguments["enforce_eager"] = True
         if not config.prefix_reuse:
@@ -326,7 +335,7 @@ class FlyVLLM(Backend, VLLM):
             return None
         try:
             found = self.model.collective_rpc("take_fly_rounds", args=(name,))
-        except (AttributeError, NotImplementedError) as error:
+        except Exception as error:  # of a worker, in vLLM's words
             raise FlyError(
                 "--model vllm: vLLM's workers have not loaded fly's plugin: install fly there, and "
                 "let VLLM_PLUGINS, if it is set, name fly"

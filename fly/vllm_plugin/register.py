@@ -45,6 +45,11 @@ def _prepare(arguments: Any, make: Callable[[], Any]) -> Any:
                 f"--async-scheduling: verification={config.rule} by fly decides on the host after "
                 "each step: leave the flag out"
             )
+        if str(arguments.logprobs_mode).startswith("processed"):
+            raise FlyError(
+                f"--logprobs-mode {arguments.logprobs_mode}: fly's plugin gives raw ones: leave "
+                "the flag out"
+            )
         arguments.async_scheduling = False
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     return make()
@@ -58,10 +63,10 @@ def _install(wrapper: Any, init_device: Callable[[], None]) -> None:
     config = _asked(found.additional_config, model.model, found.speculative_config)
     if config is None:
         return
-    if not hasattr(runner, "input_batch"):
+    if not hasattr(runner, "input_batch") or found.scheduler_config.async_scheduling:
         raise FlyError(
-            f"additional_config {options.KEY}: vLLM's second model runner has no place for fly's "
-            "rules: set VLLM_USE_V2_MODEL_RUNNER=0"
+            f"additional_config {options.KEY}: fly's rules need vLLM's first model runner and "
+            "synchronous scheduling: set VLLM_USE_V2_MODEL_RUNNER=0, and --no-async-scheduling"
         )
     if not hasattr(runner, "rejection_sampler"):  # not the last of a pipeline's ranks
         wrapper.worker.take_fly_rounds = lambda name: []
@@ -87,7 +92,7 @@ def _asked(additional: Any, target: str, speculation: Any) -> FlyConfig | None:
     from vllm import __version__
 
     if isinstance(speculation, dict):
-        count = speculation.get("num_speculative_tokens")
+        count = speculation.get("num_speculative_tokens", 128)  # a head may say it
     else:
         count = getattr(speculation, "num_speculative_tokens", None)
     return options.read(additional, target, count, __version__)

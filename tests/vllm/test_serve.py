@@ -1,4 +1,4 @@
-"""`vllm serve` with fly's rules, driven by lm-eval's own client: the texts of `fly --model vllm`."""
+"""`vllm serve` with fly's rules, driven by lm-eval's client: the texts of `fly --model vllm`."""
 
 import json
 import socket

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-
 pytest.importorskip("vllm", reason="vLLM is not installed here: .ci/vllm.sh makes an environment")
 pytestmark = pytest.mark.vllm
 
@@ -44,7 +43,14 @@ def entry(folder):
 def compared(place):
     """Target-only and exact on vLLM, made and compared by one command; and fly's own engine."""
     printed = fly(
-        place, "compare", "--modes", "target-only", "exact", "fly", "--output_path", str(place / "runs")
+        place,
+        "compare",
+        "--modes",
+        "target-only",
+        "exact",
+        "fly",
+        "--output_path",
+        str(place / "runs"),
     )
     fly(place, "run", "--log_samples", "--output_path", str(place / "hf"), model="hf",
         more=",use_sd=False")  # fmt: skip
