@@ -129,6 +129,7 @@ def run(args: argparse.Namespace) -> None:
                 file.write(json.dumps(line) + "\n")
         stats = other.stats.as_dict()
         print(json.dumps({"setting": name, "wall": round(wall, 1), "tau": stats["tau"],
+                          "seconds": stats["seconds"],
                           **{key: stats[key] for key in COUNTS}}), flush=True)  # fmt: skip
 
 
