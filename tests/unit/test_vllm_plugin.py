@@ -237,7 +237,8 @@ def test_sampling_repeats_with_the_seed_and_by_request():
     ]
     assert found[0] == found[1] != found[2]
     unseeded = [request(i, seed=None, temperature=5.0) for i in range(20)]
-    blocks = [verifiers[0].verify([one], [4], draft, logits)[0] for one in unseeded]
+    fresh = Verifier(rule("exact"), Texts(Letters()))
+    blocks = [fresh.verify([one], [4], draft, logits)[0] for one in unseeded]
     assert len({tuple(block) for block in blocks}) > 1
 
 
