@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fly.speculation.stop_strings import BROKEN
 from tests.vllm.test_vllm_engine import ENVIRONMENT, fly, records
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: .ci/vllm.sh makes an environment")
@@ -63,5 +64,7 @@ def test_a_server_gives_the_texts_of_a_run(place, server):
     fly(place, "run", "--log_samples", "--output_path", str(place / "run"), more=keys,
         given="--gen_kwargs max_gen_toks=60")  # fmt: skip
     found = records(place / "run")
-    assert [line["text"] for line in found.values()] == served
+    # vLLM's stream ends before a character that is not whole
+    texts = [line["text"].rstrip(BROKEN) for line in found.values()]
+    assert texts == [text.rstrip(BROKEN) for text in served]
     assert sum(line["deferred_accepted"] for line in found.values()) > 0
