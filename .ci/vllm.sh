@@ -48,7 +48,8 @@ P
     info="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-${vllm##*=}.dist-info"
     mkdir "$info"
     printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "${vllm##*=}" >"$info/METADATA"
-    install "$torch" -e ".[dev]" || unable "fly could not be installed beside it"
+    install "$torch" -e ".[dev]" tenacity || unable "fly could not be installed beside it"
+    # tenacity: for lm-eval's client of servers.
     # The Python of a vLLM that has FLy, to check the mapping of its keys against (it has no CPU build).
     if install --no-deps --target "$venv/fly-in-vllm" --only-binary :all: "$vllm_with_fly"; then
         rm -rf "$venv/fly-in-vllm"/vllm-*.dist-info # it goes by the CPU build's version

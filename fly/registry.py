@@ -22,6 +22,7 @@ class DrafterEntry:
     needs_draft_model: bool = True
     from_texts: bool = False  # earlier runs' outputs among them
     head: str | None = None  # its draft's class, if that is a head (fly/execution/heads/base.py)
+    of_vllm: bool = False  # vLLM's own, which fly's engine has not
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ DRAFTERS = {
     "block": DrafterEntry(
         "fly.speculation.drafters.block:BlockDrafter", head="fly.execution.heads.block:BlockHead"
     ),
+    "mtp": DrafterEntry("", needs_draft_model=False, of_vllm=True),
+    "suffix": DrafterEntry("", needs_draft_model=False, of_vllm=True),
 }
 RULES = {
     "fly": RuleEntry("fly.speculation.rules.fly:FlyRule", "fly.settings:FlySettings"),

@@ -194,8 +194,9 @@ class DrafterSettings(Settings):
         description="model: the draft model. ngram: texts alone (draft_sources), no second model. "
         "cascade: what a text promises is drafted from it, else the draft model drafts, with "
         "n-grams that it verifies. eagle3: draft_model_path is a trained EAGLE-3 head of the "
-        "target, block: a DFlash or DSpark head (docs/heads.md). null: cascade if use_ngram, else "
-        "model; with draft_runs cascade if there is a draft model, else ngram.",
+        "target, block: a DFlash or DSpark head (docs/heads.md). mtp and suffix: vLLM's own, for "
+        "--model vllm only. null: cascade if use_ngram, else model; with draft_runs cascade if "
+        "there is a draft model, else ngram.",
     )
     use_ngram: bool = Field(
         False, description="Accelerate the draft model by n-gram lookup (the cascade)."
@@ -266,6 +267,12 @@ class RuleSettings(Settings):
         "window holds. exact: none but the target's own. typical: Medusa's typical acceptance. "
         "top_k: TensorRT-LLM's relaxed acceptance. accept_all: no verification, the lower bound of "
         "accuracy. null: fly if enable_fly and no draft_runs, else exact.",
+    )
+    vllm_verification: Literal["fly", "vllm"] | None = Field(
+        None,
+        description="With --model vllm: whose code verifies. fly: fly's own, as a plugin, with all "
+        "rules and keys but windows across rounds. vllm: vLLM's own exact verification and FLy "
+        "(docs/vllm.md). null: vllm for exact verification, else fly.",
     )
 
 

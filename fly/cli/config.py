@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from fly import config, registry
 from fly.errors import FlyError
+from fly.harness.vllm_config import (
+    FIRST_WITH_ALL,
+    speculative_config,
+    verifies_by_fly,
+    without_cascade,
+)
 from fly.models.sources import check_names, is_local, sources
 from fly.runs.resume import parse_pairs
 
@@ -34,8 +41,28 @@ def _check(args: argparse.Namespace) -> None:
     found = config.load(args.file)
     check_names(found, args.file)
     print(f"{args.file}: valid ({found.mode}, drafter {found.drafter_name}, {found.hash()})")
+    for line in engines_of(found):
+        print(line)
     if found.head_class is not None:
         _load_head(found, args.file)
+
+
+def engines_of(found: config.FlyConfig) -> Iterator[str]:
+    """Which engines take the pair's keys, and whose code verifies; else why not. Whether they know
+    the models' architectures is seen when these load."""
+    name = found.drafter_name
+    alone = name is not None and registry.DRAFTERS[name].of_vllm
+    yield f"--model hf: {f'no: only vLLM has drafter={name}' if alone else 'takes these keys'}"
+    in_vllm = without_cascade(found)
+    try:
+        speculative_config(in_vllm, found.draft_model_path, FIRST_WITH_ALL)
+    except FlyError as error:
+        yield f"--model vllm: no: {str(error).removesuffix(', or use --model hf')}"
+        return
+    by = "fly's rules" if verifies_by_fly(in_vllm, FIRST_WITH_ALL) else "vLLM's own"
+    whose = "no draft" if name is None else f"verification by {by}"
+    dropped = "; use_ngram is dropped" if in_vllm is not found else ""
+    yield f"--model vllm: takes these keys ({whose}{dropped})"
 
 
 def _load_head(found: config.FlyConfig, where: str) -> None:

@@ -179,6 +179,9 @@ def check_model_args(config: FlyConfig, hf_args: Mapping[str, Any]) -> None:
     """
     from lm_eval.models.huggingface import HFLM
 
+    name = config.drafter_name
+    if name is not None and registry.DRAFTERS[name].of_vllm:
+        raise FlyError(f"drafter={name}: only vLLM has it: use --model vllm, or another drafter")
     known = inspect.signature(HFLM.__init__).parameters
     for key in hf_args:
         hint = reading.hint(key, FlyConfig.model_fields, "", cutoff=0.75)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import groupby
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -19,26 +16,20 @@ from fly.execution.heads.base import Head
 from fly.execution.model_runner import ModelRunner, context_of, input_device
 from fly.execution.pass_costs import PairCosts, calibrate
 from fly.execution.weights import PackedWeights
+from fly.models import tokenizers
 from fly.models.token_intersection import TokenIntersection
 from fly.runs.records import Observer
 from fly.settings import TextSourceName
 from fly.speculation.draft_length import AdaptiveLength, DraftLength, pays
 from fly.speculation.drafters.base import Drafter, DrafterContext, NoDrafter
 from fly.speculation.engine import Engine
-from fly.speculation.rules.base import Rule
+from fly.speculation.rules import rule_of
 from fly.speculation.sequence import Request
 
 logger = logging.getLogger(__name__)
 
 _WIDE = 63  # draft tokens from texts that memory is kept for
 _LOSSY_ACCEPTANCE = 0.87  # of draft tokens, assumed where no count of the run may decide
-
-
-def rule_of(config: FlyConfig) -> Rule:
-    """The verification rule in force."""
-    kind = registry.load(registry.RULES[config.rule].where)
-    rule: Rule = kind(config.rule_settings)
-    return rule
 
 
 def captures_graphs(config: FlyConfig, model: PreTrainedModel) -> bool:
@@ -102,6 +93,7 @@ class EngineFactory:
                 "requests that sample or have a repetition penalty draft step by step, outside of "
                 "the graphed draft loop"
             )
+        texts = tokenizers.Texts(self.pair.tokenizer)
         return Engine(
             target,
             drafter,
@@ -109,32 +101,12 @@ class EngineFactory:
             draft_length=self._draft_length(config, planned, wanted, costs),
             spd_k=config.spd_k if config.drafter_name else 0,
             eos_ids=self.pair.eos_ids,
-            decode=self.decode,
+            decode=texts.decode,
             observer=observer,
             reuse_prefixes=config.prefix_reuse,
             trace_entropy=config.entropy_kind if trace_entropy else None,
-            decode_lines=self.decode_lines,
+            decode_lines=texts.decode_lines,
         )
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text, special tokens kept."""
-        # cleaning up would take back characters that a stop string has matched
-        text: str = self.pair.tokenizer.decode(
-            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return text
-
-    def decode_lines(self, ids: Sequence[int]) -> str:
-        """Text with line breaks in place of special tokens, which chat templates put between a
-        prompt's messages and before the answer."""
-        parts = groupby(ids, self._special_ids.__contains__)
-        return "".join("\n" if special else self.decode([*part]) for special, part in parts)
-
-    @cached_property
-    def _special_ids(self) -> frozenset[int]:
-        added = getattr(self.pair.tokenizer, "added_tokens_decoder", {})
-        own = {index for index, token in added.items() if token.special}
-        return frozenset(own.union(self.pair.tokenizer.all_special_ids))
 
     def target_runner(self, config: FlyConfig, slots: int) -> ModelRunner:
         return self._runner(config, self.pair.target, slots, self.pair.max_length)

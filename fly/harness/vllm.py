@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 import math
 import os
 import time
@@ -45,20 +46,34 @@ from fly.harness.vllm_config import (
     seconds_of_workers,
     shares,
     speculative_config,
+    verifies_by_fly,
+    without_cascade,
 )
 from fly.models import sources, tokenizers
 from fly.models.heads.block import kind_of
 from fly.models.heads.checkpoint import read_config
+from fly.models.tokenizers import Texts
 from fly.runs.records import Observer, RequestRecord, zero_seconds
-from fly.speculation.sequence import Request
+from fly.speculation.sequence import Request, Sequence
 from fly.speculation.stop_strings import StopMatcher
+from fly.vllm_plugin import options
+from fly.vllm_plugin.register import register
+from fly.vllm_plugin.replay import replay
+
+logger = logging.getLogger(__name__)
 
 _COUNTERS = "vllm:spec_decode_"
+_MADE_BY_FLY = ("speculative_config", "additional_config", "per_request_spec_decode_metrics")
 
 
 def _installed() -> Installed:
     fields = [field.name for field in dataclasses.fields(SpeculativeConfig)]
     return Installed(version("vllm"), fields, get_args(SpeculativeMethod))
+
+
+def _has_workers(vllm_args: dict[str, Any]) -> bool:
+    """Whether lm-eval starts Ray's workers, which cannot be asked for rounds."""
+    return int(vllm_args.get("data_parallel_size") or 1) > 1
 
 
 @dataclasses.dataclass
@@ -95,22 +110,28 @@ class FlyVLLM(Backend, VLLM):
         **kwargs: Any,
     ) -> None:
         own, vllm_args = fly_config.split_model_args(kwargs)
-        config = fly_config.resolve(config_path, own)
+        given = fly_config.resolve(config_path, own)
+        config = without_cascade(given)
+        if config is not given:
+            logger.warning("use_ngram=true: vLLM has no such cascade: the draft model drafts alone")
         self.check(config, vllm_args)
         self.use_config(config)
         target, draft = sources.sources(config, config_path)
         if draft is not None and config.head_class is None and not config.dual_tok:
             self._check_vocabularies(target.path, draft.path, vllm_args)
+        head = self._block_head(config, draft)
         self.speculative_config = speculative_config(
-            config, draft.path if draft else None, _installed(), self._block_head(config, draft)
+            config, draft.path if draft else None, _installed(), head
         )
+        self.by_fly = verifies_by_fly(config, _installed(), head)
+        register()  # vLLM's other processes find it by its entry point
         if str(batch_size).isdecimal():
             max_batch_size = int(batch_size)
         try:
             super().__init__(
                 pretrained=target.path,
                 max_batch_size=max_batch_size,
-                **self._engine_arguments(config),
+                **self._engine_arguments(config, notes_rounds=not _has_workers(vllm_args)),
                 **vllm_args,
             )
         except FlyError:
@@ -128,11 +149,11 @@ class FlyVLLM(Backend, VLLM):
     def check(cls, config: FlyConfig, model_args: dict[str, Any]) -> None:
         """Refuse what this vLLM cannot do, before anything loads. Raises FlyError."""
         installed = _installed()
-        speculative_config(config, config.draft_model_path, installed)
+        speculative_config(without_cascade(config), config.draft_model_path, installed)
         known = {*inspect.signature(VLLM.__init__).parameters}
         known |= {field.name for field in dataclasses.fields(EngineArgs)}
         for key in model_args:
-            if key in ("speculative_config", "per_request_spec_decode_metrics"):
+            if key in _MADE_BY_FLY:
                 raise FlyError(f"model_args {key}: fly makes it from the pair's file: leave it out")
             if key not in known:
                 hint = reading.hint(key, [*FlyConfig.model_fields, *known], "remove it")
@@ -140,6 +161,10 @@ class FlyVLLM(Backend, VLLM):
                     f"unknown model_args key {key!r}: neither fly nor vLLM {installed.version} "
                     f"has it: {hint}"
                 )
+        if config.trace and _has_workers(model_args):
+            raise FlyError(
+                "trace=true: Ray's workers do not tell their rounds: leave data_parallel_size out"
+            )
         for field in ("target_model_path", "draft_model_path"):
             name = getattr(config, field)
             if name and sources.resolve_source(name, field).gguf_file:
@@ -148,11 +173,14 @@ class FlyVLLM(Backend, VLLM):
                     f"for GGUF files, or make a folder of it: `fly pair export {name} FOLDER`"
                 )
 
-    def _engine_arguments(self, config: FlyConfig) -> dict[str, Any]:
+    def _engine_arguments(self, config: FlyConfig, *, notes_rounds: bool) -> dict[str, Any]:
         arguments: dict[str, Any] = {"disable_log_stats": False}  # vLLM counts only if it logs
         if self.speculative_config is not None:
             arguments["speculative_config"] = dict(self.speculative_config)
             arguments["per_request_spec_decode_metrics"] = "detailed"
+        if self.by_fly:
+            keys = config.model_dump(mode="json", exclude_defaults=True)
+            arguments["additional_config"] = {options.KEY: keys, options.RECORD_KEY: notes_rounds}
         if config.compile == "off":
             arguments["enforce_eager"] = True
         if not config.prefix_reuse:
@@ -213,11 +241,12 @@ class FlyVLLM(Backend, VLLM):
     ) -> Iterator[RequestRecord]:
         """By vLLM's engine in this process's charge, or by lm-eval's Ray workers, whose responses
         come all at once. Raises FlyError for what vLLM refuses."""
-        if missing:
-            by_workers = self.data_parallel_size > 1
-            yield from (self._decode_by_workers if by_workers else self._decode_here)(missing)
+        if missing and self.data_parallel_size > 1:
+            yield from self._decode_by_workers(missing)
+        elif missing:
+            yield from self._decode_here(missing, observer)
 
-    def _decode_here(self, missing: list[Request]) -> Iterator[RequestRecord]:
+    def _decode_here(self, missing: list[Request], observer: Observer) -> Iterator[RequestRecord]:
         engine = self.model.llm_engine
         running: dict[str, _Running] = {}
         try:
@@ -239,7 +268,9 @@ class FlyVLLM(Backend, VLLM):
                 before = now
                 for output in outputs:
                     if output.finished:
-                        yield self._record(running.pop(output.request_id), output, now)
+                        state = running.pop(output.request_id)
+                        rounds = self._take_rounds(output.request_id)
+                        yield self._record(state, output, now, rounds, observer)
                 before = time.perf_counter()  # keeping responses is no decoding
         except ValueError as error:
             raise FlyError(f"--model vllm: {reason_of(error)}") from error
@@ -299,7 +330,27 @@ class FlyVLLM(Backend, VLLM):
             spaces_between_special_tokens=False,
         )
 
-    def _record(self, state: _Running, output: Any, now: float) -> RequestRecord:
+    def _take_rounds(self, name: str) -> list[Any] | None:
+        """What fly's plugin has noted of a finished request; None where vLLM verifies."""
+        if not self.by_fly:
+            return None
+        try:
+            found = self.model.collective_rpc("take_fly_rounds", args=(name,))
+        except Exception as error:  # of a worker, in vLLM's words
+            raise FlyError(
+                "--model vllm: vLLM's workers have not loaded fly's plugin: install fly there, and "
+                "let VLLM_PLUGINS, if it is set, name fly"
+            ) from error
+        return next(filter(None, found), [])
+
+    def _record(
+        self,
+        state: _Running,
+        output: Any,
+        now: float,
+        rounds: list[Any] | None = None,
+        observer: Observer = lambda record: None,
+    ) -> RequestRecord:
         request, completion = state.request, output.outputs[0]
         if completion.finish_reason not in ("stop", "length"):
             instance = request.tag
@@ -308,7 +359,14 @@ class FlyVLLM(Backend, VLLM):
                 f"with {completion.finish_reason!r}"
             )
         tokens, ended = list(completion.token_ids), completion.finish_reason
-        matcher = StopMatcher(self._stops(request), self.tokenizer.decode)
+        matcher = StopMatcher(self._stops(request), Texts(self.tokenizer).decode)
+        if rounds is not None:
+            sequence = Sequence(request, self.eos_ids, matcher)
+            sequence.seconds, sequence.prefilled_at = state.seconds, state.prefilled_at
+            sequence.prompt_tokens_reused = output.num_cached_tokens or 0
+            by_text = (self.speculative_config or {}).get("method") in ("ngram", "suffix")
+            replay(sequence, tokens, rounds, "n" if by_text else "d", observer)
+            return sequence.record(now)
         end = matcher.tokens_until_match([], tokens)
         if end is not None:  # a pass may give tokens past the stop string
             tokens, ended = tokens[:end], "stop"

@@ -13,13 +13,17 @@ from fly.config import FlyConfig
 from fly.errors import FlyError
 from fly.runs.records import Counts, Positions
 from fly.settings import FlySettings
+from fly.vllm_plugin import options
 
-METHODS = {"model": "draft_model", "ngram": "ngram", "eagle3": "eagle3"}  # by drafter
+METHODS = {  # by drafter
+    "model": "draft_model", "ngram": "ngram", "eagle3": "eagle3", "mtp": "mtp", "suffix": "suffix",
+}  # fmt: skip
 BLOCK_METHODS = ("dflash", "dspark")  # of drafter=block, by what the head's files say it is
 RULES = {"exact": "standard", "fly": "fly"}  # rejection_sample_method, by rule
 # Keys that vLLM cannot follow, so that they must have their defaults or what asks no more: of every
-# run, of those that draft, and of FLy.
-_OF_EVERY_RUN = ("execution", "threads", "batch_invariant", "trace", "verbose")
+# run, of those whose rounds it does not show, of those that draft, and of vLLM's own FLy.
+_OF_EVERY_RUN = ("execution", "threads", "batch_invariant")
+_OF_ROUNDS = ("trace", "verbose")
 _OF_DRAFTS = (
     "draft_runs", "draft_sources", "draft_device", "draft_dtype", "draft_quantization",
     "head_layer_ids", "confidence_thre",
@@ -42,7 +46,9 @@ class Installed:
 
 # The first release with all that is asked for here.
 FIRST_WITH_ALL = Installed(
-    "0.33", ("fly_window_size", "use_heterogeneous_vocab"), (*METHODS.values(), *BLOCK_METHODS)
+    "0.33",
+    ("fly_window_size", "use_heterogeneous_vocab", "draft_sample_method"),
+    (*METHODS.values(), *BLOCK_METHODS),
 )
 
 
@@ -56,19 +62,20 @@ def speculative_config(
     the key, for what this vLLM cannot do.
     """
     _refuse(config, _OF_EVERY_RUN, installed)
+    by_fly = verifies_by_fly(config, installed, head)
+    if not by_fly:
+        _refuse(config, _OF_ROUNDS, installed)
     drafter = config.drafter_name
     if drafter is None:
         return None
     _refuse(config, _OF_DRAFTS, installed)
     method = head if drafter == "block" else METHODS.get(drafter)
     if method is None and drafter != "block":
-        if config.drafter is None:
-            raise installed.refuse("use_ngram=True", "has no such drafter: set use_ngram=false")
         fix = "has no such drafter: set drafter to model or ngram"
         raise installed.refuse(f"drafter={drafter}", fix)
     if method is not None and method not in installed.methods:
         raise installed.refuse(f"drafter={drafter}", f"has no method {method}: upgrade it")
-    if config.rule not in RULES:
+    if not by_fly and config.rule not in RULES:
         raise installed.refuse(
             f"verification={config.rule}", "has no such rule: set verification to exact or fly"
         )
@@ -78,16 +85,45 @@ def speculative_config(
         found["num_speculative_tokens"] = min(config.spd_k, config.num_ngram_pred_tokens)
         found["prompt_lookup_min"] = config.min_ngram_size
         found["prompt_lookup_max"] = config.max_ngram_size
-    else:
+    elif config.needs_draft_model:
         found["model"] = draft
         found |= {"revision": config.draft_revision} if config.draft_revision else {}
         if config.dual_tok and drafter == "model":
             found["use_heterogeneous_vocab"] = True
-    if config.rule == "fly":
+        elif by_fly and config.temperature and "draft_sample_method" in installed.fields:
+            found["draft_sample_method"] = "probabilistic"
+    if by_fly:
+        options.check(config)
+    elif config.rule == "fly":
         found |= _fly(config, found["num_speculative_tokens"], installed)
     if "use_heterogeneous_vocab" in found and "use_heterogeneous_vocab" not in installed.fields:
         raise installed.refuse("dual_tok=True", "needs one vocabulary: upgrade it")
     return found
+
+
+def verifies_by_fly(config: FlyConfig, installed: Installed, head: str | None = None) -> bool:
+    """Whether fly's plugin verifies, else vLLM itself. head: as in `speculative_config`. Raises
+    FlyError if the plugin is asked for and cannot run.
+
+    Where nothing is said, exact verification is vLLM's own, which does not wait for the host.
+    """
+    asked = config.vllm_verification
+    if config.drafter_name is None or asked == "vllm":
+        return False
+    if asked is None and config.rule == "exact" and not config.trace:
+        return False
+    lacks = None if options.supports(installed.version) else "is not one that fly's plugin knows"
+    if head == "dspark":
+        lacks = "drafts with DSpark in its second model runner, where fly's plugin cannot verify"
+    if lacks is not None and asked == "fly":
+        raise installed.refuse("vllm_verification=fly", f"{lacks}: leave the key out")
+    return lacks is None
+
+
+def without_cascade(config: FlyConfig) -> FlyConfig:
+    """The pair as vLLM can draft with it: without n-grams that the draft model verifies."""
+    is_asked = config.use_ngram and config.drafter is None and not config.draft_runs
+    return config.model_copy(update={"use_ngram": False}) if is_asked else config
 
 
 def _fly(config: FlyConfig, draft_tokens: int, installed: Installed) -> dict[str, Any]:

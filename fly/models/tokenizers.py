@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -38,3 +41,30 @@ def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[i
     ids = getattr(generation, "eos_token_id", None)
     found = {*(ids if isinstance(ids, (list, tuple)) else [ids]), tokenizer.eos_token_id}
     return frozenset(int(index) for index in found if index is not None)
+
+
+class Texts:
+    """Token ids as texts, for stop strings and for rules that look at texts."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text, special tokens kept."""
+        # cleaning up would take back characters that a stop string has matched
+        text: str = self._tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def decode_lines(self, ids: Sequence[int]) -> str:
+        """Text with line breaks in place of special tokens, which chat templates put between a
+        prompt's messages and before the answer."""
+        parts = groupby(ids, self._special_ids.__contains__)
+        return "".join("\n" if special else self.decode([*part]) for special, part in parts)
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        own = {index for index, token in added.items() if token.special}
+        return frozenset(own.union(self._tokenizer.all_special_ids))

@@ -21,7 +21,7 @@ from fly.speculation.drafters.draft import Draft
 from fly.speculation.phase_timer import PhaseTimer
 from fly.speculation.rules.base import Rule, verify
 from fly.speculation.rules.gates import entropy
-from fly.speculation.sampling import draw, rejection_sample
+from fly.speculation.sampling import Chain, judge_chains
 from fly.speculation.scheduler import Scheduler
 from fly.speculation.sequence import Request, Sequence, Verdict
 from fly.speculation.stop_strings import Decode, StopMatcher
@@ -181,7 +181,10 @@ class Engine:
         """
         raw_BKV = draft.score(self._target, [sequence.tokens[-1] for sequence in running])
         draft_BK, length_B = draft.padded(raw_BKV.device)
-        logits_BKV, matches_BK, target_BK1 = self._sample(running, draft, draft_BK, raw_BKV)
+        chains = [self._chain(sequence, draft, slot) for slot, sequence in enumerate(running)]
+        logits_BKV, matches_BK, target_BK1 = judge_chains(
+            raw_BKV, draft_BK, chains, gates_decide=self._rule.decides_alone
+        )
         judged = verify(draft_BK, length_B, logits_BKV, self._rule.gates, matches_BK, target_BK1)
         judged = replace(judged, target_BK1=mask_nonfinite(judged.target_BK1, raw_BKV))
         verdicts = []
@@ -193,38 +196,11 @@ class Engine:
             verdicts.append(sequence.judge(self._rule, of_sequence, by))
         return verdicts, logits_BKV
 
-    def _sample(
-        self, running: list[Sequence], draft: Draft, draft_BK: Tensor, logits_BKV: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """(logits, matches_BK, target_BK1) with penalties and sampling applied.
-
-        Sequences that only take the largest logit need nothing; if all are such, both are None.
-        """
-        if all(sequence.request.sampling.is_plain for sequence in running):
-            return logits_BKV, None, None
-        logits_BKV = logits_BKV.to(torch.float32, copy=True)
-        target_BK1 = logits_BKV.argmax(dim=-1)
-        matches_BK = draft_BK == target_BK1[:, :-1]
-        for slot, sequence in enumerate(running):
-            sampling = sequence.request.sampling
-            if sampling.is_plain:
-                continue
-            tokens = draft.chain(slot)
-            k = len(tokens)
-            scores_NV = sampling.process(logits_BKV[slot, : k + 1], sequence.tokens, tokens)
-            logits_BKV[slot, : k + 1] = scores_NV
-            target_BK1[slot, : k + 1] = scores_NV.argmax(dim=-1)
-            matches_BK[slot, :k] = draft_BK[slot, :k] == target_BK1[slot, :k]
-            if (noise := sequence.noise(k)) is None:
-                continue
-            p_NV = torch.softmax(scores_NV, dim=-1)
-            if self._rule.decides_alone:
-                own_N = draw(p_NV, noise.target)
-                # a match always stands, so that nothing is drawn in its place
-                own_N[:k] = torch.where(matches_BK[slot, :k], draft_BK[slot, :k], own_N[:k])
-                target_BK1[slot, : k + 1] = own_N
-                continue
-            matches_BK[slot, :k], target_BK1[slot, : k + 1] = rejection_sample(
-                p_NV, draft.probabilities(slot), draft_BK[slot, :k], noise
-            )
-        return logits_BKV, matches_BK, target_BK1
+    def _chain(self, sequence: Sequence, draft: Draft, slot: int) -> Chain | None:
+        """None if nothing is to be done to the logits of this sequence."""
+        sampling = sequence.request.sampling
+        if sampling.is_plain:
+            return None
+        drafted = draft.chain(slot)
+        q_KV, noise = draft.probabilities(slot), sequence.noise(len(drafted))
+        return Chain(sampling, sequence.tokens, drafted, q_KV, noise)

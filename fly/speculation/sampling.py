@@ -179,6 +179,51 @@ def draw(weights_NV: Tensor, uniform_N: Tensor) -> Tensor:
     return torch.searchsorted(cumulative_NV, at_N1, right=True)[:, 0]
 
 
+@dataclass(frozen=True)
+class Chain:
+    """A sequence's draft, where it is judged by more than its largest logits."""
+
+    sampling: Sampling
+    before: Sequence[int]  # tokens before the draft; read for a repetition penalty, as the next
+    drafted: Sequence[int]
+    q_KV: Tensor | None  # what the draft was drawn from; None if it was not drawn
+    noise: Noise | None  # None for greedy sequences
+
+
+def judge_chains(
+    logits_BKV: Tensor, draft_BK: Tensor, chains: Sequence[Chain | None], *, gates_decide: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(logits, matches_BK, target_BK1) with penalties and sampling applied, for `verify`.
+
+    chains: None for a sequence that only takes the largest logit; if all are such, the last two are
+    None. gates_decide: the rule does not ask the rejection sampler.
+    """
+    if not any(chains):
+        return logits_BKV, None, None
+    logits_BKV = logits_BKV.to(torch.float32, copy=True)
+    target_BK1 = logits_BKV.argmax(dim=-1)
+    matches_BK = draft_BK == target_BK1[:, :-1]
+    for slot, chain in enumerate(chains):
+        if chain is None:
+            continue
+        k = len(chain.drafted)
+        draft_K = draft_BK[slot, :k]
+        scores_NV = chain.sampling.process(logits_BKV[slot, : k + 1], chain.before, chain.drafted)
+        logits_BKV[slot, : k + 1] = scores_NV
+        own_N = scores_NV.argmax(dim=-1)
+        matches_K = draft_K == own_N[:k]
+        if chain.noise is not None:
+            p_NV = torch.softmax(scores_NV, dim=-1)
+            if gates_decide:
+                own_N = draw(p_NV, chain.noise.target)
+                # a match always stands, so that nothing is drawn in its place
+                own_N[:k] = torch.where(matches_K, draft_K, own_N[:k])
+            else:
+                matches_K, own_N = rejection_sample(p_NV, chain.q_KV, draft_K, chain.noise)
+        matches_BK[slot, :k], target_BK1[slot, : k + 1] = matches_K, own_N
+    return logits_BKV, matches_BK, target_BK1
+
+
 def rejection_sample(
     p_NV: Tensor, q_KV: Tensor | None, draft_K: Tensor, noise: Noise
 ) -> tuple[Tensor, Tensor]:

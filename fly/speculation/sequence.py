@@ -190,6 +190,13 @@ class Sequence:
         whole = self._text.of([*self.tokens, *tokens], self.final_length)
         return self._prompt_text, whole[len(self._prompt_text) :]
 
+    def begin_with(self, token: int) -> None:
+        """The output's first token where the prefill pass gives one: the target's own, of no round
+        and in no count."""
+        self._extend(Verdict([], [], [token], Resolution(0), ""))
+        self._end()
+        self._counted = len(self.generated)
+
     def commit(self, verdict: Verdict) -> Counts:
         """Append or roll back what the round decided; clip at EOS, stop and budget; its counts.
 

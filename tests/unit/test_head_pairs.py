@@ -37,7 +37,7 @@ def said(capsys, path):
 
 def test_the_documentation_lists_every_shipped_pair_with_a_head():
     assert sorted(row[0] for row in ROWS) == [path.stem for path in SHIPPED]
-    assert len(ROWS) == 9
+    assert len(ROWS) == 10
 
 
 @pytest.mark.parametrize(("name", "target", "head", "kind", "k", "w", "engines"), ROWS)
@@ -51,11 +51,12 @@ def test_a_shipped_pair_is_what_the_documentation_says(
     assert found.win_len == min(6, (found.spd_k - 1) // 2)
     assert found.drafter == ("eagle3" if kind == "EAGLE-3" else "block")
     method = None if kind == "EAGLE-3" else kind.lower()
-    of_vllm = speculative_config(found, head, FIRST_WITH_ALL, method)
+    by_vllm = config.load(str(path), {"vllm_verification": "vllm"}, log=False)
+    of_vllm = speculative_config(by_vllm, head, FIRST_WITH_ALL, method)
     assert "vllm" in engines
     assert of_vllm["method"] == (method or "eagle3")
     assert of_vllm["fly_window_size"] == int(w)
-    status, (valid,) = said(capsys, path)  # nothing is downloaded
+    status, (valid, *_) = said(capsys, path)  # nothing is downloaded
     assert status == 0
     assert valid.startswith(f"{path}: valid (fly, drafter {found.drafter}, ")
 
@@ -72,17 +73,17 @@ def pair(tmp_path, head, **keys):
 def test_a_head_that_is_here_is_loaded(tmp_path, capsys):
     shape = {**heads.SHAPE, "eagle_aux_hidden_state_layer_ids": [1, 3, 4]}
     head = heads.save(tmp_path / "head", shape, heads.tensors(0, torch.arange(0, 64, 2)))
-    status, (_, read) = said(capsys, pair(tmp_path, head, drafter="eagle3"))
+    status, (*_, read) = said(capsys, pair(tmp_path, head, drafter="eagle3"))
     assert status == 0
     assert read.endswith("head: reads hidden states [2, 4, 5]")
-    _, (_, read) = said(capsys, pair(tmp_path, head, drafter="eagle3", head_layer_ids=[1, 2, 3]))
+    _, (*_, read) = said(capsys, pair(tmp_path, head, drafter="eagle3", head_layer_ids=[1, 2, 3]))
     assert read.endswith("reads hidden states [1, 2, 3]")
 
 
 def test_a_block_head_is_loaded(tmp_path, capsys):
     checkpoint = block_heads.published("dflash", tiny.model(1, layers=8))
     head = block_heads.save(checkpoint, tmp_path / "head")
-    status, (_, read) = said(capsys, pair(tmp_path, head, drafter="block"))
+    status, (*_, read) = said(capsys, pair(tmp_path, head, drafter="block"))
     assert status == 0
     assert read.endswith("head: reads hidden states [1, 2, 3, 4, 5, 6, 7, 8]")
 

@@ -8,18 +8,24 @@ from hypothesis import strategies as st
 
 from fly import config as fly_config
 from fly import registry
+from fly.cli.config import engines_of
 from fly.errors import FlyError
+from fly.harness.arguments import check_model_args
 from fly.harness.vllm_config import (
     Installed,
     counts,
     seconds_of_workers,
     shares,
     speculative_config,
+    verifies_by_fly,
+    without_cascade,
 )
 
-METHODS = ("draft_model", "ngram", "eagle3", "dflash", "dspark")
+METHODS = ("draft_model", "ngram", "eagle3", "dflash", "dspark", "mtp", "suffix")
 OF_0_32 = Installed("0.32.0", ["method", "model", "use_heterogeneous_vocab"], METHODS)
 OF_0_33 = Installed("0.33.0", [*OF_0_32.fields, "fly_window_size"], METHODS)
+OF_0_34 = Installed("0.34.0", OF_0_33.fields, METHODS)  # the plugin does not know it
+BY_VLLM = {"vllm_verification": "vllm"}
 PAIR = {"target_model_path": "t", "draft_model_path": "d", "spd_k": 8, "win_len": 5}
 
 
@@ -36,8 +42,8 @@ def test_every_rule_and_drafter_that_vllm_has():
         "fly_entropy_threshold": 0.3,
         "fly_entropy_top_k": 3,
     }
-    assert mapped() == {**model, **fly}
-    assert mapped(entropy_thre=None)["fly_entropy_threshold"] == 0.0
+    assert mapped(**BY_VLLM) == {**model, **fly}
+    assert mapped(**BY_VLLM, entropy_thre=None)["fly_entropy_threshold"] == 0.0
     assert mapped(enable_fly=False) == model  # vLLM's own default is the standard rule
     assert mapped(enable_fly=False, draft_revision="abc") == {**model, "revision": "abc"}
     assert mapped(enable_fly=False, dual_tok=True) == {**model, "use_heterogeneous_vocab": True}
@@ -59,9 +65,12 @@ def test_heads_go_by_their_own_methods():
         assert found == {"method": kind, **head}
     # before the head's files are read
     assert mapped(enable_fly=False, drafter="block") == head
-    assert mapped(drafter="eagle3")["fly_window_size"] == 5
+    assert mapped(drafter="eagle3", **BY_VLLM)["fly_window_size"] == 5
     # a head has no tokenizer of its own
     assert mapped(enable_fly=False, drafter="eagle3", dual_tok=True) == {"method": "eagle3", **head}
+    for own in ("mtp", "suffix"):  # without a draft model
+        found = mapped(drafter=own, draft_model_path=None)
+        assert found == {"method": own, "num_speculative_tokens": 8}
     old = Installed("0.12.0", OF_0_33.fields, METHODS[:3])
     with pytest.raises(FlyError, match=r"drafter=block: vLLM 0.12.0 has no method dspark: upgrade"):
         mapped(old, head="dspark", drafter="block")
@@ -71,10 +80,6 @@ def test_heads_go_by_their_own_methods():
     ("keys", "said"),
     [
         ({"drafter": "cascade"}, "drafter=cascade: vLLM 0.33.0 has no such drafter"),
-        (
-            {"use_ngram": True},
-            "use_ngram=True: vLLM 0.33.0 has no such drafter: set use_ngram=false",
-        ),
         ({"verification": "typical"}, "verification=typical: .*set verification to exact or fly"),
         ({"verification": "top_k"}, "verification=top_k"),
         ({"verification": "accept_all"}, "verification=accept_all"),
@@ -108,11 +113,87 @@ def test_heads_go_by_their_own_methods():
 )
 def test_what_vllm_cannot_do_is_refused_in_one_line(keys, said):
     with pytest.raises(FlyError, match=said) as caught:
-        mapped(**keys)
+        mapped(**BY_VLLM, **keys)
     text = str(caught.value)
     assert text.endswith("or use --model hf")
     assert "vLLM 0.33.0" in text
     assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"verification": "typical"},
+        {"verification": "top_k"},
+        {"verification": "accept_all"},
+        {"draft_rank_max": 2, "entropy_kind": "full", "exact_pattern": ["numbers"]},
+        {"win_len": 0, "window_rule": "reference", "exact_first_tokens": 9},
+        {"trace": True},
+        {"enable_fly": False, "vllm_verification": "fly"},
+    ],
+)
+def test_the_plugin_verifies_by_any_rule(keys):
+    """And vLLM only drafts: its own sampler is the default one."""
+    for installed in (OF_0_32, OF_0_33):
+        assert verifies_by_fly(fly_config.build({**PAIR, **keys}, "test"), installed)
+        assert mapped(installed, **keys) == mapped(installed, enable_fly=False)
+
+
+def test_where_the_plugin_does_not_verify():
+    exact = fly_config.build({**PAIR, "enable_fly": False}, "test")
+    assert not verifies_by_fly(exact, OF_0_33)
+    own = fly_config.build({**PAIR, **BY_VLLM}, "test")
+    assert not verifies_by_fly(own, OF_0_33)
+    alone = fly_config.build({**PAIR, "use_sd": False, "vllm_verification": "fly"}, "test")
+    assert not verifies_by_fly(alone, OF_0_33)
+    assert mapped(OF_0_34)["rejection_sample_method"] == "fly"
+    assert mapped(head="dspark", drafter="block")["rejection_sample_method"] == "fly"
+    wanted = "vllm_verification=fly: vLLM 0.34.0 is not one that fly's plugin knows: leave the key"
+    with pytest.raises(FlyError, match=wanted):
+        mapped(OF_0_34, vllm_verification="fly")
+    with pytest.raises(FlyError, match=r"exact_first_tokens=3: vLLM 0.34.0 cannot do that"):
+        mapped(OF_0_34, exact_first_tokens=3)
+    with pytest.raises(FlyError, match="defer_across_rounds=True: vLLM gives tokens away"):
+        mapped(defer_across_rounds=True)
+
+
+def test_the_cascade_is_dropped():
+    config = fly_config.build({**PAIR, "use_ngram": True}, "test")
+    found = without_cascade(config)
+    assert (found.drafter_name, found.use_ngram) == ("model", False)
+    assert without_cascade(found) is found
+    asked = fly_config.build({**PAIR, "drafter": "cascade"}, "test")
+    assert without_cascade(asked) is asked
+
+
+def test_sampled_drafts_have_probabilities():
+    newer = Installed("0.33.0", [*OF_0_33.fields, "draft_sample_method"], METHODS)
+    assert mapped(newer, temperature=0.7)["draft_sample_method"] == "probabilistic"
+    assert "draft_sample_method" not in mapped(newer)
+    assert "draft_sample_method" not in mapped(newer, temperature=0.7, dual_tok=True)
+    assert "draft_sample_method" not in mapped(newer, temperature=0.7, drafter="ngram")
+
+
+def test_drafters_of_vllm_are_refused_by_flys_engine():
+    config = fly_config.build({**PAIR, "drafter": "mtp"}, "test")
+    with pytest.raises(FlyError, match="drafter=mtp: only vLLM has it: use --model vllm"):
+        check_model_args(config, {})
+
+
+def test_config_check_says_which_engine_takes_a_pair():
+    def said(**keys):
+        return [*engines_of(fly_config.build({**PAIR, **keys}, "test"))]
+
+    assert said() == [
+        "--model hf: takes these keys",
+        "--model vllm: takes these keys (verification by fly's rules)",
+    ]
+    assert said(drafter="mtp")[0] == "--model hf: no: only vLLM has drafter=mtp"
+    by = "--model vllm: takes these keys (verification by vLLM's own; use_ngram is dropped)"
+    assert said(enable_fly=False, use_ngram=True)[1] == by
+    assert said(use_sd=False)[1] == "--model vllm: takes these keys (no draft)"
+    assert "no: defer_across_rounds=True" in said(defer_across_rounds=True)[1]
 
 
 def test_draft_runs_are_refused():
@@ -123,7 +204,7 @@ def test_draft_runs_are_refused():
 def test_a_vllm_without_fly():
     wanted = "verification=fly: vLLM 0.32.0 has no FLy: upgrade it to 0.33 or later, set "
     with pytest.raises(FlyError, match=re.escape(wanted)):
-        mapped(OF_0_32)
+        mapped(OF_0_32, **BY_VLLM)
     assert mapped(OF_0_32, enable_fly=False)["method"] == "draft_model"
     old = Installed("0.9.0", ["method"], METHODS)
     with pytest.raises(FlyError, match=r"dual_tok=True: .* needs one vocabulary"):

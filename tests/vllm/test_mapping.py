@@ -78,7 +78,7 @@ def ask(tmp_path_factory):
 
 
 def mapped(ask, installed=FIRST_WITH_ALL, draft="draft", **keys):
-    pair = {"target_model_path": "t", "spd_k": 8, "win_len": 5}
+    pair = {"target_model_path": "t", "spd_k": 8, "win_len": 5, "vllm_verification": "vllm"}
     config = fly_config.build({**pair, "draft_model_path": "d", **keys}, "test")
     path = str(ask.root / draft)
     head = None
@@ -91,6 +91,7 @@ def test_vllm_takes_every_mapped_key_as_it_is_meant(ask):
     cases = [
         mapped(ask),
         mapped(ask, win_len=1, entropy_thre=None),
+        mapped(ask, vllm_verification="fly", temperature=0.5),
         mapped(ask, enable_fly=False),
         mapped(ask, enable_fly=False, dual_tok=True),
         mapped(ask, drafter="ngram"),
@@ -106,6 +107,7 @@ def test_vllm_takes_every_mapped_key_as_it_is_meant(ask):
     assert mapped(ask, installed) == cases[0]
 
 
+@pytest.mark.slow
 def test_dspark_is_taken_by_vllms_second_model_runner(ask):
     """The default on GPUs; the first, which a CPU has, knows no DSpark."""
     case = mapped(ask, drafter="block", draft="dspark", spd_k=5, win_len=2)
@@ -114,6 +116,7 @@ def test_dspark_is_taken_by_vllms_second_model_runner(ask):
     assert answers == [case]
 
 
+@pytest.mark.slow
 def test_what_fly_refuses_vllm_would_not_take(ask):
     fly = mapped(ask)
     _, (answer,) = ask([{**fly, "fly_window_size": fly["num_speculative_tokens"]}])

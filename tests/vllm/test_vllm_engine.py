@@ -6,10 +6,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
-
-from tests import tiny
-from tests.integration.test_cli import TASK, UTILS
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: .ci/vllm.sh makes an environment")
 pytestmark = pytest.mark.vllm
@@ -17,25 +13,6 @@ pytestmark = pytest.mark.vllm
 # A pass of the tiny models takes no time; what takes time is what vLLM does once.
 OF_VLLM = "enforce_eager=True,max_model_len=256"
 ENVIRONMENT = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A folder with a pair whose heads are as large as vLLM needs, its file and a task."""
-    root = tmp_path_factory.mktemp("vllm")
-    shape = {"hidden_size": 128, "vocab": tiny.TOKENIZER_VOCAB}
-    target = tiny.model(seed=1, **shape)
-    for name, saved in (("target", target), ("draft", tiny.noisy_copy(target, 0.01))):
-        saved.to(torch.float32).save_pretrained(root / name)
-        tiny.byte_tokenizer().save_pretrained(root / name)
-    pair = {"target_model_path": str(root / "target"), "spd_k": 4, "win_len": 2}
-    (root / "pair.json").write_text(json.dumps(pair))
-    tasks = root / "tasks"
-    tasks.mkdir()
-    # ' ' is a stop string that random texts meet in the middle of a draft
-    (tasks / "tiny_task.yaml").write_text(TASK.replace('["zzz"]', '["zzz", " "]'))
-    (tasks / "tiny_utils.py").write_text(UTILS)
-    return root
 
 
 def fly(place, *args, model="vllm", more="", given="", fails=False):
@@ -66,7 +43,14 @@ def entry(folder):
 def compared(place):
     """Target-only and exact on vLLM, made and compared by one command; and fly's own engine."""
     printed = fly(
-        place, "compare", "--modes", "target-only", "exact", "--output_path", str(place / "runs")
+        place,
+        "compare",
+        "--modes",
+        "target-only",
+        "exact",
+        "fly",
+        "--output_path",
+        str(place / "runs"),
     )
     fly(place, "run", "--log_samples", "--output_path", str(place / "hf"), model="hf",
         more=",use_sd=False")  # fmt: skip
@@ -104,6 +88,20 @@ def test_counts_are_vllms_own(place, compared):
         assert line["seconds"]["prefill"] > 0
 
 
+def test_fly_verifies_by_its_plugin(place, compared):
+    """With the pair's window and a theta of 0.3, counts as in fly's own engine."""
+    found = entry(place / "runs" / "fly")
+    stats = found["stats"]
+    assert found["mode"] == "fly"
+    assert "rejection_sample_method" not in found["vllm"]["speculative_config"]
+    assert stats["deferred_rolled_back"] > 0
+    for line in records(place / "runs" / "fly").values():
+        accepted = line["native_accepted"] + line["deferred_accepted"]
+        assert line["emitted"] == accepted + line["corrections"] + line["bonus"]
+        assert sum(line["positions"]["accepted"]) == accepted
+        assert line["sources"].get("draft_model", {}).get("accepted", 0) == accepted
+
+
 def test_compare_says_that_it_compares_engines(place, compared):
     assert "exact" in compared
     assert "compares engines" not in compared
@@ -118,7 +116,7 @@ def test_fly_is_refused_by_a_vllm_that_has_none(place):
 
     if hasattr(SpeculativeConfig, "fly_window_size"):
         pytest.skip("this vLLM has FLy")
-    said = fly(place, "run", fails=True)
+    said = fly(place, "run", more=",vllm_verification=vllm", fails=True)
     assert said.splitlines()[-1].startswith("fly: error: verification=fly: vLLM ")
     assert "has no FLy: upgrade it to 0.33 or later" in said
 
@@ -129,6 +127,7 @@ def test_what_nobody_knows_is_refused(place):
     assert "did you mean 'tensor_parallel_size'" in said
 
 
+@pytest.mark.slow
 def test_a_run_cut_short_goes_on(place, compared):
     """The last record is taken away, as after a kill: only its request is decoded again."""
     out = place / "resumed"
@@ -150,6 +149,7 @@ def test_a_run_cut_short_goes_on(place, compared):
     assert [line["text"] for line in again.values()] == [line["text"] for line in whole.values()]
 
 
+@pytest.mark.slow
 def test_sampling_repeats_with_the_seed(place):
     """Its own random numbers, but the same ones in every run of the target alone."""
     texts = []
@@ -163,6 +163,7 @@ def test_sampling_repeats_with_the_seed(place):
     assert len(set(texts[0])) > 1
 
 
+@pytest.mark.slow
 def test_loglikelihoods_are_vllms(place, compared):
     from tests.killing import CHOICE
 

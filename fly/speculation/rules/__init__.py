@@ -1,1 +1,18 @@
 """Verification rules: which draft tokens stand."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fly import registry
+
+if TYPE_CHECKING:
+    from fly.config import FlyConfig
+    from fly.speculation.rules.base import Rule
+
+
+def rule_of(config: FlyConfig) -> Rule:
+    """The verification rule in force."""
+    kind = registry.load(registry.RULES[config.rule].where)
+    rule: Rule = kind(config.rule_settings)
+    return rule
