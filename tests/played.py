@@ -166,7 +166,12 @@ def _run(name: str, where: torch.device, func: Callable[..., Any], args: Any, kw
             return leaf
         return known.get(id(leaf)) if id(leaf) in known else Played(leaf, where)
 
-    return tree_map(wrapped, out)
+    # views of tensors from outside of an inference mode have to be such, too
+    given = _tensors(args, kwargs)
+    with torch.inference_mode(
+        torch.is_inference_mode_enabled() and all(tensor.is_inference() for tensor in given)
+    ):
+        return tree_map(wrapped, out)
 
 
 def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

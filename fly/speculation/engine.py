@@ -21,7 +21,7 @@ from fly.speculation.drafters.draft import Draft
 from fly.speculation.phase_timer import PhaseTimer
 from fly.speculation.rules.base import Rule, verify
 from fly.speculation.rules.gates import entropy
-from fly.speculation.sampling import draw, rejection_sample
+from fly.speculation.sampling import Noise, alike, draw, rejection_sample, seen_tokens
 from fly.speculation.scheduler import Scheduler
 from fly.speculation.sequence import Request, Sequence, Verdict
 from fly.speculation.stop_strings import Decode, StopMatcher
@@ -105,7 +105,8 @@ class Engine:
 
     def _reserve(self, longest: int) -> None:
         """Memory for the longest sequence, at once: growing later would drop every graph."""
-        self._target.reserve_rows(longest, width=max(self._spd_k, self._drafter.longest) + 1)
+        width = max(self._spd_k, self._drafter.longest) + 1
+        self._target.reserve_rows(longest, width=width, spd_k=self._spd_k)
         self._drafter.reserve(longest, self._spd_k)
 
     def _admit(self, slot: int, sequence: Sequence, running: int) -> None:
@@ -186,45 +187,49 @@ class Engine:
         judged = replace(judged, target_BK1=mask_nonfinite(judged.target_BK1, raw_BKV))
         verdicts = []
         for slot, (sequence, of_sequence) in enumerate(zip(running, judged.split())):
-            if -1 in of_sequence.target_tokens:
-                at = len(sequence.generated) + of_sequence.target_tokens.index(-1)
-                raise NotFiniteError("target", sequence.request, at)
+            of_models = {"target": of_sequence.target_tokens, "draft": of_sequence.draft}
+            for role, tokens in of_models.items():
+                if -1 in tokens:
+                    at = len(sequence.generated) + tokens.index(-1)
+                    raise NotFiniteError(role, sequence.request, at)
             by = draft.drafted_by(slot, len(of_sequence.draft))
             verdicts.append(sequence.judge(self._rule, of_sequence, by))
         return verdicts, logits_BKV
 
     def _sample(
-        self, running: list[Sequence], draft: Draft, draft_BK: Tensor, logits_BKV: Tensor
+        self, running: list[Sequence], draft: Draft, draft_BK: Tensor, raw_BKV: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """(logits, matches_BK, target_BK1) with penalties and sampling applied.
 
         Sequences that only take the largest logit need nothing; if all are such, both are None.
         """
         if all(sequence.request.sampling.is_plain for sequence in running):
-            return logits_BKV, None, None
-        logits_BKV = logits_BKV.to(torch.float32, copy=True)
+            return raw_BKV, None, None
+        logits_BKV = raw_BKV.to(torch.float32, copy=True)
         target_BK1 = logits_BKV.argmax(dim=-1)
         matches_BK = draft_BK == target_BK1[:, :-1]
-        for slot, sequence in enumerate(running):
-            sampling = sequence.request.sampling
+        kinds = [(s.request.sampling, draft.is_drawn(slot)) for slot, s in enumerate(running)]
+        for (sampling, is_drawn), slots, rows in alike(kinds, logits_BKV.device):
             if sampling.is_plain:
                 continue
-            tokens = draft.chain(slot)
-            k = len(tokens)
-            scores_NV = sampling.process(logits_BKV[slot, : k + 1], sequence.tokens, tokens)
-            logits_BKV[slot, : k + 1] = scores_NV
-            target_BK1[slot, : k + 1] = scores_NV.argmax(dim=-1)
-            matches_BK[slot, :k] = draft_BK[slot, :k] == target_BK1[slot, :k]
-            if (noise := sequence.noise(k)) is None:
-                continue
-            p_NV = torch.softmax(scores_NV, dim=-1)
-            if self._rule.decides_alone:
-                own_N = draw(p_NV, noise.target)
-                # a match always stands, so that nothing is drawn in its place
-                own_N[:k] = torch.where(matches_BK[slot, :k], draft_BK[slot, :k], own_N[:k])
-                target_BK1[slot, : k + 1] = own_N
-                continue
-            matches_BK[slot, :k], target_BK1[slot, : k + 1] = rejection_sample(
-                p_NV, draft.probabilities(slot), draft_BK[slot, :k], noise
-            )
+            k, seen_BNV = draft.width(slots), None
+            scores_BNV, drafted_BK = raw_BKV[rows, : k + 1], draft_BK[rows, :k]
+            if sampling.is_penalised:
+                before = [running[slot].tokens for slot in slots]
+                seen_BNV = seen_tokens(before, drafted_BK, scores_BNV.shape[-1])
+            scores_BNV = sampling.process(scores_BNV, seen_BNV)
+            own_BN = scores_BNV.argmax(dim=-1)
+            equal_BK = drafted_BK == own_BN[:, :k]
+            if not sampling.is_greedy:
+                noise = Noise.together([running[slot].noise(k) for slot in slots], own_BN.device)
+                p_BNV = torch.softmax(scores_BNV, dim=-1)
+                if self._rule.decides_alone:
+                    own_BN = draw(p_BNV, noise.target)
+                    # a match always stands, so that nothing is drawn in its place
+                    own_BN[:, :k] = torch.where(equal_BK, drafted_BK, own_BN[:, :k])
+                else:
+                    q_BKV = draft.probabilities(slots) if is_drawn else None
+                    equal_BK, own_BN = rejection_sample(p_BNV, q_BKV, drafted_BK, noise)
+            logits_BKV[rows, : k + 1], target_BK1[rows, : k + 1] = scores_BNV, own_BN
+            matches_BK[rows, :k] = equal_BK
         return logits_BKV, matches_BK, target_BK1

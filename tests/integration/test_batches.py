@@ -311,7 +311,7 @@ def test_what_is_reserved_at_once_is_what_a_sequence_was_counted_to_take(pair, s
     else:
         runner.device = torch.device("cuda")  # reserving itself asks for no device
     for longest in (1000, 1100):
-        runner.reserve_rows(longest, width=8)
+        runner.reserve_rows(longest, width=8, spd_k=0)
         assert runner.cache.capacity == runner.cache.rounded(longest + 8)
 
 

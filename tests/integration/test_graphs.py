@@ -20,10 +20,10 @@ def pair():
     return target, tiny.noisy_copy(target, 0.01)
 
 
-def decode(pair, name, slots, static, rule=tiny.EXACT, budget=24):
+def decode(pair, name, slots, static, rule=tiny.EXACT, budget=24, k=5):
     capture = False if static else None
     drafter = tiny.drafter(name, slots, pair[1], capture=capture)
-    engine = tiny.engine(tiny.runner(pair[0], slots, capture), drafter, 5, rule)
+    engine = tiny.engine(tiny.runner(pair[0], slots, capture), drafter, k, rule)
     records = tiny.decode_all(engine, tiny.prompts(8), budget)
     return engine, records
 
@@ -48,9 +48,9 @@ def test_the_draft_loop_runs_in_one_piece(pair, monkeypatch):
     asked = []
     honest = ModelRunner.chain
 
-    def chain(self, feeds, steps):
+    def chain(self, feeds, steps, choose):
         asked.append(steps)
-        return honest(self, feeds, steps)
+        return honest(self, feeds, steps, choose)
 
     monkeypatch.setattr(ModelRunner, "chain", chain)
     engine, records = decode(pair, "model", 1, True)
@@ -75,14 +75,16 @@ def test_a_graph_that_forgets_the_lengths_is_noticed(pair, monkeypatch):
     assert outcome(decode(pair, "model", 3, True)[1]) != expected
 
 
-def test_shapes_are_few(pair):
+@pytest.mark.parametrize(("k", "buckets"), [(5, {1, 2, 3, 4, 5}), (10, {1, 2, 3, 4, 6, 8, 10})])
+def test_shapes_are_few_and_fit_the_usual_draft(pair, k, buckets):
     """Batch sizes and widths come in buckets: sequences that end and short last rounds cost no
-    capture."""
-    engine, _ = decode(pair, "model", 3, True)
-    target, draft = engine._target.static, engine._drafter.runner.static
-    assert {width for _, _, width, _, _ in target._captured} <= {1, 2, 3, 5, 9}
-    assert {steps for *_, steps in draft._captured} <= {1, 2, 4, 8}  # budgets end anywhere
-    assert len(target._captured) <= 3 * 5 * 2
+    capture. Rounded to powers of two, every round of K = 10 would compute 16 steps."""
+    engine, _ = decode(pair, "model", 3, True, budget=40, k=k)
+    target, draft = (r.static._captured for r in (engine._target, engine._drafter.runner))
+    steps = {key[4] for key in draft}
+    assert k in steps
+    assert steps <= buckets  # budgets end anywhere
+    assert {key[2] for key in target} <= {1, *(1 + bucket for bucket in buckets)}
 
 
 def test_a_pass_that_cannot_be_captured_falls_back_and_says_why(pair, monkeypatch, caplog):

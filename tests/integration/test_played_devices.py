@@ -43,11 +43,6 @@ def test_waits_and_launches_are_counted():
         assert sum(meter.waits.values()) == 1
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=RuntimeError,
-    reason="the empty index for no logits is moved to the first GPU",
-)
 def test_layers_over_two_gpus():
     expected = texts_of(TARGET, DRAFT, 1)
     with played.devices():
