@@ -477,7 +477,7 @@ class Bench:
             captured = CudaGraphRunner.all_seconds
             found = measure(call, self.device, self.args.repeats)
             must_be_static(runner)
-            moved = read_bytes(runner.model) + batch * context * runner.cache.bytes_per_token
+            moved = read_bytes(runner.model) + batch * context * sum(runner.cache.bytes_per_token.values())
             found["floor_ms"] = 1e3 * steps * moved / self.bandwidth
             found["x_ceiling"] = found["ms"] / found["floor_ms"]
             found["capture_seconds"] = round(CudaGraphRunner.all_seconds - captured, 3)

@@ -198,8 +198,10 @@ class DrafterSettings(Settings):
         "target, block: a DFlash or DSpark head (docs/heads.md). null: cascade if use_ngram, else "
         "model; with draft_runs cascade if there is a draft model, else ngram.",
     )
-    use_ngram: bool = Field(
-        False, description="Accelerate the draft model by n-gram lookup (the cascade)."
+    use_ngram: bool | None = Field(
+        None,
+        description="Accelerate the draft model by n-gram lookup (the cascade). null: where fly's "
+        "kernels compute its passes; on an accelerator each lookup would make the host wait.",
     )
     spd_k: int = Field(
         15, ge=0, le=256, description="K: most draft tokens per round. 0 is the target alone."

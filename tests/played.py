@@ -243,6 +243,10 @@ class _Mode(TorchFunctionMode):
                 raise RuntimeError(f"attention over several devices: {sorted(map(str, places))}")
             where = places.pop()
             return _run("attention", where, func, args, kwargs)
+        if func is torch._C._nn.pad_sequence and isinstance(args[0][0], Played):
+            for _ in args[0]:  # one copy each
+                METER.launch("copy", lambda: None)
+            return _run("pad_sequence", args[0][0].device, func, args, kwargs)
         if func in (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu):
             options = {k: kwargs.get(k) for k in ("device", "dtype")}
             if func is torch.Tensor.cpu:

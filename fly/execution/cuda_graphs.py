@@ -116,19 +116,26 @@ class CapturedPasses:
     """Passes of a runner, of fixed shapes by key, captured as CUDA graphs at a key's first use.
 
     capture: False computes the same static passes without a graph (any device; for tests).
-    failure: why capturing failed, if it did; passes are eager from then on.
+    failure: why capturing failed, if it did; passes are eager from then on. on_failure is told.
     `all_seconds`: time spent capturing by every instance, which is compile time, never decode time.
     """
 
     all_seconds = 0.0
 
-    def __init__(self, runner: Runner, *, capture: bool) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        capture: bool,
+        on_failure: Callable[[str], None] = lambda reason: None,
+    ) -> None:
         self._runner_of = weakref.ref(runner)  # no cycle: the K/V are freed with the runner
         self._capture = capture
         self._captured: dict[tuple[Any, ...], CapturedPass] = {}
         self._pool: Any = None
         self._stream: Any = None
         self.failure: str | None = None
+        self._on_failure = on_failure
 
     @property
     def _runner(self) -> Runner:
@@ -163,6 +170,7 @@ class CapturedPasses:
                 self.failure = reason_of(error)
                 self.clear()
                 logger.warning("compile=auto: eager passes from here on: %s", self.failure)
+                self._on_failure(self.failure)
                 return None
             finally:
                 CapturedPasses.all_seconds += time.perf_counter() - start

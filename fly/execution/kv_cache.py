@@ -68,10 +68,14 @@ class SlotCache(Cache):
         return bool(self._keys)
 
     @property
-    def bytes_per_token(self) -> int:
-        """Bytes that one token of one row takes in all layers; 0 before the first pass."""
-        stored = (*self._keys, *self._values)
-        return sum(layer.shape[1] * layer.shape[3] * layer.element_size() for layer in stored)
+    def bytes_per_token(self) -> dict[torch.device, int]:
+        """Bytes that one token of one row takes in the layers of each device; none before the first
+        pass."""
+        found: dict[torch.device, int] = {}
+        for layer in (*self._keys, *self._values):
+            size = layer.shape[1] * layer.shape[3] * layer.element_size()
+            found[layer.device] = found.get(layer.device, 0) + size
+        return found
 
     def begin(
         self,

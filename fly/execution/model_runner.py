@@ -195,15 +195,16 @@ class ModelRunner(SlotRunner):
         if self.cache.reserve(tokens, spare=spare):
             self._drop_graphs()
 
-    def use_static_passes(self, *, capture: bool) -> None:
-        """From now on run `extend` in fixed shapes, with `capture` as CUDA graphs."""
-        self.static = CudaGraphRunner(self, capture=capture)
+    def use_static_passes(self, *, capture: bool, **how: Any) -> None:
+        """From now on run `extend` in fixed shapes, with `capture` as CUDA graphs. how: as
+        `CapturedPasses` takes it."""
+        self.static = CudaGraphRunner(self, capture=capture, **how)
 
-    def use_uniform_passes(self, *, capture: bool | None) -> None:
+    def use_uniform_passes(self, *, capture: bool | None, **how: Any) -> None:
         """From now on a token's bits do not depend on what shares its pass, with `capture` by CUDA
         graphs (see fly.execution.uniform_passes)."""
         self.static = None
-        self.uniform = UniformPasses(self, capture=capture)
+        self.uniform = UniformPasses(self, capture=capture, **how)
 
     @torch.inference_mode()
     def extend(self, tokens: list[list[int]]) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from fly import launch
 from fly.errors import FlyError
 from fly.execution import fused_layer, kernels, packed_linear, uniform_passes
+from fly.execution.heads.base import Head
 from fly.settings import ExecutionSettings
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,8 @@ class PackedWeights:
 
     target: how its passes are computed: `kernels-amx` (or -avx512_bf16, -avx512, -avx2), followed
     by ` gguf` where they read a GGUF file's own weights, `graphs` (captured as shapes come up) or
-    `eager`. draft: the same, and its quantisation: `kernels-amx int8`. draft_weight: bytes of its
+    `eager`. draft: the same, and its quantisation: `kernels-amx int8`. eager: why not, where
+    passes could have been of a faster way, by model. draft_weight: bytes of its
     weights over the target's. seconds: packing and quantising, never decode time. batch_invariant:
     a token's bits in the target are the same in every pass; uniform: because all its passes are of
     one shape (fly.execution.uniform_passes).
@@ -46,9 +48,12 @@ class PackedWeights:
     seconds: float
     batch_invariant: bool
     uniform: bool = False
+    eager: dict[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """What the passes were: capturing may have failed since."""
+        facts = asdict(self)
+        return facts | {role: facts[role].replace("graphs", "eager") for role in self.eager}
 
 
 def pack(
@@ -61,8 +66,10 @@ def pack(
     set_threads(settings.threads)
     start = time.perf_counter()
     target_bytes = target.num_parameters() * target.dtype.itemsize
+    loaded = {"target": target} if draft is None else {"target": target, "draft": draft}
+    ways = {role: passes_for(model, settings) for role, model in loaded.items()}
     how_target, is_invariant, saved = _pack(
-        target, "target", *passes_for(target, settings), invariant=settings.batch_invariant
+        target, "target", *ways["target"], invariant=settings.batch_invariant
     )
     how_draft, parameters, weight = None, None, 0.0
     if draft is not None:
@@ -80,6 +87,7 @@ def pack(
         seconds=time.perf_counter() - start,
         batch_invariant=is_invariant,
         uniform=is_invariant and not how_target.startswith("kernels"),
+        eager={role: reason for role, (_, reason) in ways.items() if reason is not None},
     )
     logger.info(
         "passes: target %s, draft %s, %d threads (CPU capability %s)",
@@ -101,7 +109,13 @@ def passes_for(model: PreTrainedModel, settings: ExecutionSettings) -> tuple[Pas
                 f"execution={wanted}: serves CPUs, the model is on {device}: "
                 "leave it out, or set it to eager"
             )
-        return ("graphs" if device == "cuda" and wanted == "auto" else "eager"), None
+        if device != "cuda" or wanted == "eager":
+            return "eager", None
+        if isinstance(model, Head):
+            return "eager", "passes of a head are not captured"
+        if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+            return "eager", "its layers are spread over devices"
+        return "graphs", None
     if wanted == "eager":
         return "eager", None
     if (reason := packed_linear.why_no_kernels(model)) is None:

@@ -79,10 +79,24 @@ class FlyLM(Backend, HFLM):
         ):
             hf_args["device"] = "cpu"  # lm-eval's default is a CUDA device, present or not
         self.pair = self._load_pair(config_path, hf_args)
+        self._decide_use_ngram()
         self.eos_ids = self.pair.eos_ids
         self.stats.seconds["compile"] = self.pair.packed.seconds
         self.engines = EngineFactory(self.pair, self.batch_size, self.max_batch_size)
         self.join_run(hf_args)
+
+    def use_config(self, config: fly_config.FlyConfig) -> None:
+        super().use_config(config)
+        if hasattr(self, "pair"):
+            self._decide_use_ngram()
+
+    def _decide_use_ngram(self) -> None:
+        """null becomes what pays with these models, in the results file, too."""
+        config, passes = self.fly_config, self.pair.packed.draft
+        if config.use_ngram is None and config.drafter is None and config.drafter_name == "model":
+            pays = str(passes).startswith("kernels")
+            self.fly_config = config.model_copy(update={"use_ngram": pays})
+            logger.info("use_ngram=null: %s for a draft of %s passes", str(pays).lower(), passes)
 
     def _load_pair(self, config_path: str | None, hf_args: dict[str, Any]) -> LoadedPair:
         """Load both models, check them, and make them fast to decode with."""

@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+def _room(size: int) -> int:
+    """The size class of a sequence: powers of two, so that caches seldom grow."""
+    return max(512, 1 << (size - 1).bit_length())
+
+
 class Engine:
     """Decodes requests with a target, a drafter and a verification rule.
 
@@ -61,6 +66,7 @@ class Engine:
         self._rule = rule
         self._spd_k = spd_k
         self._draft_length = draft_length or DraftLength(spd_k)
+        self._longest = 0  # of the run's requests
         self._eos_ids = eos_ids
         self._decode, self._decode_lines = decode, decode_lines
         self._observer = observer
@@ -77,10 +83,13 @@ class Engine:
         Out of memory halves the running sequences; those that were interrupted go on from where
         they were. Raises FlyError if one sequence alone does not fit.
         """
-        ordered = list(requests)
-        if self._reuse_prefixes:  # neighbours share the longest prefixes
-            ordered.sort(key=lambda request: request.prompt)
-        longest = max((len(r.prompt) + r.budget for r in ordered), default=0)
+        # long ones last, so that slots of the others stay as small as they may; of one size class
+        # neighbours share the longest prefixes
+        ordered = sorted(
+            requests,
+            key=lambda r: (_room(r.size), r.prompt if self._reuse_prefixes else ()),
+        )
+        self._longest = max((request.size for request in ordered), default=0)
         scheduler = Scheduler(
             Sequence(r, self._eos_ids, StopMatcher(r.stops, self._decode), self._decode_lines)
             for r in ordered
@@ -88,7 +97,6 @@ class Engine:
         while scheduler.has_work:
             failure: Exception | None = None
             try:
-                self._reserve(longest)
                 scheduler.fill(self._target.slots, self._admit, self._move)
                 self._round(scheduler.running)
             except (RuntimeError, MemoryError) as error:
@@ -103,13 +111,15 @@ class Engine:
                 if scheduler.has_work:  # else it ran out behind the last token of all
                     self._halve(failure, alone=not ended)
 
-    def _reserve(self, longest: int) -> None:
-        """Memory for the longest sequence, at once: growing later would drop every graph."""
+    def _reserve(self, size: int) -> None:
+        """Room in every slot for a sequence, at once: growing drops every graph."""
+        longest = min(_room(size), self._longest)
         width = max(self._spd_k, self._drafter.longest) + 1
         self._target.reserve_rows(longest, width=width, spd_k=self._spd_k)
         self._drafter.reserve(longest, self._spd_k)
 
     def _admit(self, slot: int, sequence: Sequence, running: int) -> None:
+        self._reserve(sequence.request.size)
         with self._timer.timed("prefill", [sequence]):
             # a drafter that reads features needs them of copied tokens, too: they are computed
             reuse = not self._target.hidden_layers

@@ -45,6 +45,11 @@ class Request:
         if self.budget < 1:
             raise ValueError(f"budget={self.budget}: must be at least 1")
 
+    @property
+    def size(self) -> int:
+        """Most tokens that it may come to."""
+        return len(self.prompt) + self.budget
+
 
 class Source(Enum):
     """Why a token is in the output."""

@@ -347,7 +347,7 @@ def test_other_errors_are_not_taken_for_memory(pair):
 
 def test_auto_batch_fits_sequences_to_free_memory(pair, monkeypatch):
     work = SequenceWork(ModelRunner(pair[0], 1, 512), width=7)
-    each = work.bytes_for(100)
+    (each,) = work.bytes_for(100).values()
     kv = 2 * 2 * 2 * 8 * 4  # layers, K and V, K/V heads, head size, float32
     assert each == kv * 256 + 7 * 64 * (8 + 4)  # capacity comes in blocks of 256 tokens
     monkeypatch.setattr(oom, "free_bytes", lambda device: 10 * each)
@@ -361,8 +361,8 @@ def test_auto_batch_fits_sequences_to_free_memory(pair, monkeypatch):
 def test_auto_batch_counts_the_distributions_of_sampling_sequences(pair):
     """A draft of K tokens is verified against K distributions of the whole vocabulary (64)."""
     runner = ModelRunner(pair[1], 1, 512)
-    greedy = SequenceWork(runner, 2).bytes_for(100)
-    assert SequenceWork(runner, 2, kept=9).bytes_for(100) == greedy + 9 * 64 * 4
+    (greedy,) = SequenceWork(runner, 2).bytes_for(100).values()
+    assert SequenceWork(runner, 2, kept=9).bytes_for(100) == {runner.device: greedy + 9 * 64 * 4}
 
 
 def test_memory_stays_flat_over_many_requests(pair):
