@@ -131,6 +131,8 @@ def _contradictions(config: FlyConfig) -> Iterator[str]:
     if config.compile == "off" and config.execution not in ("auto", "eager"):
         set_back = "set compile to 'auto', or leave execution out"
         yield f"execution={config.execution!r} contradicts compile='off': {set_back}"
+    if config.compile == "inductor" and config.batch_invariant is True:
+        yield "compile='inductor' contradicts batch_invariant=true: set one of them to auto"
     if config.drafter == "model" and config.use_ngram:
         set_back = "set drafter to 'cascade', or use_ngram to false"
         yield f"drafter='model' contradicts use_ngram=true: {set_back}"

@@ -428,10 +428,12 @@ class SamplingSettings(Settings):
 class ExecutionSettings(Settings):
     """How forward passes are computed."""
 
-    compile: Literal["auto", "off"] = Field(
+    compile: Literal["auto", "inductor", "off"] = Field(
         "auto",
         description="auto: fly's kernels on a CPU (see execution), CUDA graphs on a GPU, and a "
-        "logged reason where neither applies. off: the model's own eager passes.",
+        "logged reason where neither applies. inductor: passes are compiled by PyTorch before they "
+        "are captured, for fewer kernels; GPUs only, not measured yet. off: the model's own eager "
+        "passes.",
     )
     execution: Execution = Field(
         "auto",

@@ -93,6 +93,9 @@ class Runner(Protocol):
     def slots(self) -> int: ...
 
     @property
+    def hidden_layers(self) -> tuple[int, ...]: ...
+
+    @property
     def dtype(self) -> torch.dtype: ...
 
     def reserve(self, tokens: int) -> None: ...
@@ -232,10 +235,15 @@ def _no_host_sync() -> Iterator[None]:
 class CudaGraphRunner(CapturedPasses):
     """Passes and draft chains of one runner, padded to a few shapes.
 
+    compiles: passes are compiled by PyTorch's inductor first, unless they give hidden states.
     usual: the draft tokens of most rounds, which are not padded.
     """
 
     usual = 0
+
+    def __init__(self, runner: Runner, *, compiles: bool = False, **how: Any) -> None:
+        super().__init__(runner, **how)
+        self._compiles = compiles
 
     def extend(self, ids_BQ: Tensor) -> PassOutput | None:
         """One pass; None if it has to be run eagerly."""
@@ -321,8 +329,14 @@ class CudaGraphRunner(CapturedPasses):
             counts = torch.ones(bucket, dtype=torch.long, device=device)
             return ids, lengths, counts, *(g.new_zeros(bucket, steps) for g in choose.inputs)
 
+        def static_pass(ids: Tensor, lengths: Tensor) -> PassOutput:
+            return self._runner.static_pass(ids, lengths, read)
+
+        if self._compiles and not self._runner.hidden_layers:
+            static_pass = torch.compile(static_pass, fullgraph=True, dynamic=False)
+
         def compute(ids: Tensor, lengths: Tensor, counts: Tensor, *chosen_by: Tensor) -> Any:
-            first = self._runner.static_pass(ids, lengths, read)
+            first = static_pass(ids, lengths)
             if kind == "extend":
                 return first
             rows_B = torch.arange(bucket, device=device)
@@ -330,7 +344,7 @@ class CudaGraphRunner(CapturedPasses):
             drafted = [choose(logits_BV, 0, *chosen_by)]
             for step in range(1, steps):  # each is fed the token of the one before
                 fed_B1 = self._runner.own_ids(drafted[-1].tokens)[:, None]
-                logits_BV = self._runner.static_pass(fed_B1, at_B, read).logits[:, 0]
+                logits_BV = static_pass(fed_B1, at_B).logits[:, 0]
                 drafted.append(choose(logits_BV, step, *chosen_by))
                 at_B = at_B + 1
             return Drafted.together(drafted)

@@ -23,7 +23,7 @@ from fly.settings import ExecutionSettings
 
 logger = logging.getLogger(__name__)
 
-Passes = Literal["kernels", "graphs", "eager"]
+Passes = Literal["kernels", "graphs", "inductor", "eager"]
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class PackedWeights:
     """What was done to the models, for the log and the results file.
 
     target: how its passes are computed: `kernels-amx` (or -avx512_bf16, -avx512, -avx2), followed
-    by ` gguf` where they read a GGUF file's own weights, `graphs` (captured as shapes come up) or
-    `eager`. draft: the same, and its quantisation: `kernels-amx int8`. eager: why not, where
-    passes could have been of a faster way, by model. draft_weight: bytes of its
-    weights over the target's. seconds: packing and quantising, never decode time. batch_invariant:
-    a token's bits in the target are the same in every pass; uniform: because all its passes are of
-    one shape (fly.execution.uniform_passes).
+    by ` gguf` where they read a GGUF file's own weights, `graphs` (captured as shapes come up),
+    `inductor` (compiled, then captured) or `eager`. draft: the same, and its quantisation:
+    `kernels-amx int8`. eager: by model, why its passes are, where a faster way exists.
+    draft_weight: bytes of its weights over the target's. seconds: packing and quantising, never
+    decode time. batch_invariant: a token's bits in the target are the same in every pass; uniform:
+    because all its passes are of one shape (fly.execution.uniform_passes).
     """
 
     target: str
@@ -53,7 +53,7 @@ class PackedWeights:
     def as_dict(self) -> dict[str, Any]:
         """What the passes were: capturing may have failed since."""
         facts = asdict(self)
-        return facts | {role: facts[role].replace("graphs", "eager") for role in self.eager}
+        return facts | dict.fromkeys(self.eager, "eager")
 
 
 def pack(
@@ -103,6 +103,8 @@ def passes_for(model: PreTrainedModel, settings: ExecutionSettings) -> tuple[Pas
     """
     wanted = "eager" if settings.compile == "off" else settings.execution
     device = model.device.type
+    if settings.compile == "inductor" and device != "cuda":
+        raise FlyError(f"compile=inductor: serves GPUs, the model is on {device}: set it to auto")
     if device != "cpu":
         if wanted not in ("auto", "eager"):
             raise FlyError(
@@ -115,7 +117,7 @@ def passes_for(model: PreTrainedModel, settings: ExecutionSettings) -> tuple[Pas
             return "eager", "passes of a head are not captured"
         if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
             return "eager", "its layers are spread over devices"
-        return "graphs", None
+        return ("inductor" if settings.compile == "inductor" else "graphs"), None
     if wanted == "eager":
         return "eager", None
     if (reason := packed_linear.why_no_kernels(model)) is None:

@@ -43,7 +43,7 @@ def rule_of(config: FlyConfig) -> Rule:
 
 def captures_graphs(config: FlyConfig, model: PreTrainedModel) -> bool:
     """Whether a model's passes are captured as CUDA graphs."""
-    return passes_for(model, config.part(ExecutionSettings))[0] == "graphs"
+    return passes_for(model, config.part(ExecutionSettings))[0] in ("graphs", "inductor")
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,8 @@ class EngineFactory:
         if self.pair.packed.uniform and role == "target":
             runner.use_uniform_passes(capture=captures or None, on_failure=on_failure)
         elif captures:
-            runner.use_static_passes(capture=True, on_failure=on_failure)
+            compiles = config.compile == "inductor"
+            runner.use_static_passes(capture=True, compiles=compiles, on_failure=on_failure)
         return runner
 
     def _drafter(

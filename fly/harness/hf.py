@@ -127,11 +127,14 @@ class FlyLM(Backend, HFLM):
                 draft_model, tokenizer = self.load_draft(draft, hf_args)
                 intersection = self._intersection(draft_model, tokenizer)
                 # before quantisation, whose errors only cost speed
-                self_check.check_cache_agrees(draft_model, "pretrained")
+                capture = captures_graphs(config, draft_model) or None
+                self_check.check_cache_agrees(draft_model, "pretrained", capture=capture)
         packed = weights.pack(self.model, draft_model, settings)
-        self_check.check_cache_agrees(self.model, "target_model_path", uniform=packed.uniform)
+        capture = captures_graphs(config, self.model) or None
+        self_check.check_cache_agrees(
+            self.model, "target_model_path", uniform=packed.uniform, capture=capture
+        )
         if packed.uniform:
-            capture = captures_graphs(config, self.model) or None
             self_check.check_places(self.model, "target_model_path", capture=capture)
         if isinstance(draft_model, Head):
             tokens = self.tokenizer.encode(layer_check.TEXT)

@@ -315,6 +315,20 @@ def test_what_is_reserved_at_once_is_what_a_sequence_was_counted_to_take(pair, s
         assert runner.cache.capacity == runner.cache.rounded(longest + 8)
 
 
+def test_slots_grow_when_a_long_request_is_admitted(pair):
+    """One outlier sized every slot from the first round on; now it comes last."""
+    runner, seen = ModelRunner(pair[0], 2, 4096), []
+    runner.use_static_passes(capture=False)
+    wanted = [Request((5, 6, 7), 1500), *(Request((8, 9 + tag), 4, tag=tag) for tag in range(4))]
+    engine = tiny.engine(runner, NoDrafter(), 0, eos=frozenset())
+    for record in engine.run(wanted):
+        seen.append((len(record.tokens), runner.cache.capacity))
+        if len(seen) == 5:
+            break
+    assert seen[:3] == [(4, 768)] * 3
+    assert runner.cache.capacity == 1792
+
+
 def test_memory_that_runs_out_behind_a_last_token_ends_nothing(pair, monkeypatch):
     """With one slot it ended a whole run, though the sequence had its record."""
     wanted, honest, failures = requests(), CascadeDrafter.commit, []

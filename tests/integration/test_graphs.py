@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import torch._inductor as inductor
+import torch._inductor.metrics
 
 from fly.execution.cuda_graphs import CudaGraphRunner
 from fly.execution.model_runner import ModelRunner
@@ -96,6 +98,23 @@ def test_a_pass_that_cannot_be_captured_falls_back_and_says_why(pair, monkeypatc
     assert engine._target.static.failure == "operation not permitted when stream is capturing"
     assert "eager passes from here on: operation not permitted" in caplog.text
     assert outcome(static) == outcome(decode(pair, "model", 2, False)[1])
+
+
+@pytest.mark.slow
+def test_compiled_passes_write_the_texts_of_eager_ones_with_fewer_kernels(pair):
+    """`compile=inductor`, on a CPU in float32, without capture."""
+    expected = decode(pair, "model", 2, False)[1]
+    target, draft = (tiny.runner(model, 2) for model in pair)
+    for runner in (target, draft):
+        runner.use_static_passes(capture=False, compiles=True)
+    inductor.metrics.reset()
+    engine = tiny.engine(target, ModelDrafter(draft, EOS), 5)
+    assert outcome(tiny.decode_all(engine, tiny.prompts(8), 24)) == outcome(expected)
+    passes = sum(
+        1 if key[0] == "extend" else 2 for r in (target, draft) for key in r.static._captured
+    )
+    layers = 2
+    assert 0 < inductor.metrics.generated_kernel_count < 21 * layers * passes
 
 
 def test_growing_the_cache_drops_graphs_that_read_the_old_one(pair):

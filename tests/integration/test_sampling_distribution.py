@@ -426,8 +426,8 @@ def test_a_draft_penalised_as_a_whole_is_noticed(models, monkeypatch):
     """The mutant of the penalty: every position of the target sees all drafted tokens."""
     honest = Sampling.process
 
-    def all_at_once(self, logits_NV, before, drafted):
-        return honest(self, logits_NV, [*before, *drafted], [before[0]] * len(drafted))
+    def all_at_once(self, logits, seen=None):
+        return honest(self, logits, None if seen is None else seen[..., -1:, :].expand_as(seen))
 
     target, drafts = models
     expected = continuations(target, PROMPT, 3, PENALTY, NO_EOS)
