@@ -115,7 +115,9 @@ class FlyConfig(
     def hash(self) -> str:
         """First 12 hex digits of the SHA-256 of the resolved configuration, without what only
         says what is written down of a run."""
-        text = json.dumps(self.model_dump(exclude=set(RECORDING_KEYS)), sort_keys=True)
+        values = self.model_dump(exclude=set(RECORDING_KEYS))
+        values["use_ngram"] = bool(self.use_ngram)  # null is decided once the models are loaded
+        text = json.dumps(values, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
