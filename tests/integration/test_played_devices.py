@@ -1,7 +1,6 @@
 """Decoding on CUDA devices that are played on a CPU (tests/played.py)."""
 
 import copy
-import statistics
 
 import pytest
 import torch
@@ -147,10 +146,10 @@ def rounds_of(engine, rows, sampling, monkeypatch):
 # Most launches of a round with K = 8, a replayed graph being one, and the times that the host
 # waits: for the draft's time, and for what was decided. docs/performance.md has the same table.
 MOST = {
-    ("model", "graphs", "greedy"): 110,
-    ("model", "graphs", "sampled"): 160,
+    ("model", "graphs", "greedy"): 85,
+    ("model", "graphs", "sampled"): 135,
     ("model", "eager", "greedy"): 1000,
-    ("model", "eager", "sampled"): 1250,
+    ("model", "eager", "sampled"): 1300,
     ("eagle3", "graphs", "greedy"): 1000,
     ("eagle3", "graphs", "sampled"): 1000,
     ("dspark", "graphs", "greedy"): 1000,
@@ -165,17 +164,16 @@ def test_a_round_waits_twice_and_launches_the_same_for_any_number_of_sequences(
     """A hidden `.item()`, or work per sequence, fails here."""
     sampling = SAMPLED if how == "sampled" else GREEDY
     capture = True if passes == "graphs" else None
-    typical = []
+    most = []
     with played.devices() as meter:
         for rows in (1, 8, 32):
             engine = engine_on_gpu(name, rows, tiny.relaxed(2, 0.3), capture, k=8, eos=NO_EOS)
             with monkeypatch.context() as patch:
                 found = rounds_of(engine, rows, sampling, patch)
-            print(name, passes, how, rows, sorted(set(found)))
             assert {waits for _, waits in found} == {2}, meter.waits
-            typical.append(statistics.median(launches for launches, _ in found))
-        assert max(typical) - min(typical) <= 4
-        assert max(typical) <= MOST[name, passes, how]
+            most.append(max(launches for launches, _ in found))
+        assert max(most) - min(most) <= 12
+        assert max(most) <= MOST[name, passes, how]
 
 
 def loaded(target, draft, settings, monkeypatch):
