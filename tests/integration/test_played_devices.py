@@ -166,7 +166,7 @@ def test_a_round_waits_twice_and_launches_the_same_for_any_number_of_sequences(
     capture = True if passes == "graphs" else None
     most = []
     with played.devices() as meter:
-        for rows in (1, 8, 32):
+        for rows in (1, 8, 32) if (name, passes) == ("model", "graphs") else (1, 4):
             engine = engine_on_gpu(name, rows, tiny.relaxed(2, 0.3), capture, k=8, eos=NO_EOS)
             with monkeypatch.context() as patch:
                 found = rounds_of(engine, rows, sampling, patch)
