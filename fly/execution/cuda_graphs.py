@@ -244,6 +244,9 @@ class CudaGraphRunner(CapturedPasses):
     def __init__(self, runner: Runner, *, compiles: bool = False, **how: Any) -> None:
         super().__init__(runner, **how)
         self._compiles = compiles
+        if compiles:  # every shape is a compilation of its own
+            for limit in ("recompile_limit", "accumulated_recompile_limit"):
+                setattr(torch._dynamo.config, limit, 4096)
 
     def extend(self, ids_BQ: Tensor) -> PassOutput | None:
         """One pass; None if it has to be run eagerly."""

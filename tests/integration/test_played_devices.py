@@ -167,12 +167,14 @@ def test_a_round_waits_twice_and_launches_the_same_for_any_number_of_sequences(
     most = []
     with played.devices() as meter:
         for rows in (1, 8, 32) if (name, passes) == ("model", "graphs") else (1, 4):
-            engine = engine_on_gpu(name, rows, tiny.relaxed(2, 0.3), capture, k=8, eos=NO_EOS)
+            engine = engine_on_gpu(
+                name, rows, tiny.relaxed(2, 0.3), capture, k=4 if name in HEADS else 8, eos=NO_EOS
+            )
             with monkeypatch.context() as patch:
                 found = rounds_of(engine, rows, sampling, patch)
             assert {waits for _, waits in found} == {2}, meter.waits
             most.append(max(launches for launches, _ in found))
-        assert max(most) - min(most) <= 12
+        assert max(most) - min(most) <= 20  # heads copy each sequence's states
         assert max(most) <= MOST[name, passes, how]
 
 
