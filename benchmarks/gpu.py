@@ -125,8 +125,10 @@ def build_head(target: Any) -> Any:
         "num_hidden_layers": 1,
         "tie_word_embeddings": False,
     }
+    layers: int = shape.num_hidden_layers
+    read = tuple(sorted({1, layers // 2, layers - 1}))
     with torch.device(target.device):
-        head = Eagle3Head(files_of(Checkpoint("random", keys, {}), sizes, None))
+        head = Eagle3Head(files_of(Checkpoint("random", keys, {}), sizes, read))
     for parameter in head.parameters():
         parameter.data = parameter.data.to(target.dtype)
     return head.eval().requires_grad_(False)
