@@ -1,6 +1,7 @@
 """The decode loop at real shapes with random weights, against the machine's own copy bandwidth.
 
     python benchmarks/gpu.py --output
+    python benchmarks/gpu.py --output --end-to-end qwen2.5-coder.json --with-vllm PYTHON
     python benchmarks/gpu.py --dry-run
 
 Needs one accelerator and no downloads; --dry-run is toy shapes on a CPU. A pass's floor is the
@@ -10,9 +11,12 @@ verification kernel, host sync and commit runs, only the outcome is replaced. Ro
 all sequences running, without prefill and capture. In `ratios`, X/ceiling is time over the floor
 (1.3 is 1.3 times as long); every other X/Y is X's speed over Y's, graph/eager too. Mode `uniform`
 is graphs with `batch_invariant`, where the target's passes are of one shape; at each pair's shapes
-it is checked that a token's bits do not depend on its place in a pass. The last line printed is one
-JSON object. Exit status: 1 if a check or a measurement failed, 2 without an
-accelerator.
+it is checked that a token's bits do not depend on its place in a pass. `inductor` is graphs of
+compiled passes; `spread` has the target's layers over all GPUs. `fly_sampled` draws its tokens, and
+`fly_head` drafts by an EAGLE-3 head. --end-to-end also decodes a real pair with FlyLM, lm-eval's
+hf, transformers' assisted generation and vLLM (throughput.py). A verdict follows for each claim.
+The last line printed is one JSON object. Exit status: 1 if a check or a measurement failed, 2
+without an accelerator.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ import math
 import random
 import re
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import dispatch_model
 from provenance import commit
 from torch import Tensor
 from transformers import (
@@ -48,21 +54,28 @@ from fly.errors import FlyError
 from fly.execution import self_check
 from fly.execution.cuda_graphs import CudaGraphRunner
 from fly.execution.device import device_facts
+from fly.execution.heads.eagle3 import Eagle3Head
 from fly.execution.model_runner import ModelRunner
 from fly.execution.oom import free_bytes
+from fly.execution.slot_runner import SlotRunner
+from fly.models.heads.checkpoint import Checkpoint, TargetShape
+from fly.models.heads.eagle3 import files_of
 from fly.runs.environment import versions
 from fly.settings import FlySettings, Settings
 from fly.speculation.drafters.base import Drafter, NoDrafter
 from fly.speculation.drafters.draft import Draft
 from fly.speculation.drafters.draft_model import ModelDrafter
+from fly.speculation.drafters.eagle3 import Eagle3Drafter
 from fly.speculation.engine import Engine
 from fly.speculation.rules.base import Resolution
 from fly.speculation.rules.exact import ExactRule
 from fly.speculation.rules.fly import FlyRule
+from fly.speculation.sampling import GREEDY, Sampling
 from fly.speculation.sequence import Request, Sequence, Verdict
 
 # the shipped configurations' values
 FLY = FlyRule(FlySettings.model_validate({"entropy_thre": 0.3, "win_len": 6}))
+SAMPLED = Sampling(0.7, top_k=20, top_p=0.9)
 WARM_UP, SLACK = 4, 8  # rounds: before the measured ones, and for those that captured a graph
 PHASES = ("draft", "verify", "other")
 PERIOD = 32  # of the built-in acceptance stream
@@ -101,6 +114,24 @@ def build(shape: Any, device: torch.device, dtype: torch.dtype) -> Any:
     with torch.device(device):
         model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(shape), dtype=dtype)
     return model.eval().requires_grad_(False)
+
+
+def build_head(target: Any) -> Any:
+    """An EAGLE-3 head of random weights, of the target's sizes."""
+    shape, sizes = target.config, TargetShape.of(target.config)
+    keys = {
+        **shape.to_dict(),
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "tie_word_embeddings": False,
+    }
+    layers: int = shape.num_hidden_layers
+    read = tuple(sorted({1, layers // 2, layers - 1}))
+    with torch.device(target.device):
+        head = Eagle3Head(files_of(Checkpoint("random", keys, {}), sizes, read))
+    for parameter in head.parameters():
+        parameter.data = parameter.data.to(target.dtype)
+    return head.eval().requires_grad_(False)
 
 
 def kv_bytes(shape: Any, dtype: torch.dtype) -> int:
@@ -200,7 +231,7 @@ class ReplayEngine(Engine):
     def _round(self, running: list[Sequence]) -> None:
         captured, before = CudaGraphRunner.all_seconds, _sums(running)
         start = time.perf_counter()
-        super()._round(running)  # ends synchronised
+        super()._round(running)  # ends with the verdict; the next draft waits for the rest
         seconds = time.perf_counter() - start
         if self._warm_up > 0:
             self._warm_up -= 1
@@ -310,12 +341,12 @@ def check_passes(device: torch.device, dtype: torch.dtype, tolerance: float) -> 
             difference = (left[:count] - right[:count]).abs().max() / left[:count].abs().max()
             worst = max(worst, float(difference.nan_to_num(math.inf)))
         if dtype is torch.float32 and width <= 2:
-            drafted_BK = runner.chain(feeds, 6)
+            drafted_BK = runner.chain(feeds, 6).tokens
             runner.lengths[:] = [longest - 7 * slot for slot in range(8)]
             runner.static = None
             expected = eager_chain(runner, feeds, 6)
             chains += 1
-            same += drafted_BK is not None and drafted_BK.tolist() == expected
+            same += drafted_BK.tolist() == expected
     passed = static.failure is None and worst <= tolerance and same == chains
     found = {"passed": passed, "worst": worst, "tolerance": tolerance, "failure": static.failure}
     return {**found, "same_chains": same, "chains": chains}
@@ -360,6 +391,7 @@ class Bench:
     records: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    peers: dict[str, float] = field(default_factory=dict)  # ratios of --end-to-end
 
     def __post_init__(self) -> None:
         k = self.args.k
@@ -413,12 +445,30 @@ class Bench:
             self.attempt(f"{name} batch {batch}", self.batch, name, batch, shapes, models)
         if self.device.type != "cuda" or self.args.no_transformers:
             print(f"skipped: {name}: transformers' compiled generate (asked to, or no accelerator)")
-            return
-        del models[0]
-        for batch in self.args.batches:
-            label = f"{name} batch {batch}: transformers' compiled generate"
-            self.attempt(label, self.transformers, name, batch, models[0])
-            forget_compiled(models[0])
+        else:
+            for batch in self.args.batches:
+                label = f"{name} batch {batch}: transformers' compiled generate"
+                self.attempt(label, self.transformers, name, batch, models[1])
+                forget_compiled(models[1])
+        if self.device.type == "cuda" and torch.cuda.device_count() > 1:
+            self.attempt(f"{name} spread", self.spread, name, min(self.args.batches), models)
+        else:
+            print(f"skipped: {name}: layers spread over GPUs (there are not two)")
+
+    def end_to_end(self) -> None:
+        """A real pair by FlyLM and its peers: throughput.py's own process, records and ratios."""
+        script = Path(__file__).with_name("throughput.py")
+        command = [sys.executable, str(script), "--config", self.args.end_to_end]
+        command += ["--device", str(self.device)]
+        if self.args.with_vllm:
+            command += ["--with-vllm", self.args.with_vllm]
+        if self.args.output:
+            command += ["--output", str(self.args.output / "end_to_end")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        print(done.stdout[-4000:], flush=True)
+        if done.returncode:
+            raise RuntimeError(f"throughput.py ended with {done.returncode}: {done.stderr[-300:]}")
+        self.peers = json.loads(done.stdout.strip().splitlines()[-1])["ratios"]
 
     def sequence_bytes(self, shapes: list[Any]) -> int:
         """One sequence's K/V in both models and the workspace of its verification."""
@@ -443,17 +493,42 @@ class Bench:
             for slot in range(batch):  # the first is computed, the others copy it
                 runner.prefill(slot, self.prompt(self.args.context))
         capture = self.device.type == "cuda"
-        for mode in ("eager", "graph", "uniform"):
+        for mode in ("eager", "graph", "uniform", *(["inductor"] if capture else [])):
             for runner in (draft, target):
                 runner.static = runner.uniform = None
                 if mode == "uniform" and runner is target:
                     runner.use_uniform_passes(capture=capture)
                 elif mode != "eager":
-                    runner.use_static_passes(capture=capture)
+                    runner.use_static_passes(capture=capture, compiles=mode == "inductor")
             where = {"pair": pair, "batch": batch, "mode": mode}
             self.passes(where, draft, target)
-            self.play(where, f"fly_tau{self.tau:.3g}", target, draft)
-            self.play(where, "target_only", target, None)
+            drafter = ModelDrafter(draft, frozenset({target.model.config.vocab_size}))
+            self.play(where, f"fly_tau{self.tau:.3g}", target, drafter)
+            self.play(where, "target_only", target, NoDrafter())
+            if mode in ("eager", "graph"):
+                self.play(where, "fly_sampled", target, drafter, SAMPLED)
+                self.play(where, "fly_head", target, self.head_drafter(target, batch, longest))
+                target.hidden_layers = ()
+
+    def head_drafter(self, target: ModelRunner, batch: int, longest: int) -> Eagle3Drafter:
+        runner = build_head(target.model).runner(target.model, batch, longest)
+        return Eagle3Drafter(runner, frozenset({target.model.config.vocab_size}))
+
+    def spread(self, pair: str, batch: int, models: list[Any]) -> None:
+        """The target's layers over all GPUs; the draft stays on the first. Afterwards the models
+        are of no use to another measurement."""
+        layers, gpus = models[1].config.num_hidden_layers, torch.cuda.device_count()
+        places = {f"model.layers.{i}": i * gpus // layers for i in range(layers)}
+        places |= {"model.embed_tokens": 0, "model.rotary_emb": 0}
+        places |= {"model.norm": gpus - 1, "lm_head": gpus - 1}
+        model = dispatch_model(models[1], places)
+        longest = 2 * self.capacity + self.args.tokens
+        target, draft = ModelRunner(model, batch, longest), ModelRunner(models[0], batch, longest)
+        draft.use_static_passes(capture=True)
+        where = {"pair": pair, "batch": batch, "mode": "spread"}
+        drafter = ModelDrafter(draft, frozenset({model.config.vocab_size}))
+        self.play(where, f"fly_tau{self.tau:.3g}", target, drafter)
+        self.play(where, "target_only", target, NoDrafter())
 
     def passes(self, where: dict[str, Any], draft: ModelRunner, target: ModelRunner) -> None:
         """Draft step, chain of K, verify pass and target step, each over `context` tokens."""
@@ -477,21 +552,28 @@ class Bench:
             captured = CudaGraphRunner.all_seconds
             found = measure(call, self.device, self.args.repeats)
             must_be_static(runner)
-            moved = read_bytes(runner.model) + batch * context * runner.cache.bytes_per_token
+            moved = read_bytes(runner.model) + batch * context * sum(
+                runner.cache.bytes_per_token.values()
+            )
             found["floor_ms"] = 1e3 * steps * moved / self.bandwidth
             found["x_ceiling"] = found["ms"] / found["floor_ms"]
             found["capture_seconds"] = round(CudaGraphRunner.all_seconds - captured, 3)
             self.keep(kind="pass", what=what, **where, **found)
 
     def play(
-        self, where: dict[str, Any], what: str, target: ModelRunner, draft: ModelRunner | None
+        self,
+        where: dict[str, Any],
+        what: str,
+        target: ModelRunner,
+        drafter: Drafter,
+        sampling: Sampling = GREEDY,
     ) -> None:
         """Whole rounds through the engine."""
+        draft = drafter.runner
         k, batch = self.args.k if draft else 0, where["batch"]
         captured = CudaGraphRunner.all_seconds
         rounds = self.rounds if draft else self.args.tokens
         no_token = frozenset({target.model.config.vocab_size})
-        drafter: Drafter = ModelDrafter(draft, no_token) if draft else NoDrafter()
         # The warm-up's outcomes bring about every shape of feed: all accepted, and none.
         warm_up = [k] * (2 * batch) + [0] * ((WARM_UP - 2) * batch)
         stream = itertools.chain(warm_up, itertools.cycle(self.stream))
@@ -501,7 +583,8 @@ class Bench:
         prompt = tuple(self.prompt(self.args.context + 1))
         budget = (WARM_UP + rounds + SLACK) * (k + 1) + k + 1
         try:
-            for _ in engine.run(Request(prompt, budget, tag=index) for index in range(batch)):
+            wanted = [Request(prompt, budget, tag=tag, sampling=sampling) for tag in range(batch)]
+            for _ in engine.run(wanted):
                 raise RuntimeError("a sequence ended before all rounds were measured")
         except EnoughRounds:
             pass
@@ -525,9 +608,9 @@ class Bench:
         self.keep(kind="rounds", what="transformers", **where, **found)
 
 
-def must_be_static(runner: ModelRunner | None) -> None:
+def must_be_static(runner: SlotRunner | None) -> None:
     """A graph that failed leaves eager passes behind, which must not count as graphs."""
-    for passes in (runner.static, runner.uniform) if runner is not None else ():
+    for passes in (runner.static, runner.uniform) if isinstance(runner, ModelRunner) else ():
         if passes is not None and passes.failure is not None:
             raise RuntimeError(f"no graph: {passes.failure}")
 
@@ -547,13 +630,46 @@ def ratios(records: list[dict[str, Any]]) -> dict[str, float]:
         for what in (fly, "target_only"):
             compiled = (f"{what} graph", "transformers compiled")
             named[f"{what}/transformers_compiled{at}"] = compiled
+        for what in ("fly_sampled", "fly_head"):
+            named[f"{what}/{fly}{at}"] = (f"{what} graph", f"{fly} graph")
+        named[f"{fly}/target_only spread{at}"] = (f"{fly} spread", "target_only spread")
         for what in dict.fromkeys(name.split()[0] for name in here):
+            named[f"inductor/graph {what}{at}"] = (f"{what} inductor", f"{what} graph")
             named[f"graph/eager {what}{at}"] = (f"{what} graph", f"{what} eager")
             named[f"uniform/graph {what}{at}"] = (f"{what} uniform", f"{what} graph")
         for name, (above, below) in named.items():
             if above in here and below in here:
                 found[name] = round(here[above] / here[below], 3)
     return found
+
+
+CLAIMS = {  # by the start of the ratios that it holds for, each at least so large
+    "graphs are faster than eager passes": (r"graph/eager ", 1.0),
+    "FLy is faster than the target alone": (r"fly_tau[^/ ]*/target_only(@| spread)", 1.0),
+    "sampled rounds cost little more than greedy ones": (r"fly_sampled/", 0.9),
+    "a head drafts no slower than the draft model": (r"fly_head/", 1.0),
+    "the target alone keeps up with transformers' compiled generate": (
+        r"target_only/transformers_compiled", 1.0,
+    ),
+    "compile=inductor pays": (r"inductor/graph ", 1.0),
+    "end to end FLy is faster than lm-eval's hf": (r"fly/hf@", 1.0),
+    "end to end FLy is faster than assisted generation": (r"fly/assisted@", 1.0),
+    "end to end FLy keeps up with vLLM": (r"fly/vllm@", 1.0),
+}  # fmt: skip
+
+
+def verdicts(found: dict[str, float]) -> dict[str, str]:
+    """By claim: held, or the worst ratio that does not hold it, or not measured."""
+    result = {}
+    for claim, (pattern, least) in CLAIMS.items():
+        here = {name: ratio for name, ratio in found.items() if re.match(pattern, name)}
+        worst = min(here, key=here.__getitem__, default=None)
+        if worst is None:
+            result[claim] = "not measured"
+        else:
+            holds = "holds" if here[worst] >= least else "does not hold"
+            result[claim] = f"{holds}: at worst {here[worst]} ({worst}), {least} wanted"
+    return result
 
 
 def print_table(records: list[dict[str, Any]]) -> None:
@@ -584,6 +700,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--tau", type=float, default=8.0, help="of the built-in stream, at most K + 1")
     add("--stream", type=Path, help="accepted draft tokens per round of a real run, one per line")
     add("--no-transformers", action="store_true", help="leave its compiled generate out")
+    add("--end-to-end", metavar="CONFIG", help="also a real pair, with all peers (throughput.py)")
+    add("--with-vllm", metavar="PYTHON", help="interpreter of vLLM's environment, for that")
     add("--output", type=Path, nargs="?", const=Path(), help="folder of the raw records; without a "
         "value: benchmarks/results/<date>-<device>-gpu")  # fmt: skip
     args = parser.parse_args(argv)
@@ -643,9 +761,11 @@ def main(argv: list[str] | None = None) -> int:
     print(f"copy bandwidth: {bench.bandwidth / 1e9:.1f} GB/s, read + written", flush=True)
     for name in args.pairs:
         bench.attempt(name, bench.pair, name)
+    if args.end_to_end:
+        bench.attempt("end to end", bench.end_to_end)
     print_table(bench.records)
     passed = len(bench.checks) >= 3 and all(check["passed"] for check in bench.checks.values())
-    hidden = ("output", "stream")  # paths of this machine
+    hidden = ("output", "stream", "with_vllm")  # paths of this machine
     summary = {
         "commit": commit(),
         "versions": versions(),
@@ -659,8 +779,11 @@ def main(argv: list[str] | None = None) -> int:
         "records": [{k: v for k, v in r.items() if k != "samples_ms"} for r in bench.records],
         "skipped": bench.skipped,
         "failures": bench.failures,
-        "ratios": ratios(bench.records),
+        "ratios": ratios(bench.records) | bench.peers,
     }
+    summary["verdicts"] = verdicts(summary["ratios"])
+    for claim, verdict in summary["verdicts"].items():
+        print(f"{claim}: {verdict}")
     if args.output:
         text = json.dumps(summary, indent=1) + "\n"
         (args.output / "summary.json").write_text(text, encoding="utf-8")

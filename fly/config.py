@@ -117,10 +117,11 @@ class FlyConfig(
     def hash(self) -> str:
         """First 12 hex digits of the SHA-256 of the resolved configuration, without what only
         says what is written down of a run."""
-        found = self.model_dump(exclude=set(RECORDING_KEYS))
-        if found["vllm_verification"] is None:  # runs of before this key are of the same hash
-            del found["vllm_verification"]
-        text = json.dumps(found, sort_keys=True)
+        values = self.model_dump(exclude=set(RECORDING_KEYS))
+        values["use_ngram"] = bool(self.use_ngram)  # null is decided once the models are loaded
+        if values["vllm_verification"] is None:  # runs of before this key are of the same hash
+            del values["vllm_verification"]
+        text = json.dumps(values, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -136,6 +137,8 @@ def _contradictions(config: FlyConfig) -> Iterator[str]:
     if config.compile == "off" and config.execution not in ("auto", "eager"):
         set_back = "set compile to 'auto', or leave execution out"
         yield f"execution={config.execution!r} contradicts compile='off': {set_back}"
+    if config.compile == "inductor" and config.batch_invariant is True:
+        yield "compile='inductor' contradicts batch_invariant=true: set one of them to auto"
     if config.drafter == "model" and config.use_ngram:
         set_back = "set drafter to 'cascade', or use_ngram to false"
         yield f"drafter='model' contradicts use_ngram=true: {set_back}"

@@ -198,8 +198,10 @@ class DrafterSettings(Settings):
         "--model vllm only. null: cascade if use_ngram, else model; with draft_runs cascade if "
         "there is a draft model, else ngram.",
     )
-    use_ngram: bool = Field(
-        False, description="Accelerate the draft model by n-gram lookup (the cascade)."
+    use_ngram: bool | None = Field(
+        None,
+        description="Accelerate the draft model by n-gram lookup (the cascade). null: where fly's "
+        "kernels compute its passes; on an accelerator each lookup would make the host wait.",
     )
     spd_k: int = Field(
         15, ge=0, le=256, description="K: most draft tokens per round. 0 is the target alone."
@@ -432,10 +434,12 @@ class SamplingSettings(Settings):
 class ExecutionSettings(Settings):
     """How forward passes are computed."""
 
-    compile: Literal["auto", "off"] = Field(
+    compile: Literal["auto", "inductor", "off"] = Field(
         "auto",
         description="auto: fly's kernels on a CPU (see execution), CUDA graphs on a GPU, and a "
-        "logged reason where neither applies. off: the model's own eager passes.",
+        "logged reason where neither applies. inductor: passes are compiled by PyTorch before they "
+        "are captured, for fewer kernels; GPUs only, not measured yet. off: the model's own eager "
+        "passes.",
     )
     execution: Execution = Field(
         "auto",

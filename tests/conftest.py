@@ -20,9 +20,9 @@ def pytest_collection_modifyitems(config, items):
     no_pair = pytest.mark.skip(reason="run `fly pair fetch qwen2.5-coder` first")
     has_pair = pairs.locate("qwen2.5-coder") is not None
     for item in items:
-        if "gpu" in item.keywords and not torch.cuda.is_available():
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(no_gpu)
-        if "real" in item.keywords and not has_pair:
+        if item.get_closest_marker("real") and not has_pair:
             item.add_marker(no_pair)
 
 

@@ -166,7 +166,12 @@ def _run(name: str, where: torch.device, func: Callable[..., Any], args: Any, kw
             return leaf
         return known.get(id(leaf)) if id(leaf) in known else Played(leaf, where)
 
-    return tree_map(wrapped, out)
+    # views of tensors from outside of an inference mode have to be such, too
+    given = _tensors(args, kwargs)
+    with torch.inference_mode(
+        torch.is_inference_mode_enabled() and all(tensor.is_inference() for tensor in given)
+    ):
+        return tree_map(wrapped, out)
 
 
 def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -238,6 +243,10 @@ class _Mode(TorchFunctionMode):
                 raise RuntimeError(f"attention over several devices: {sorted(map(str, places))}")
             where = places.pop()
             return _run("attention", where, func, args, kwargs)
+        if func is torch._C._nn.pad_sequence and isinstance(args[0][0], Played):
+            for _ in args[0]:  # one copy each
+                METER.launch("copy", lambda: None)
+            return _run("pad_sequence", args[0][0].device, func, args, kwargs)
         if func in (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu):
             options = {k: kwargs.get(k) for k in ("device", "dtype")}
             if func is torch.Tensor.cpu:

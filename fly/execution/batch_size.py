@@ -18,12 +18,10 @@ USABLE = 0.85  # the rest is for fragmentation, other processes, and the scores'
 
 
 class MemoryUser(Protocol):
-    """What one sequence asks of a model on `device`: SequenceWork, or a trained head itself."""
+    """What one sequence asks of a model: SequenceWork, or a trained head itself."""
 
-    @property
-    def device(self) -> torch.device: ...
-
-    def bytes_for(self, tokens: int) -> int: ...
+    def bytes_for(self, tokens: int) -> dict[torch.device, int]:
+        """By device: layers may be spread."""
 
 
 @dataclass(frozen=True)
@@ -31,19 +29,14 @@ class SequenceWork:
     """What one sequence asks of a model.
 
     runner: has one slot, is used for the measurement and left empty. width: the widest pass per
-    sequence, in tokens. kept: draft tokens whose distribution is kept until they are verified,
-    when sampling.
+    sequence, in tokens. kept: distributions over the vocabulary that sampling holds beside.
     """
 
     runner: ModelRunner
     width: int
     kept: int = 0
 
-    @property
-    def device(self) -> torch.device:
-        return self.runner.device
-
-    def bytes_for(self, tokens: int) -> int:
+    def bytes_for(self, tokens: int) -> dict[torch.device, int]:
         """Bytes of a sequence: K/V of `tokens` tokens, the widest pass's workspace, distributions.
 
         The workspace is measured on accelerators. On CPUs, where it cannot be, it is the logits in
@@ -51,20 +44,25 @@ class SequenceWork:
         """
         runner = self.runner
         runner.prefill(0, [0])
-        on_cuda = runner.device.type == "cuda"
-        if on_cuda:
-            torch.cuda.synchronize(runner.device)
-            torch.cuda.reset_peak_memory_stats(runner.device)
-            before = torch.cuda.memory_allocated(runner.device)
+        before = {}
+        for device in runner.devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+                torch.cuda.reset_peak_memory_stats(device)
+                before[device] = torch.cuda.memory_allocated(device)
         logits = runner.extend([[0] * self.width]).to(torch.float32, copy=True)  # as in sampling
-        if on_cuda:
-            torch.cuda.synchronize(runner.device)
-            workspace = torch.cuda.max_memory_allocated(runner.device) - before
-        else:
-            workspace = logits.numel() * (8 + runner.model.dtype.itemsize)
-        cached = runner.cache.bytes_per_token * runner.cache.rounded(tokens + self.width)
+        needed = {runner.device: self.kept * logits.shape[-1] * torch.float32.itemsize}
+        if not before:
+            needed[runner.device] += logits.numel() * (8 + runner.model.dtype.itemsize)
+        for device, held in before.items():
+            torch.cuda.synchronize(device)
+            workspace = torch.cuda.max_memory_allocated(device) - held
+            needed[device] = needed.get(device, 0) + workspace
+        for device, per_token in runner.cache.bytes_per_token.items():
+            cached = per_token * runner.cache.rounded(tokens + self.width)
+            needed[device] = needed.get(device, 0) + cached
         runner.resize(runner.slots)
-        return cached + workspace + self.kept * logits.shape[-1] * torch.float32.itemsize
+        return needed
 
 
 def sequences_that_fit(works: Iterable[MemoryUser], tokens: int, at_most: int) -> int:
@@ -74,12 +72,12 @@ def sequences_that_fit(works: Iterable[MemoryUser], tokens: int, at_most: int) -
     """
     needed: dict[torch.device, int] = {}
     for work in works:
-        device = work.device
         try:
-            needed[device] = needed.get(device, 0) + work.bytes_for(tokens)
+            for device, count in work.bytes_for(tokens).items():
+                needed[device] = needed.get(device, 0) + count
         except (RuntimeError, MemoryError) as error:
             if oom.is_out_of_memory(error):
                 return 1
             raise
-    fits = (int(USABLE * oom.free_bytes(device) / need) for device, need in needed.items())
+    fits = (int(USABLE * oom.free_bytes(device) / need) for device, need in needed.items() if need)
     return max(1, min(at_most, *fits))

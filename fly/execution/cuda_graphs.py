@@ -14,7 +14,7 @@ import logging
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fly.errors import reason_of
+from fly.execution.argmax import greedy, mask_nonfinite
 from fly.execution.kv_cache import SlotCache
 from fly.execution.oom import is_out_of_memory
 
@@ -42,12 +43,42 @@ class PassOutput(NamedTuple):
         return PassOutput(change(self.logits), None if self.hidden is None else change(self.hidden))
 
 
+class Drafted(NamedTuple):
+    """tokens: [B, K], -1 for logits that are not finite. q: what they were drawn from, [B, K, V];
+    None if they were not drawn. Of one step [B] and [B, V]."""
+
+    tokens: Tensor
+    q: Tensor | None = None
+
+    @classmethod
+    def together(cls, steps: list[Drafted]) -> Drafted:
+        q = [step.q for step in steps if step.q is not None]
+        return cls(torch.stack([s.tokens for s in steps], 1), torch.stack(q, 1) if q else None)
+
+
+class Chooser:
+    """Takes the tokens of a draft from its logits, on the device; this one the likeliest.
+
+    inputs: tensors [B, K], whose values change from chain to chain. key: choosers with equal keys
+    do the same with theirs, so that they may share a graph; None for one that cannot be captured.
+    """
+
+    key: Hashable | None = "likeliest"
+    inputs: tuple[Tensor, ...] = ()
+
+    def __call__(self, logits_BV: Tensor, step: int, *inputs: Tensor) -> Drafted:
+        return Drafted(mask_nonfinite(greedy(logits_BV), logits_BV))
+
+
+LIKELIEST = Chooser()
+
+
 @dataclass
 class CapturedPass:
     """Static inputs and output of one shape, and what computes the output from the inputs."""
 
     inputs: tuple[Tensor, ...]
-    output: PassOutput
+    output: Any
     replay: Callable[[], None]
 
 
@@ -60,6 +91,9 @@ class Runner(Protocol):
 
     @property
     def slots(self) -> int: ...
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]: ...
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -85,19 +119,26 @@ class CapturedPasses:
     """Passes of a runner, of fixed shapes by key, captured as CUDA graphs at a key's first use.
 
     capture: False computes the same static passes without a graph (any device; for tests).
-    failure: why capturing failed, if it did; passes are eager from then on.
+    failure: why capturing failed, if it did; passes are eager from then on. on_failure is told.
     `all_seconds`: time spent capturing by every instance, which is compile time, never decode time.
     """
 
     all_seconds = 0.0
 
-    def __init__(self, runner: Runner, *, capture: bool) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        capture: bool,
+        on_failure: Callable[[str], None] = lambda reason: None,
+    ) -> None:
         self._runner_of = weakref.ref(runner)  # no cycle: the K/V are freed with the runner
         self._capture = capture
         self._captured: dict[tuple[Any, ...], CapturedPass] = {}
         self._pool: Any = None
         self._stream: Any = None
         self.failure: str | None = None
+        self._on_failure = on_failure
 
     @property
     def _runner(self) -> Runner:
@@ -114,7 +155,7 @@ class CapturedPasses:
         self,
         key: tuple[Any, ...],
         inputs: Callable[[], tuple[Tensor, ...]],
-        compute: Callable[..., PassOutput],
+        compute: Callable[..., Any],
     ) -> CapturedPass | None:
         """The pass of this key; None if it has to be run eagerly.
 
@@ -132,13 +173,14 @@ class CapturedPasses:
                 self.failure = reason_of(error)
                 self.clear()
                 logger.warning("compile=auto: eager passes from here on: %s", self.failure)
+                self._on_failure(self.failure)
                 return None
             finally:
                 CapturedPasses.all_seconds += time.perf_counter() - start
         return self._captured[key]
 
-    def _make(self, inputs: tuple[Tensor, ...], compute: Callable[..., PassOutput]) -> CapturedPass:
-        captured = CapturedPass(inputs, PassOutput(torch.empty(0)), lambda: None)
+    def _make(self, inputs: tuple[Tensor, ...], compute: Callable[..., Any]) -> CapturedPass:
+        captured = CapturedPass(inputs, None, lambda: None)
         if self._capture:
             self._record(captured, compute)
             return captured
@@ -146,15 +188,14 @@ class CapturedPasses:
         captured.output = compute(*inputs)
 
         def run() -> None:  # into the same tensors, as a graph does
-            fixed, new = captured.output, compute(*inputs)
-            fixed.logits.copy_(new.logits)
-            if fixed.hidden is not None and new.hidden is not None:
-                fixed.hidden.copy_(new.hidden)
+            for fixed, new in zip(captured.output, compute(*inputs)):
+                if fixed is not None:
+                    fixed.copy_(new)
 
         captured.replay = run
         return captured
 
-    def _record(self, captured: CapturedPass, compute: Callable[..., PassOutput]) -> None:
+    def _record(self, captured: CapturedPass, compute: Callable[..., Any]) -> None:
         device = captured.inputs[0].device
         with torch.cuda.device(device):  # lm-eval leaves the current device at the first one
             # one stream for all: memory of a pool is shared by captures of the same stream
@@ -192,36 +233,65 @@ def _no_host_sync() -> Iterator[None]:
 
 
 class CudaGraphRunner(CapturedPasses):
-    """Passes and draft chains of one runner, padded to a few shapes."""
+    """Passes and draft chains of one runner, padded to a few shapes.
+
+    compiles: passes are compiled by PyTorch's inductor first, unless they give hidden states.
+    usual: the draft tokens of most rounds, which are not padded.
+    """
+
+    usual = 0
+
+    def __init__(self, runner: Runner, *, compiles: bool = False, **how: Any) -> None:
+        super().__init__(runner, **how)
+        self._compiles = compiles
+        if compiles:  # every shape is a compilation of its own
+            for limit in ("recompile_limit", "accumulated_recompile_limit"):
+                setattr(torch._dynamo.config, limit, 4096)
 
     def extend(self, ids_BQ: Tensor) -> PassOutput | None:
         """One pass; None if it has to be run eagerly."""
         rows, width = ids_BQ.shape
-        padded = _width_bucket(width)
+        padded = self._width_bucket(width)
         captured = self._pass("extend", rows, padded, self._longest(rows) + padded)
         if captured is None:
             return None
         self._fill(captured, ids_BQ)
         captured.replay()
-        return captured.output.map(lambda padded: padded[:rows, :width])
+        output: PassOutput = captured.output
+        return output.map(lambda padded: padded[:rows, :width])
 
-    def chain(self, ids_BQ: Tensor, counts_B: Tensor, steps: int) -> Tensor | None:
-        """K greedy tokens per row, [B, K], after feeding row b its first `counts_B[b]` ids."""
+    def chain(
+        self, ids_BQ: Tensor, counts_B: Tensor, steps: int, choose: Chooser
+    ) -> Drafted | None:
+        """K tokens per row, after feeding row b its first `counts_B[b]` ids; None if they have to
+        be drafted eagerly."""
         rows, width = ids_BQ.shape
         read = self._longest(rows) + self.reach(width, steps)
-        width, bucket = _width_bucket(width), 1 << (steps - 1).bit_length()
-        captured = self._pass("chain", rows, width, read, bucket)
+        width, bucket = self._width_bucket(width), self._bucket(steps)
+        captured = self._pass("chain", rows, width, read, bucket, choose)
         if captured is None:
             return None
         self._fill(captured, ids_BQ)
         captured.inputs[2][:rows] = counts_B
+        for fixed, given in zip(captured.inputs[3:], choose.inputs):
+            fixed[:rows, :steps] = given
         captured.replay()
-        return captured.output.logits[:rows, :steps]
+        found: Drafted = captured.output
+        q = found.q if found.q is None else found.q[:rows, :steps]
+        return Drafted(found.tokens[:rows, :steps], q)
 
-    @staticmethod
-    def reach(width: int, steps: int = 0) -> int:
+    def reach(self, width: int, steps: int) -> int:
         """How far past the longest row such a pass, or chain of passes, may read."""
-        return _width_bucket(width) + (1 << (steps - 1).bit_length() if steps else 0)
+        return self._width_bucket(width) + (self._bucket(steps) if steps else 0)
+
+    def _bucket(self, count: int) -> int:
+        """Two sizes per power of two, and the usual: ends of budgets cost no capture each."""
+        power = 1 << (count - 1).bit_length()
+        return min(size for size in (power * 3 // 4, power, self.usual) if size >= count)
+
+    def _width_bucket(self, width: int) -> int:
+        """1, or a bucket of drafted tokens and the one before them."""
+        return 1 if width == 1 else 1 + self._bucket(width - 1)
 
     def _longest(self, rows: int) -> int:
         return max(self._runner.lengths[: self._rows_bucket(rows)])
@@ -238,9 +308,16 @@ class CudaGraphRunner(CapturedPasses):
         lengths_B.copy_(torch.tensor(lengths), non_blocking=True)
 
     def _pass(
-        self, kind: str, rows: int, width: int, read: int, steps: int = 0
+        self,
+        kind: str,
+        rows: int,
+        width: int,
+        read: int,
+        steps: int = 0,
+        choose: Chooser = LIKELIEST,
     ) -> CapturedPass | None:
-        if self.failure is not None or not self._runner.cache.is_allocated:
+        may_be = choose.key is not None and self._runner.cache.is_allocated
+        if self.failure is not None or not may_be:
             return None
         bucket = self._rows_bucket(rows)
         self._runner.reserve(read)
@@ -252,32 +329,27 @@ class CudaGraphRunner(CapturedPasses):
             ids = torch.zeros(bucket, width, dtype=torch.long, device=device)
             # trial passes write past what any of these rows holds
             lengths = torch.full((bucket,), read - width - steps, device=device)
-            return ids, lengths, torch.ones(bucket, dtype=torch.long, device=device)
+            counts = torch.ones(bucket, dtype=torch.long, device=device)
+            return ids, lengths, counts, *(g.new_zeros(bucket, steps) for g in choose.inputs)
 
-        def compute(ids: Tensor, lengths: Tensor, counts: Tensor) -> PassOutput:
+        def static_pass(ids: Tensor, lengths: Tensor) -> PassOutput:
+            return self._runner.static_pass(ids, lengths, read)
+
+        if self._compiles and not self._runner.hidden_layers:
+            static_pass = torch.compile(static_pass, fullgraph=True, dynamic=False)
+
+        def compute(ids: Tensor, lengths: Tensor, counts: Tensor, *chosen_by: Tensor) -> Any:
+            first = static_pass(ids, lengths)
             if kind == "extend":
-                return self._runner.static_pass(ids, lengths, read)
-            return PassOutput(self._draft(ids, lengths, counts, read, steps))
+                return first
+            rows_B = torch.arange(bucket, device=device)
+            logits_BV, at_B = first.logits[rows_B, (counts - 1).clamp(min=0)], lengths + counts
+            drafted = [choose(logits_BV, 0, *chosen_by)]
+            for step in range(1, steps):  # each is fed the token of the one before
+                fed_B1 = self._runner.own_ids(drafted[-1].tokens)[:, None]
+                logits_BV = static_pass(fed_B1, at_B).logits[:, 0]
+                drafted.append(choose(logits_BV, step, *chosen_by))
+                at_B = at_B + 1
+            return Drafted.together(drafted)
 
-        return self.get((kind, bucket, width, read, steps), inputs, compute)
-
-    def _draft(self, ids: Tensor, lengths: Tensor, counts: Tensor, read: int, steps: int) -> Tensor:
-        """The draft loop on the device: step i + 1 is fed step i's token."""
-        runner = self._runner
-        logits_BQV = runner.static_pass(ids, lengths, read).logits
-        rows_B = torch.arange(ids.shape[0], device=ids.device)
-        token_B = logits_BQV[rows_B, (counts - 1).clamp(min=0)].float().argmax(dim=-1)
-        drafted = [token_B]
-        at_B = lengths + counts
-        for _ in range(steps - 1):
-            fed_B1 = runner.own_ids(token_B)[:, None]
-            logits_BQV = runner.static_pass(fed_B1, at_B, read).logits
-            token_B = logits_BQV[:, 0].float().argmax(dim=-1)
-            drafted.append(token_B)
-            at_B = at_B + 1
-        return torch.stack(drafted, dim=1)
-
-
-def _width_bucket(width: int) -> int:
-    """1, 2, 3, 5, 9, 17, ...: a pass over 2^n drafted tokens and the one before them fits."""
-    return 1 if width == 1 else 1 + (1 << (width - 2).bit_length())
+        return self.get((kind, bucket, width, read, steps, choose.key), inputs, compute)

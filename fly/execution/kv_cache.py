@@ -35,6 +35,7 @@ class SlotCache(Cache):
         self._rows = slice(0, 0)
         self._slots_T: Tensor | None = None  # of a pass whose rows are tokens
         self._positions_BQ = torch.empty(0, 0, dtype=torch.long)
+        self._places: dict[torch.device, tuple[Tensor, Tensor]] = {}  # of this pass, where needed
         self.read_length = 0
         self._is_static = False
 
@@ -67,22 +68,34 @@ class SlotCache(Cache):
         return bool(self._keys)
 
     @property
-    def bytes_per_token(self) -> int:
-        """Bytes that one token of one row takes in all layers; 0 before the first pass."""
-        stored = (*self._keys, *self._values)
-        return sum(layer.shape[1] * layer.shape[3] * layer.element_size() for layer in stored)
+    def bytes_per_token(self) -> dict[torch.device, int]:
+        """Bytes that one token of one row takes in the layers of each device; none before the first
+        pass."""
+        found: dict[torch.device, int] = {}
+        for layer in (*self._keys, *self._values):
+            size = layer.shape[1] * layer.shape[3] * layer.element_size()
+            found[layer.device] = found.get(layer.device, 0) + size
+        return found
 
-    def begin(self, first_slot: int, positions_BQ: Tensor, read_length: int | None = None) -> None:
+    def begin(
+        self,
+        first_slot: int,
+        positions_BQ: Tensor,
+        read_length: int | None = None,
+        *,
+        is_static: bool = False,
+    ) -> None:
         """Say where the next forward pass writes: rows are consecutive slots from `first_slot`.
 
-        read_length: how far it reads, where that is fixed beforehand (graphs); nothing about the
-        pass's shapes then depends on the positions' values.
+        read_length: how far it reads; by default up to the largest position, which the host has to
+        know. is_static: nothing that the pass does depends on the positions' values (graphs).
         """
         self._rows = slice(first_slot, first_slot + positions_BQ.shape[0])
         self._slots_T = None
         self._positions_BQ = positions_BQ
-        self._is_static = read_length is not None
+        self._is_static = is_static
         self.read_length = int(positions_BQ.max()) + 1 if read_length is None else read_length
+        self._places.clear()
 
     def begin_tokens(self, slots_T: Tensor, positions_T: Tensor, read_length: int) -> None:
         """Have the next pass write one token per row, to any slots; it reads all of the cache.
@@ -90,7 +103,9 @@ class SlotCache(Cache):
         A token that is given twice is written twice.
         """
         self._slots_T, self._positions_BQ = slots_T, positions_T[:, None]
+        self._is_static = True
         self.read_length = read_length
+        self._places.clear()
 
     def copy_slot(self, source: int, destination: int, length: int) -> None:
         """Copy the first `length` tokens of one slot over another."""
@@ -137,16 +152,18 @@ class SlotCache(Cache):
 
     def _write(self, stored: Tensor, new_BHQD: Tensor) -> None:
         positions_BQ = self._positions_BQ
-        if self._slots_T is not None:
-            at = (self._slots_T.to(stored.device), positions_BQ[:, 0].to(stored.device))
-            stored[at[0], :, at[1]] = new_BHQD[:, :, 0]
-            return
         if positions_BQ.shape[0] == 1 and not self._is_static:  # one row: a plain slice copy
             start = self.read_length - positions_BQ.shape[1]
             stored[self._rows, :, start : self.read_length] = new_BHQD
             return
-        rows_B1 = torch.arange(self._rows.start, self._rows.stop, device=stored.device)[:, None]
-        stored[rows_B1, :, positions_BQ.to(stored.device)] = new_BHQD.transpose(1, 2)
+        device = stored.device
+        if device not in self._places:  # once per pass, not per layer
+            slots = self._slots_T
+            if slots is None:
+                slots = torch.arange(self._rows.start, self._rows.stop, device=device)
+            self._places[device] = (slots.to(device)[:, None], positions_BQ.to(device))
+        rows_B1, positions_BQ = self._places[device]
+        stored[rows_B1, :, positions_BQ] = new_BHQD.transpose(1, 2)
 
     # What transformers' models ask a cache for while they build masks and positions; fly passes
     # both explicitly, so these only have to be well-formed.

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from fly.errors import FlyError
-from fly.execution.cuda_graphs import CudaGraphRunner, PassOutput
+from fly.execution.cuda_graphs import LIKELIEST, Chooser, CudaGraphRunner, Drafted, PassOutput
 from fly.execution.grouped_attention import grouped
 from fly.execution.pass_costs import relative_cost
 from fly.execution.slot_runner import SlotRunner
@@ -24,7 +24,7 @@ from fly.execution.token_attention import of_tokens
 from fly.execution.uniform_passes import Fed, UniformPasses
 from fly.models.token_intersection import TokenIntersection
 
-_NO_LOGITS = torch.empty(0, dtype=torch.long)  # positions to build logits for
+_NO_LOGITS: Any = slice(0)  # positions to build logits for; a tensor would have to be moved
 
 
 class ModelRunner(SlotRunner):
@@ -177,30 +177,34 @@ class ModelRunner(SlotRunner):
             self._written[slot] = tokens[: shared[source]]
         return shared[source]
 
-    def reserve_rows(self, longest: int, *, width: int, steps: int = 0) -> None:
+    def reserve_rows(self, longest: int, *, width: int, spd_k: int) -> None:
         """Reserve memory at once for sequences of up to `longest` tokens, passes over `width` and
-        chains of `steps`: growing later drops all captured graphs, and takes more of an
+        drafts of `spd_k`: growing later drops all captured graphs, and takes more of an
         accelerator's memory than `--batch_size auto` counted. On a CPU caches grow with their
         sequences."""
         if self.static is None and self.device.type == "cpu":
             self.expect(min(longest, self.max_length) + width)
             return
-        past = width if self.static is None else self.static.reach(width, steps)
+        past = width + spd_k
+        if self.static is not None:
+            self.static.usual = spd_k
+            past = self.static.reach(width, spd_k)
         self.reserve(min(longest, self.max_length) + past, spare=False)
 
     def reserve(self, tokens: int, *, spare: bool = True) -> None:
         if self.cache.reserve(tokens, spare=spare):
             self._drop_graphs()
 
-    def use_static_passes(self, *, capture: bool) -> None:
-        """From now on run `extend` in fixed shapes, with `capture` as CUDA graphs."""
-        self.static = CudaGraphRunner(self, capture=capture)
+    def use_static_passes(self, *, capture: bool, **how: Any) -> None:
+        """From now on run `extend` in fixed shapes, with `capture` as CUDA graphs. how: as
+        `CapturedPasses` takes it."""
+        self.static = CudaGraphRunner(self, capture=capture, **how)
 
-    def use_uniform_passes(self, *, capture: bool | None) -> None:
+    def use_uniform_passes(self, *, capture: bool | None, **how: Any) -> None:
         """From now on a token's bits do not depend on what shares its pass, with `capture` by CUDA
         graphs (see fly.execution.uniform_passes)."""
         self.static = None
-        self.uniform = UniformPasses(self, capture=capture)
+        self.uniform = UniformPasses(self, capture=capture, **how)
 
     @torch.inference_mode()
     def extend(self, tokens: list[list[int]]) -> Tensor:
@@ -211,7 +215,7 @@ class ModelRunner(SlotRunner):
         `commit`. The tensor may be a graph's own: it is valid until the next pass.
         """
         if self.static is not None:
-            output = self.static.extend(padded(tokens).to(self.device))
+            output = self.static.extend(self._ids(tokens))
             if output is not None:
                 self._note_written(0, tokens)
                 return self._kept(output)
@@ -221,35 +225,61 @@ class ModelRunner(SlotRunner):
     @torch.inference_mode()
     def extend_ids(self, ids_BQ: Tensor) -> Tensor:
         """`extend` for tokens that are on the device only; `commit` names them afterwards."""
-        output = self.static.extend(ids_BQ) if self.static is not None else None
-        if output is None:
+        if self.uniform is not None:
             return self.extend(ids_BQ.tolist())
-        self._note_written(0, [[]] * ids_BQ.shape[0])
+        output = self.static.extend(ids_BQ) if self.static is not None else None
+        unnamed: list[list[int]] = [[]] * ids_BQ.shape[0]
+        if output is None:
+            self._hidden = []
+            return self._forward(0, unnamed, ids_BQ, with_logits=True)
+        self._note_written(0, unnamed)
         return self._kept(output)
 
     def _kept(self, output: PassOutput) -> Tensor:
         self._hidden = [] if output.hidden is None else [output.hidden]
         return output.logits
 
-    @torch.inference_mode()
-    def chain(self, feeds: list[list[int]], steps: int) -> Tensor | None:
-        """Feed every sequence, then draft `steps` greedy tokens, on the device: [B, steps].
+    @property
+    def chains(self) -> bool:
+        """Whether `chain` pays: on a CPU only passes that are needed are worth computing."""
+        return self.static is not None or self.device.type != "cpu"
 
-        Returns None without CUDA graphs. Rows with an empty feed return undefined tokens; their
-        cache is unchanged. Lengths move past all that was fed; `commit` names the tokens
-        afterwards.
+    @torch.inference_mode()
+    def chain(self, feeds: list[list[int]], steps: int, choose: Chooser = LIKELIEST) -> Drafted:
+        """Feed every sequence, then draft `steps` tokens of each, without a word from the host.
+
+        Rows with an empty feed return undefined tokens; their cache is unchanged. Lengths move past
+        all that was fed; `commit` names the tokens afterwards.
         """
-        if self.static is None:
-            return None
         counts = [len(feed) for feed in feeds]
-        counts_B = torch.tensor(counts).to(self.device)
-        drafted_BK = self.static.chain(padded(feeds).to(self.device), counts_B, steps)
-        if drafted_BK is not None:
+        counts_B = torch.tensor(counts).to(self.device, non_blocking=True)
+        before, drafted = self.lengths.copy(), None
+        if self.static is not None:
+            drafted = self.static.chain(self._ids(feeds), counts_B, steps, choose)
+        if drafted is None:
+            drafted = self._chain_in_passes(feeds, counts_B, steps, choose)
+        else:
             self._note_written(0, feeds)
-            for slot, count in enumerate(counts):
-                if count:
-                    self.lengths[slot] += count + steps - 1
-        return drafted_BK
+        for slot, count in enumerate(counts):
+            self.lengths[slot] = before[slot] + (count + steps - 1 if count else 0)
+        return drafted
+
+    def _chain_in_passes(
+        self, feeds: list[list[int]], counts_B: Tensor, steps: int, choose: Chooser
+    ) -> Drafted:
+        logits_BQV = self.extend(feeds)
+        rows_B, last_B = torch.arange(len(feeds), device=self.device), (counts_B - 1).clamp(min=0)
+        logits_BV, drafted = logits_BQV[rows_B, last_B], list[Drafted]()
+        for step in range(steps):
+            if step:
+                logits_BV = self.extend_ids(self.own_ids(drafted[-1].tokens)[:, None])[:, 0]
+            drafted.append(choose(logits_BV, step, *choose.inputs))
+            for slot, feed in enumerate(feeds):
+                self.lengths[slot] += 1 if step else len(feed)
+        return Drafted.together(drafted)
+
+    def _ids(self, tokens: list[list[int]]) -> Tensor:
+        return padded(tokens).to(self.device, non_blocking=True)
 
     def commit(self, slot: int, tokens: list[int], length: int) -> None:
         """`truncate(slot, length)`, and name those tokens (after passes on the device)."""
@@ -267,7 +297,7 @@ class ModelRunner(SlotRunner):
     def static_pass(self, ids_BQ: Tensor, lengths_B: Tensor, read_length: int) -> PassOutput:
         """One pass over slots 0..B-1 whose shapes do not depend on any value."""
         positions_BQ = lengths_B[:, None] + torch.arange(ids_BQ.shape[1], device=self.device)
-        self.cache.begin(0, positions_BQ, read_length)
+        self.cache.begin(0, positions_BQ, read_length, is_static=True)
         mask = causal_mask(positions_BQ, read_length, self.model.dtype)
         return self._call(ids_BQ, positions_BQ, mask, 0, grouped(self.model))
 
@@ -285,13 +315,14 @@ class ModelRunner(SlotRunner):
         self.cache.begin_tokens(slots_T, positions_T, read_length)
         positions_T1 = positions_T[:, None]
         mask = causal_mask(positions_T1, read_length, self.model.dtype)
-        keep = 0 if with_logits else _NO_LOGITS.to(self.device)  # empty: a graph copies nothing
+        keep = 0 if with_logits else _NO_LOGITS
         how = of_tokens(self.model, slots_T, positions_T)
         logits, hidden = self._call(ids_T[:, None], positions_T1, mask, keep, how)
         return PassOutput(logits.flatten(0, 1), None if hidden is None else hidden[:, 0])
 
     def own_ids(self, token_B: Tensor) -> Tensor:
-        """What it is fed for tokens that were taken from its logits."""
+        """What it is fed for tokens that were taken from its logits; -1 stands for any."""
+        token_B = token_B.clamp(min=0)
         if self.intersection is None:
             return token_B
         return self.intersection.to_draft_V[token_B].clamp(min=0)  # logits may all be -inf
@@ -300,14 +331,21 @@ class ModelRunner(SlotRunner):
         super().move(source, destination)
         self._written[destination] = self._written[source][: self.lengths[source]]
 
-    def _forward(self, first_slot: int, tokens: list[list[int]], *, with_logits: bool) -> Tensor:
+    def _forward(
+        self,
+        first_slot: int,
+        tokens: list[list[int]],
+        ids_BQ: Tensor | None = None,
+        *,
+        with_logits: bool,
+    ) -> Tensor:
+        """ids_BQ: on the device, for tokens that the host does not know."""
         if self.uniform is not None:
             output = self._in_uniform_passes(self.uniform, first_slot, tokens, with_logits)
         else:
-            ids_BQ = padded(tokens)
+            ids_BQ = self._ids(tokens) if ids_BQ is None else ids_BQ
             positions_BQ = self._begin(first_slot, *ids_BQ.shape)
             self._note_written(first_slot, tokens)
-            ids_BQ, positions_BQ = ids_BQ.to(self.device), positions_BQ.to(self.device)
             mask = causal_mask(positions_BQ, self.cache.read_length, self.model.dtype)
             keep = 0 if with_logits else _NO_LOGITS
             output = self._call(ids_BQ, positions_BQ, mask, keep, grouped(self.model))
@@ -340,10 +378,11 @@ class ModelRunner(SlotRunner):
         ids_BQ: Tensor,
         positions_BQ: Tensor,
         mask: Tensor,
-        logits_to_keep: int | Tensor,
+        logits_to_keep: Any,
         attention: AbstractContextManager[None],
     ) -> PassOutput:
-        """logits_to_keep: as in transformers: which positions to build logits for, 0 being all."""
+        """logits_to_keep: which positions to build logits for, 0 being all; transformers takes any
+        index in place of a number."""
         if self._last_id is not None:
             ids_BQ = ids_BQ.clamp(max=self._last_id)
         with attention, self._capturing() as hidden:

@@ -50,14 +50,17 @@ def warn_if_memory_is_short(target: ModelSource, draft: ModelSource | None, devi
 
 
 @torch.inference_mode()
-def check_cache_agrees(model: PreTrainedModel, field: str, *, uniform: bool = False) -> None:
+def check_cache_agrees(
+    model: PreTrainedModel, field: str, *, uniform: bool = False, capture: bool | None = None
+) -> None:
     """Decode two sequences through the cache and compare every logit with a plain pass.
 
     Catches architectures that ignore the mask or the positions that fly passes (ALiBi, or
     positions counted by the cache), and passes that compute something else than the model's own.
     Logits may differ by what the dtype's rounding explains; the largest logit may be another one
-    only where two are that close. uniform: by passes of one shape. Raises FlyError, naming the
-    configuration key `field`.
+    only where two are that close. uniform: by passes of one shape. capture: also by static passes,
+    as `ModelRunner.use_static_passes` takes it: a wrong graph must not score. Raises FlyError,
+    naming the configuration key `field`.
     """
     tokens = _tokens_for(model)
     name = f"{field} ({model.config.model_type})"
@@ -69,7 +72,8 @@ def check_cache_agrees(model: PreTrainedModel, field: str, *, uniform: bool = Fa
     if not expected.isfinite().all():
         raise FlyError(f"{name}: its logits are not finite (NaN or infinite): {NOT_FINITE}")
     try:
-        checked = _through_cache(model, tokens, uniform)
+        eager = _through_cache(model, tokens, uniform)
+        static = [] if capture is None else _through_cache(model, tokens, uniform, capture)
     except (ValueError, TypeError, RuntimeError, AttributeError, LookupError) as error:
         if oom.is_out_of_memory(error):
             raise FlyError(
@@ -81,7 +85,9 @@ def check_cache_agrees(model: PreTrainedModel, field: str, *, uniform: bool = Fa
         ) from error
     dtype = torch.bfloat16 if kernels.rounds_inputs(model) else model.dtype
     tolerance = _ROUNDING.get(dtype, _COARSEST) * expected.abs().max().item() + 1e-4
-    for at, logits in checked:
+    for index, (at, logits) in enumerate([*eager, *static]):
+        if index >= len(eager):
+            unsupported = "its captured passes are wrong: set compile=off"
         difference = (logits - expected[at]).abs().max().item()
         best, ours = (int(values.argmax()) for values in (expected[at], logits))
         gap = (expected[at, best] - expected[at, ours]).item()
@@ -134,7 +140,7 @@ def _tokens_for(model: PreTrainedModel) -> list[int]:
 
 
 def _through_cache(
-    model: PreTrainedModel, tokens: list[int], uniform: bool
+    model: PreTrainedModel, tokens: list[int], uniform: bool, capture: bool | None = None
 ) -> list[tuple[int, torch.Tensor]]:
     """(position, logits [V] there) of two sequences, fed piece by piece with a rollback.
 
@@ -143,7 +149,9 @@ def _through_cache(
     first, second = len(tokens) // 3, len(tokens) // 2
     runner = ModelRunner(model, slots=2, max_length=len(tokens), reuse_prefixes=False)
     if uniform:
-        runner.use_uniform_passes(capture=None)
+        runner.use_uniform_passes(capture=capture)
+    elif capture is not None:
+        runner.use_static_passes(capture=capture)
     runner.prefill(0, tokens[:first], chunk=16)
     runner.prefill(1, tokens[:second], chunk=16)
     # the two fillers are rolled back
@@ -157,7 +165,7 @@ def _through_cache(
         # a sequence that has ended repeats its last token
         logits_BQV = runner.extend([piece or tokens[-1:] for piece in pieces]).float()
         for row, (start, piece) in enumerate(zip(at, pieces)):
-            checked += [(start + i, logits_BQV[row, i]) for i in range(len(piece))]
+            checked += [(start + i, logits_BQV[row, i].clone()) for i in range(len(piece))]
             at[row] = start + len(piece)
             runner.truncate(row, at[row])
     return checked

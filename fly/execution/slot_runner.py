@@ -66,9 +66,11 @@ class SlotRunner:
 
     def _begin(self, first_slot: int, rows: int, width: int) -> Tensor:
         """Have the next pass write `width` tokens behind what each of these rows holds. Returns
-        their positions, [B, Q], on the host; the pass may read up to `cache.read_length`."""
-        lengths_B = torch.tensor(self.lengths[first_slot : first_slot + rows])
-        positions_BQ = lengths_B[:, None] + torch.arange(width)
-        self.reserve(int(positions_BQ.max()) + 1)
-        self.cache.begin(first_slot, positions_BQ)
+        their positions, [B, Q], on the device; the pass may read up to `cache.read_length`."""
+        lengths = self.lengths[first_slot : first_slot + rows]
+        read_length = max(lengths) + width
+        self.reserve(read_length)
+        positions_BQ = torch.tensor(lengths)[:, None] + torch.arange(width)
+        positions_BQ = positions_BQ.to(self.device, non_blocking=True)
+        self.cache.begin(first_slot, positions_BQ, read_length)
         return positions_BQ

@@ -15,7 +15,7 @@ Shapes: N tokens that are fed, T = WIDTH tokens of a pass, V vocabulary, F featu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,8 +53,8 @@ class UniformPasses(CapturedPasses):
     capture: True as CUDA graphs, False as static passes without a graph (for tests), None eagerly.
     """
 
-    def __init__(self, runner: Runner, *, capture: bool | None) -> None:
-        super().__init__(runner, capture=bool(capture))
+    def __init__(self, runner: Runner, *, capture: bool | None, **how: Any) -> None:
+        super().__init__(runner, capture=bool(capture), **how)
         self._is_static = capture is not None
 
     def run(self, fed: Sequence[Fed], *, with_logits: bool) -> PassOutput:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -18,11 +18,12 @@ from transformers import PreTrainedModel
 from fly import launch
 from fly.errors import FlyError
 from fly.execution import fused_layer, kernels, packed_linear, uniform_passes
+from fly.execution.heads.base import Head
 from fly.settings import ExecutionSettings
 
 logger = logging.getLogger(__name__)
 
-Passes = Literal["kernels", "graphs", "eager"]
+Passes = Literal["kernels", "graphs", "inductor", "eager"]
 _BYTES = {"int8": 1.0, "int4": 0.5625}  # of a quantised weight, scales included
 
 
@@ -31,11 +32,12 @@ class PackedWeights:
     """What was done to the models, for the log and the results file.
 
     target: how its passes are computed: `kernels-amx` (or -avx512_bf16, -avx512, -avx2), followed
-    by ` gguf` where they read a GGUF file's own weights, `graphs` (captured as shapes come up) or
-    `eager`. draft: the same, and its quantisation: `kernels-amx int8`. draft_weight: bytes of its
-    weights over the target's. seconds: packing and quantising, never decode time. batch_invariant:
-    a token's bits in the target are the same in every pass; uniform: because all its passes are of
-    one shape (fly.execution.uniform_passes).
+    by ` gguf` where they read a GGUF file's own weights, `graphs` (captured as shapes come up),
+    `inductor` (compiled, then captured) or `eager`. draft: the same, and its quantisation:
+    `kernels-amx int8`. eager: by model, why its passes are, where a faster way exists.
+    draft_weight: bytes of its weights over the target's. seconds: packing and quantising, never
+    decode time. batch_invariant: a token's bits in the target are the same in every pass; uniform:
+    because all its passes are of one shape (fly.execution.uniform_passes).
     """
 
     target: str
@@ -47,9 +49,12 @@ class PackedWeights:
     seconds: float
     batch_invariant: bool
     uniform: bool = False
+    eager: dict[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """What the passes were: capturing may have failed since."""
+        facts = asdict(self)
+        return facts | dict.fromkeys(self.eager, "eager")
 
 
 def pack(
@@ -62,8 +67,10 @@ def pack(
     set_threads(settings.threads)
     start = time.perf_counter()
     target_bytes = target.num_parameters() * target.dtype.itemsize
+    loaded = {"target": target} if draft is None else {"target": target, "draft": draft}
+    ways = {role: passes_for(model, settings) for role, model in loaded.items()}
     how_target, is_invariant, saved = _pack(
-        target, "target", *passes_for(target, settings), invariant=settings.batch_invariant
+        target, "target", *ways["target"], invariant=settings.batch_invariant
     )
     how_draft, parameters, weight = None, None, 0.0
     if draft is not None:
@@ -81,6 +88,7 @@ def pack(
         seconds=time.perf_counter() - start,
         batch_invariant=is_invariant,
         uniform=is_invariant and not how_target.startswith("kernels"),
+        eager={role: reason for role, (_, reason) in ways.items() if reason is not None},
     )
     logger.info(
         "passes: target %s, draft %s, %d threads (CPU capability %s)",
@@ -106,13 +114,21 @@ def passes_for(model: PreTrainedModel, settings: ExecutionSettings) -> tuple[Pas
     """
     wanted = _wanted(settings)
     device = model.device.type
+    if settings.compile == "inductor" and device != "cuda":
+        raise FlyError(f"compile=inductor: serves GPUs, the model is on {device}: set it to auto")
     if device != "cpu":
         if wanted not in ("auto", "eager"):
             raise FlyError(
                 f"execution={wanted}: serves CPUs, the model is on {device}: "
                 "leave it out, or set it to eager"
             )
-        return ("graphs" if device == "cuda" and wanted == "auto" else "eager"), None
+        if device != "cuda" or wanted == "eager":
+            return "eager", None
+        if isinstance(model, Head):
+            return "eager", "passes of a head are not captured"
+        if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+            return "eager", "its layers are spread over devices"
+        return ("inductor" if settings.compile == "inductor" else "graphs"), None
     if wanted == "eager":
         return "eager", None
     if (reason := packed_linear.why_no_kernels(model)) is None:

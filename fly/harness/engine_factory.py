@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -13,9 +14,9 @@ from fly.config import FlyConfig
 from fly.execution import pass_costs
 from fly.execution.batch_size import MemoryUser, SequenceWork, sequences_that_fit
 from fly.execution.heads.base import Head
-from fly.execution.model_runner import ModelRunner, context_of, input_device
+from fly.execution.model_runner import ModelRunner, context_of
 from fly.execution.pass_costs import PairCosts, calibrate
-from fly.execution.weights import PackedWeights
+from fly.execution.weights import PackedWeights, passes_for
 from fly.models import tokenizers
 from fly.models.token_intersection import TokenIntersection
 from fly.runs.records import Observer
@@ -33,13 +34,8 @@ _LOSSY_ACCEPTANCE = 0.87  # of draft tokens, assumed where no count of the run m
 
 
 def captures_graphs(config: FlyConfig, model: PreTrainedModel) -> bool:
-    """Whether a model's passes are captured as CUDA graphs; says why not where they could be."""
-    if config.compile != "auto" or input_device(model).type != "cuda":
-        return False
-    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
-        logger.warning("compile=auto: eager passes: the model is spread over devices")
-        return False
-    return True
+    """Whether a model's passes are captured as CUDA graphs."""
+    return passes_for(model, config)[0] in ("graphs", "inductor")
 
 
 @dataclass(frozen=True)
@@ -87,12 +83,6 @@ class EngineFactory:
         costs = self._costs(config, wanted, target, draft)
         planned = self._planned(requests)
         drafter = self._drafter(config, slots, planned, wanted, draft, costs)
-        drafts_in_graphs = getattr(draft, "static", None) is not None
-        if drafts_in_graphs and not all(r.sampling.is_plain for r in missing):
-            logger.info(
-                "requests that sample or have a repetition penalty draft step by step, outside of "
-                "the graphed draft loop"
-            )
         texts = tokenizers.Texts(self.pair.tokenizer)
         return Engine(
             target,
@@ -136,10 +126,13 @@ class EngineFactory:
             intersection=intersection,
         )
         captures = captures_graphs(config, model)
-        if self.pair.packed.uniform and model is self.pair.target:
-            runner.use_uniform_passes(capture=captures or None)
+        role = "target" if model is self.pair.target else "draft"
+        on_failure = partial(self.pair.packed.eager.__setitem__, role)
+        if self.pair.packed.uniform and role == "target":
+            runner.use_uniform_passes(capture=captures or None, on_failure=on_failure)
         elif captures:
-            runner.use_static_passes(capture=True)
+            compiles = config.compile == "inductor"
+            runner.use_static_passes(capture=True, compiles=compiles, on_failure=on_failure)
         return runner
 
     def _drafter(
@@ -177,16 +170,17 @@ class EngineFactory:
         width = 1
         if config.drafter_name is not None:
             width += max(config.spd_k, _widest_from_texts(config, requests))
-        works: list[MemoryUser] = [
-            SequenceWork(ModelRunner(self.pair.target, 1, self.pair.max_length), width)
-        ]
+        sampled = any(not request.sampling.is_greedy for request in requests)
+        target = ModelRunner(self.pair.target, 1, self.pair.max_length)
+        # p, q, what is left of them and its sums: on a CPU of one sequence after the other
+        kept = 5 * width if sampled and target.device.type != "cpu" else 0
+        works: list[MemoryUser] = [SequenceWork(target, width, kept)]
         if isinstance(self.pair.draft, Head):
             works.append(self.pair.draft)
         elif self.pair.draft is not None:
             runner = ModelRunner(
                 self.pair.draft, 1, self.pair.max_length, intersection=self.pair.intersection
             )
-            sampled = any(not request.sampling.is_greedy for request in requests)
             kept = config.spd_k if sampled else 0
             works.append(SequenceWork(runner, config.num_ngram_pred_tokens + 2, kept))
         count = sequences_that_fit(

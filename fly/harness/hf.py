@@ -83,10 +83,24 @@ class FlyLM(Backend, HFLM):
         ):
             hf_args["device"] = "cpu"  # lm-eval's default is a CUDA device, present or not
         self.pair = self._load_pair(config_path, hf_args)
+        self._decide_use_ngram()
         self.eos_ids = self.pair.eos_ids
         self.stats.seconds["compile"] = self.pair.packed.seconds
         self.engines = EngineFactory(self.pair, self.batch_size, self.max_batch_size)
         self.join_run(hf_args)
+
+    def use_config(self, config: fly_config.FlyConfig) -> None:
+        super().use_config(config)
+        if hasattr(self, "pair"):
+            self._decide_use_ngram()
+
+    def _decide_use_ngram(self) -> None:
+        """null becomes what pays with these models, in the results file, too."""
+        config, passes = self.fly_config, self.pair.packed.draft
+        if config.use_ngram is None and config.drafter is None and config.drafter_name == "model":
+            pays = str(passes).startswith("kernels")
+            self.fly_config = config.model_copy(update={"use_ngram": pays})
+            logger.info("use_ngram=null: %s for a draft of %s passes", str(pays).lower(), passes)
 
     def _load_pair(self, config_path: str | None, hf_args: dict[str, Any]) -> LoadedPair:
         """Load both models, check them, and make them fast to decode with."""
@@ -109,11 +123,14 @@ class FlyLM(Backend, HFLM):
                 draft_model, tokenizer = self.load_draft(draft, hf_args)
                 intersection = self._intersection(draft_model, tokenizer)
                 # before quantisation, whose errors only cost speed
-                self_check.check_cache_agrees(draft_model, "pretrained")
+                capture = captures_graphs(config, draft_model) or None
+                self_check.check_cache_agrees(draft_model, "pretrained", capture=capture)
         packed = weights.pack(self.model, draft_model, config)
-        self_check.check_cache_agrees(self.model, "target_model_path", uniform=packed.uniform)
+        capture = captures_graphs(config, self.model) or None
+        self_check.check_cache_agrees(
+            self.model, "target_model_path", uniform=packed.uniform, capture=capture
+        )
         if packed.uniform:
-            capture = captures_graphs(config, self.model) or None
             self_check.check_places(self.model, "target_model_path", capture=capture)
         if isinstance(draft_model, Head):
             tokens = self.tokenizer.encode(layer_check.TEXT)

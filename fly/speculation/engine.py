@@ -15,13 +15,13 @@ from fly.execution.argmax import NotFiniteError, mask_nonfinite
 from fly.execution.model_runner import ModelRunner
 from fly.execution.oom import is_out_of_memory
 from fly.runs.records import Observer, RequestRecord
+from fly.speculation.chains import judge_chains
 from fly.speculation.draft_length import DraftLength
 from fly.speculation.drafters.base import Drafter
 from fly.speculation.drafters.draft import Draft
 from fly.speculation.phase_timer import PhaseTimer
 from fly.speculation.rules.base import Rule, verify
 from fly.speculation.rules.gates import entropy
-from fly.speculation.sampling import Chain, judge_chains
 from fly.speculation.scheduler import Scheduler
 from fly.speculation.sequence import Request, Sequence, Verdict
 from fly.speculation.stop_strings import Decode, StopMatcher
@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from fly.settings import EntropyKind
 
 logger = logging.getLogger(__name__)
+
+
+def _room(size: int) -> int:
+    """The size class of a sequence: powers of two, so that caches seldom grow."""
+    return max(512, 1 << (size - 1).bit_length())
 
 
 class Engine:
@@ -61,6 +66,7 @@ class Engine:
         self._rule = rule
         self._spd_k = spd_k
         self._draft_length = draft_length or DraftLength(spd_k)
+        self._longest = 0  # of the run's requests
         self._eos_ids = eos_ids
         self._decode, self._decode_lines = decode, decode_lines
         self._observer = observer
@@ -77,10 +83,13 @@ class Engine:
         Out of memory halves the running sequences; those that were interrupted go on from where
         they were. Raises FlyError if one sequence alone does not fit.
         """
-        ordered = list(requests)
-        if self._reuse_prefixes:  # neighbours share the longest prefixes
-            ordered.sort(key=lambda request: request.prompt)
-        longest = max((len(r.prompt) + r.budget for r in ordered), default=0)
+        # long ones last, so that slots of the others stay as small as they may; of one size class
+        # neighbours share the longest prefixes
+        ordered = sorted(
+            requests,
+            key=lambda r: (_room(r.size), r.prompt if self._reuse_prefixes else ()),
+        )
+        self._longest = max((request.size for request in ordered), default=0)
         scheduler = Scheduler(
             Sequence(r, self._eos_ids, StopMatcher(r.stops, self._decode), self._decode_lines)
             for r in ordered
@@ -88,7 +97,6 @@ class Engine:
         while scheduler.has_work:
             failure: Exception | None = None
             try:
-                self._reserve(longest)
                 scheduler.fill(self._target.slots, self._admit, self._move)
                 self._round(scheduler.running)
             except (RuntimeError, MemoryError) as error:
@@ -103,12 +111,15 @@ class Engine:
                 if scheduler.has_work:  # else it ran out behind the last token of all
                     self._halve(failure, alone=not ended)
 
-    def _reserve(self, longest: int) -> None:
-        """Memory for the longest sequence, at once: growing later would drop every graph."""
-        self._target.reserve_rows(longest, width=max(self._spd_k, self._drafter.longest) + 1)
+    def _reserve(self, size: int) -> None:
+        """Room in every slot for a sequence, at once: growing drops every graph."""
+        longest = min(_room(size), self._longest)
+        width = max(self._spd_k, self._drafter.longest) + 1
+        self._target.reserve_rows(longest, width=width, spd_k=self._spd_k)
         self._drafter.reserve(longest, self._spd_k)
 
     def _admit(self, slot: int, sequence: Sequence, running: int) -> None:
+        self._reserve(sequence.request.size)
         with self._timer.timed("prefill", [sequence]):
             # a drafter that reads features needs them of copied tokens, too: they are computed
             reuse = not self._target.hidden_layers
@@ -181,26 +192,18 @@ class Engine:
         """
         raw_BKV = draft.score(self._target, [sequence.tokens[-1] for sequence in running])
         draft_BK, length_B = draft.padded(raw_BKV.device)
-        chains = [self._chain(sequence, draft, slot) for slot, sequence in enumerate(running)]
         logits_BKV, matches_BK, target_BK1 = judge_chains(
-            raw_BKV, draft_BK, chains, gates_decide=self._rule.decides_alone
+            running, draft, draft_BK, raw_BKV, gates_decide=self._rule.decides_alone
         )
         judged = verify(draft_BK, length_B, logits_BKV, self._rule.gates, matches_BK, target_BK1)
         judged = replace(judged, target_BK1=mask_nonfinite(judged.target_BK1, raw_BKV))
         verdicts = []
         for slot, (sequence, of_sequence) in enumerate(zip(running, judged.split())):
-            if -1 in of_sequence.target_tokens:
-                at = len(sequence.generated) + of_sequence.target_tokens.index(-1)
-                raise NotFiniteError("target", sequence.request, at)
+            of_models = {"target": of_sequence.target_tokens, "draft": of_sequence.draft}
+            for role, tokens in of_models.items():
+                if -1 in tokens:
+                    at = len(sequence.generated) + tokens.index(-1)
+                    raise NotFiniteError(role, sequence.request, at)
             by = draft.drafted_by(slot, len(of_sequence.draft))
             verdicts.append(sequence.judge(self._rule, of_sequence, by))
         return verdicts, logits_BKV
-
-    def _chain(self, sequence: Sequence, draft: Draft, slot: int) -> Chain | None:
-        """None if nothing is to be done to the logits of this sequence."""
-        sampling = sequence.request.sampling
-        if sampling.is_plain:
-            return None
-        drafted = draft.chain(slot)
-        q_KV, noise = draft.probabilities(slot), sequence.noise(len(drafted))
-        return Chain(sampling, sequence.tokens, drafted, q_KV, noise)

@@ -14,7 +14,8 @@ from fly.speculation.sequence import Sequence
 
 
 class PhaseTimer:
-    """devices: accelerators whose work belongs to the phase that queued it.
+    """devices: accelerators whose work belongs to the phase that queued it. Verification ends with
+    the round's one copy to the host, so that only the phases before it have to be waited for.
 
     clock: seconds of all passes so far; recording and capturing graphs are left out.
     """
@@ -34,8 +35,8 @@ class PhaseTimer:
         outer_captured, self._captured_within = self._captured_within, 0.0
         try:
             yield
-            for device in self._devices:  # else the next phase waits for this one's work
-                torch.cuda.synchronize(device)
+            for device in self._devices if phase in ("prefill", "draft") else ():
+                torch.cuda.synchronize(device)  # else the next phase waits for this one's work
         finally:  # a pass that fails has taken its time, too
             whole = time.perf_counter() - start
             all_captured = CapturedPasses.all_seconds - captured_before

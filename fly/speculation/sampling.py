@@ -5,16 +5,18 @@ min(1, p/q); at the first one that does not, the target's token is drawn from ma
 normalised; after the last one, from p. A token proposed without drawing (an n-gram's) is a q that
 is all on that token: it stands with probability p(token), and the residual is p without it.
 
-Shapes: K draft tokens of one sequence, N positions, V vocabulary. p is the target's distribution, q
-the draft's.
+Everything is tensor work on the device, for many sequences at once. Shapes: B sequences, K draft
+tokens (padded), N = K + 1 positions, V vocabulary. p is the target's distribution, q the draft's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,12 +24,11 @@ from torch.nn.functional import pad
 from transformers.generation.logits_process import (
     LogitsProcessor,
     MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
     TopPLogitsWarper,
 )
 
 _TIES = 64  # so many tokens may tie with the k-th largest before all of them are looked at
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -81,32 +82,42 @@ class Sampling:
             filters.append(MinPLogitsWarper(self.min_p))
         return filters
 
-    def process(self, logits_NV: Tensor, before: Sequence[int], drafted: Sequence[int]) -> Tensor:
-        """Processed logits, float32; excluded tokens are -inf. [N, V].
+    @property
+    def is_penalised(self) -> bool:
+        return self.repetition_penalty != 1
 
-        Row i of the logits follows the tokens `before` and the first i of `drafted`.
+    def process(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
+        """Processed logits, float32; excluded tokens are -inf. [..., V].
+
+        seen: which tokens each position follows, bool of the same shape, for the penalty.
         """
-        scores_NV = logits_NV.float()
-        if self.repetition_penalty != 1:
-            drafted = drafted[: len(scores_NV) - 1]
-            seen_NL = _histories(before, drafted, scores_NV.shape[-1]).to(scores_NV.device)
-            penalty = RepetitionPenaltyLogitsProcessor(self.repetition_penalty)
-            scores_NV = penalty(seen_NL, scores_NV) if seen_NL.numel() else scores_NV
+        scores = logits.float()
+        if self.is_penalised:
+            assert seen is not None
+            penalty = self.repetition_penalty
+            lower = torch.where(scores < 0, scores * penalty, scores / penalty)
+            scores = torch.where(seen, lower, scores)
         if self.is_greedy:
-            return scores_NV
+            return scores
+        scores_NV = scores.reshape(-1, scores.shape[-1])  # transformers' filters want two axes
         if self.temperature != 1:
-            scores_NV = TemperatureLogitsWarper(self.temperature)(None, scores_NV)
+            scores_NV = scores_NV / self.temperature
         if not 0 < self.top_k < scores_NV.shape[-1]:
-            return self._filter(scores_NV)
+            return self._filter(scores_NV).view(scores.shape)
         # What is left after top-k is little, and sorting a whole vocabulary is not. Tokens that tie
         # with the k-th are kept; in bfloat16 there are some more often than not.
         kept_NK, index_NK = scores_NV.topk(min(self.top_k + _TIES, scores_NV.shape[-1]))
         least_N1 = kept_NK[:, self.top_k - 1 : self.top_k]
-        if (kept_NK[:, -1:] == least_N1).any():
-            return self._filter(scores_NV.masked_fill(scores_NV < least_N1, -math.inf))
+        # to know whether more than these tie, the host would wait: without filters all are kept
+        # anyhow, with them an accelerator keeps _TIES
+        if not self._filters or (
+            scores.device.type == "cpu" and (kept_NK[:, -1:] == least_N1).any()
+        ):
+            masked_NV = scores_NV.masked_fill(scores_NV < least_N1, -math.inf)
+            return self._filter(masked_NV).view(scores.shape)
         kept_NK = kept_NK.masked_fill(kept_NK < least_N1, -math.inf)
         excluded_NV = torch.full_like(scores_NV, -math.inf)
-        return excluded_NV.scatter(-1, index_NK, self._filter(kept_NK))
+        return excluded_NV.scatter(-1, index_NK, self._filter(kept_NK)).view(scores.shape)
 
     def _filter(self, scores: Tensor) -> Tensor:
         for warper in self._filters:
@@ -117,19 +128,35 @@ class Sampling:
 GREEDY = Sampling()
 
 
-def _histories(before: Sequence[int], drafted: Sequence[int], vocabulary: int) -> Tensor:
-    """[N, L]: what each position follows, N = len(drafted) + 1. Gaps repeat a token, and so do ids
-    past the `vocabulary`, which a draft of fewer rows than the target's does not have. L is 0 if
-    `before` has no others."""
-    filler = next((token for token in before if token < vocabulary), None)
-    if filler is None:
-        return torch.empty(len(drafted) + 1, 0, dtype=torch.long)
-    tokens_L = torch.tensor([*before, *drafted])
-    tokens_L = torch.where(tokens_L < vocabulary, tokens_L, filler)
-    seen_NL = tokens_L.repeat(len(drafted) + 1, 1)
-    for i in range(len(drafted) + 1):
-        seen_NL[i, len(before) + i :] = filler
-    return seen_NL
+def seen_tokens(before: Sequence[Sequence[int]], drafted_BK: Tensor, vocabulary: int) -> Tensor:
+    """[B, N, V] bool: the tokens that each position follows, those of `before` and the drafted ones
+    before it. Ids past the vocabulary, which a draft of fewer rows does not have, are left out."""
+    rows, k = drafted_BK.shape
+    device = drafted_BK.device
+    histories = [torch.tensor(tokens, dtype=torch.long) for tokens in before]
+    before_BL = torch.nn.utils.rnn.pad_sequence(histories, True, vocabulary)
+    before_BL = before_BL.clamp_(max=vocabulary).to(device, non_blocking=True)
+    seen_BV = torch.zeros(rows, vocabulary + 1, dtype=torch.bool, device=device)  # one for gaps
+    seen_BNV = seen_BV.scatter_(1, before_BL, True)[:, None].repeat(1, k + 1, 1)
+    is_later_NK = torch.ones(k + 1, k, dtype=torch.bool, device=device).triu()
+    is_gap_BNK = is_later_NK | (drafted_BK < 0)[:, None]
+    drafted_BNK = drafted_BK[:, None].clamp(max=vocabulary).masked_fill(is_gap_BNK, vocabulary)
+    return seen_BNV.scatter_(2, drafted_BNK, True)[..., :vocabulary]
+
+
+def alike(keys: Sequence[K], device: torch.device) -> Iterator[tuple[K, list[int], Any]]:
+    """(key, slots, the index of these rows) of the sequences whose keys are equal, to be computed
+    together. On a CPU each is alone: what all together take does not stay in its caches."""
+    slots = range(len(keys))
+    if device.type == "cpu":
+        yield from ((keys[slot], [slot], slice(slot, slot + 1)) for slot in slots)
+        return
+    for _, group in groupby(sorted(slots, key=lambda s: hash(keys[s])), key=lambda s: keys[s]):
+        found = [*group]
+        rows: Any = slice(None)
+        if len(found) < len(keys):
+            rows = torch.tensor(found).to(device, non_blocking=True)
+        yield keys[found[0]], found, rows
 
 
 _BLOCK = 64  # places whose numbers are drawn at once
@@ -137,11 +164,19 @@ _BLOCK = 64  # places whose numbers are drawn at once
 
 @dataclass(frozen=True)
 class Noise:
-    """One sequence's random numbers for one round, uniform on [0, 1), as many as a draft has."""
+    """A sequence's random numbers for one round, uniform on [0, 1), as many as a draft has; or
+    those of several sequences, [B, ..]."""
 
     draft: Tensor  # the draft model's draws
     accept: Tensor  # the rejection sampler's
     target: Tensor  # the target's own draws, one more
+
+    @classmethod
+    def together(cls, noises: Sequence[Noise], device: torch.device) -> Noise:
+        """Of equally long drafts, on the device."""
+        rows = [torch.cat([noise.draft, noise.accept, noise.target]) for noise in noises]
+        k = len(noises[0].draft)
+        return cls(*torch.stack(rows).to(device, non_blocking=True).split([k, k, k + 1], dim=1))
 
 
 class NoiseStream:
@@ -166,91 +201,47 @@ class NoiseStream:
         return Noise(draft[:count], accept[:count], target)
 
 
-def draw(weights_NV: Tensor, uniform_N: Tensor) -> Tensor:
-    """The token at quantile `uniform` of its weights, which need not be normalised. [N].
+def draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """The token at quantile `uniform` [...] of its weights [..., V], which need not be normalised.
+    [...]; V, which is no token, for weights that are not finite.
 
     A token of weight zero is never drawn.
     """
     # float64: in float32 the tail of a large vocabulary would be lost in the sum
-    cumulative_NV = weights_NV.double().cumsum(-1)
-    total_N1 = cumulative_NV[:, -1:]
-    at_N1 = uniform_N.to(weights_NV.device)[:, None] * total_N1
-    at_N1 = torch.minimum(at_N1, total_N1 * (1 - 1e-15))  # the product may round up to the total
-    return torch.searchsorted(cumulative_NV, at_N1, right=True)[:, 0]
-
-
-@dataclass(frozen=True)
-class Chain:
-    """A sequence's draft, where it is judged by more than its largest logits."""
-
-    sampling: Sampling
-    before: Sequence[int]  # tokens before the draft; read for a repetition penalty, as the next
-    drafted: Sequence[int]
-    q_KV: Tensor | None  # what the draft was drawn from; None if it was not drawn
-    noise: Noise | None  # None for greedy sequences
-
-
-def judge_chains(
-    logits_BKV: Tensor, draft_BK: Tensor, chains: Sequence[Chain | None], *, gates_decide: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(logits, matches_BK, target_BK1) with penalties and sampling applied, for `verify`.
-
-    chains: None for a sequence that only takes the largest logit; if all are such, the last two are
-    None. gates_decide: the rule does not ask the rejection sampler.
-    """
-    if not any(chains):
-        return logits_BKV, None, None
-    logits_BKV = logits_BKV.to(torch.float32, copy=True)
-    target_BK1 = logits_BKV.argmax(dim=-1)
-    matches_BK = draft_BK == target_BK1[:, :-1]
-    for slot, chain in enumerate(chains):
-        if chain is None:
-            continue
-        k = len(chain.drafted)
-        draft_K = draft_BK[slot, :k]
-        scores_NV = chain.sampling.process(logits_BKV[slot, : k + 1], chain.before, chain.drafted)
-        logits_BKV[slot, : k + 1] = scores_NV
-        own_N = scores_NV.argmax(dim=-1)
-        matches_K = draft_K == own_N[:k]
-        if chain.noise is not None:
-            p_NV = torch.softmax(scores_NV, dim=-1)
-            if gates_decide:
-                own_N = draw(p_NV, chain.noise.target)
-                # a match always stands, so that nothing is drawn in its place
-                own_N[:k] = torch.where(matches_K, draft_K, own_N[:k])
-            else:
-                matches_K, own_N = rejection_sample(p_NV, chain.q_KV, draft_K, chain.noise)
-        matches_BK[slot, :k], target_BK1[slot, : k + 1] = matches_K, own_N
-    return logits_BKV, matches_BK, target_BK1
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    total = cumulative[..., -1:]
+    at = torch.minimum(uniform[..., None] * total, total * (1 - 1e-15))  # it may round up to it
+    return torch.searchsorted(cumulative, at, right=True)[..., 0]
 
 
 def rejection_sample(
-    p_NV: Tensor, q_KV: Tensor | None, draft_K: Tensor, noise: Noise
+    p: Tensor, q: Tensor | None, draft: Tensor, noise: Noise
 ) -> tuple[Tensor, Tensor]:
-    """(matches [K], target tokens [K + 1]) of a chain drafted from q, or without q by a rule.
+    """(matches [..., K], target tokens [..., N]) of chains drafted from q, or without q by a rule.
 
-    A target token is drawn wherever the draft token does not match, and after the chain. N = K + 1.
+    p [..., N, V], q [..., K, V], draft [..., K], which ends at -1. A target token is drawn wherever
+    the draft token does not match, and after the chain.
     """
-    k = len(draft_K)
-    uniform_N = noise.target[: k + 1].to(p_NV.device)
-    if q_KV is None:  # drawing first and comparing stands with probability p(token) just the same
-        target_N = draw(p_NV, uniform_N)
-        return target_N[:k] == draft_K, target_N
+    k = draft.shape[-1]
+    if q is None:  # drawing first and comparing stands with probability p(token) just the same
+        target = draw(p, noise.target)
+        return target[..., :k] == draft, target
     # models of one tokenizer pad their vocabularies differently; runners cut what p does not have
-    q_KV = pad(q_KV.to(p_NV.device), (0, p_NV.shape[-1] - q_KV.shape[-1]))
-    token_K1 = draft_K[:, None]
-    p_K, q_K = p_NV[:k].gather(-1, token_K1)[:, 0], q_KV.gather(-1, token_K1)[:, 0]
-    matches_K = noise.accept[:k].to(p_NV.device) * q_K < p_K
-    # only rejected positions and the last are drawn: a draw reads the whole vocabulary
-    drawn = torch.cat([~matches_K, matches_K.new_ones(1)]).nonzero()[:, 0]
-    rest_MV = p_NV[drawn]
-    rest_MV[:-1] = _residual(rest_MV[:-1], q_KV[drawn[:-1]])
-    target_N = torch.cat([draft_K, draft_K.new_zeros(1)])
-    target_N[drawn] = draw(rest_MV, uniform_N[drawn])
-    return matches_K, target_N
+    q = pad(q.to(p.device), (0, p.shape[-1] - q.shape[-1], 0, 1))
+    own, token = pad(draft, (0, 1), value=-1), draft.clamp(min=0)[..., None]
+    p_token, q_token = (each[..., :k, :].gather(-1, token)[..., 0] for each in (p, q))
+    matches = (noise.accept * q_token < p_token) & (draft >= 0)
+    is_drawn, uniform = ~pad(matches, (0, 1)), noise.target
+    # a draw reads the whole vocabulary; an accelerator would wait to know where none is needed
+    at = is_drawn if p.device.type == "cpu" else ...
+    q_at = q[at].masked_fill((own[at] < 0)[..., None], 0)  # after a chain's end p itself is left
+    drawn = draw(_residual(p[at], q_at), uniform[at])
+    if at is ...:
+        return matches, torch.where(is_drawn, drawn, own)
+    return matches, own.masked_scatter_(is_drawn, drawn)
 
 
-def _residual(p_MV: Tensor, q_MV: Tensor) -> Tensor:
+def _residual(p: Tensor, q: Tensor) -> Tensor:
     """max(0, p - q); where they agree everywhere but for rounding, p. Not normalised."""
-    rest_MV = (p_MV - q_MV).clamp_(min=0)
-    return torch.where(rest_MV.sum(-1, keepdim=True) > 0, rest_MV, p_MV)
+    rest = (p - q).clamp_(min=0)
+    return torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)

@@ -45,6 +45,11 @@ class Request:
         if self.budget < 1:
             raise ValueError(f"budget={self.budget}: must be at least 1")
 
+    @property
+    def size(self) -> int:
+        """Most tokens that it may come to."""
+        return len(self.prompt) + self.budget
+
 
 class Source(Enum):
     """Why a token is in the output."""
@@ -154,13 +159,12 @@ class Sequence:
             return None
         return matched - len(provisional)
 
-    def noise(self, count: int) -> Noise | None:
-        """The random numbers of a round of `count` draft tokens; None for greedy requests.
+    def noise(self, count: int) -> Noise:
+        """The random numbers of a round of `count` draft tokens of a request that samples.
 
         A round that failed (out of memory) is done again with the numbers it had.
         """
-        if self._stream is None:
-            return None
+        assert self._stream is not None, "nothing is drawn for a greedy request"
         return self._stream.at(len(self.generated) + self._skipped, count)
 
     def judge(self, rule: Rule, judged: JudgedDraft, by: str | None = None) -> Verdict:

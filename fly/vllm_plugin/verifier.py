@@ -13,13 +13,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from fly.models.tokenizers import Texts
 from fly.settings import EntropyKind
+from fly.speculation.chains import judge_chains
 from fly.speculation.drafters.ngram import until_eos
 from fly.speculation.rules.base import JudgedDraft, Resolution, Rule, verify
 from fly.speculation.rules.gates import entropy
-from fly.speculation.sampling import Chain, Sampling, judge_chains
+from fly.speculation.sampling import Sampling
 from fly.speculation.sequence import Request, Sequence, Verdict
 from fly.speculation.stop_strings import StopMatcher
 
@@ -71,6 +73,23 @@ class _ServedSequence(Sequence):
         return [*verdict.draft[:accepted], verdict.target_tokens[accepted]]
 
 
+class _ServedChains:
+    """Of each request: the draft tokens that count, and what all were drawn from."""
+
+    def __init__(self, lengths: list[int], q: tuple[Tensor, ...] | None) -> None:
+        self._lengths, self._q = lengths, q
+
+    def width(self, slots: list[int]) -> int:
+        return max(self._lengths[slot] for slot in slots)
+
+    def is_drawn(self, slot: int) -> bool:
+        return self._q is not None
+
+    def probabilities(self, slots: list[int]) -> Tensor:
+        assert self._q is not None
+        return pad_sequence([self._q[s][: self._lengths[s]] for s in slots], batch_first=True)
+
+
 class Verifier:
     """Verifies the steps of one worker.
 
@@ -107,17 +126,14 @@ class Verifier:
         # as in the engine, no draft reaches past the budget
         lengths = [max(0, min(k, s.remaining - 1)) for k, s in zip(counts, sequences)]
         draft_BK, logits_BKV = _padded(counts, draft_N, logits_MV)
-        own_q = [None] * len(counts) if q_NV is None else q_NV.split(counts)
-        chains = [
-            None if (s := sequence.request.sampling).is_plain
-            # vLLM has applied the penalties, so that tokens are counted only
-            else Chain(s, (), range(k), None if q is None else q[:k], sequence.noise(k))
-            for sequence, k, q in zip(sequences, lengths, own_q)
-        ]  # fmt: skip
-        logits_BKV, matches_BK, target_BK1 = judge_chains(
-            logits_BKV, draft_BK, chains, gates_decide=self._rule.decides_alone
-        )
         length_B = torch.tensor(lengths).to(draft_BK.device, non_blocking=True)
+        past_BK = torch.arange(draft_BK.shape[1], device=draft_BK.device) >= length_B[:, None]
+        draft_BK = draft_BK.masked_fill(past_BK, -1)
+        # vLLM has applied the penalties
+        chains = _ServedChains(lengths, None if q_NV is None else q_NV.split(counts))
+        logits_BKV, matches_BK, target_BK1 = judge_chains(
+            [*sequences], chains, draft_BK, logits_BKV, gates_decide=self._rule.decides_alone
+        )
         judged = verify(draft_BK, length_B, logits_BKV, self._rule.gates, matches_BK, target_BK1)
         entropies = entropy(logits_BKV, self._traced).tolist() if self._traced else None
         blocks = []

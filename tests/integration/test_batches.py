@@ -311,8 +311,21 @@ def test_what_is_reserved_at_once_is_what_a_sequence_was_counted_to_take(pair, s
     else:
         runner.device = torch.device("cuda")  # reserving itself asks for no device
     for longest in (1000, 1100):
-        runner.reserve_rows(longest, width=8)
+        runner.reserve_rows(longest, width=8, spd_k=0)
         assert runner.cache.capacity == runner.cache.rounded(longest + 8)
+
+
+def test_slots_grow_when_a_long_request_is_admitted(pair):
+    """One outlier sized every slot from the first round on; now it comes last."""
+    runner, seen = ModelRunner(pair[0], 2, 4096), []
+    runner.use_static_passes(capture=False)
+    outlier = Request(tuple(range(3, 63)) * 15, 4)
+    wanted = [outlier, *(Request((8, 9 + tag), 4, tag=tag) for tag in range(4))]
+    engine = tiny.engine(runner, NoDrafter(), 0, eos=frozenset())
+    for record in engine.run(wanted):
+        seen.append((record.request is outlier, runner.cache.capacity))
+    assert seen[:3] == [(False, 768)] * 3
+    assert seen[-1] == (True, 1024)
 
 
 def test_memory_that_runs_out_behind_a_last_token_ends_nothing(pair, monkeypatch):
@@ -347,7 +360,7 @@ def test_other_errors_are_not_taken_for_memory(pair):
 
 def test_auto_batch_fits_sequences_to_free_memory(pair, monkeypatch):
     work = SequenceWork(ModelRunner(pair[0], 1, 512), width=7)
-    each = work.bytes_for(100)
+    (each,) = work.bytes_for(100).values()
     kv = 2 * 2 * 2 * 8 * 4  # layers, K and V, K/V heads, head size, float32
     assert each == kv * 256 + 7 * 64 * (8 + 4)  # capacity comes in blocks of 256 tokens
     monkeypatch.setattr(oom, "free_bytes", lambda device: 10 * each)
@@ -361,8 +374,8 @@ def test_auto_batch_fits_sequences_to_free_memory(pair, monkeypatch):
 def test_auto_batch_counts_the_distributions_of_sampling_sequences(pair):
     """A draft of K tokens is verified against K distributions of the whole vocabulary (64)."""
     runner = ModelRunner(pair[1], 1, 512)
-    greedy = SequenceWork(runner, 2).bytes_for(100)
-    assert SequenceWork(runner, 2, kept=9).bytes_for(100) == greedy + 9 * 64 * 4
+    (greedy,) = SequenceWork(runner, 2).bytes_for(100).values()
+    assert SequenceWork(runner, 2, kept=9).bytes_for(100) == {runner.device: greedy + 9 * 64 * 4}
 
 
 def test_memory_stays_flat_over_many_requests(pair):

@@ -146,7 +146,7 @@ class Watched(BlockDrafter):
     def propose(self, running, limits):
         draft = super().propose(running, limits)
         for slot, sequence in enumerate(running):
-            if chain := draft.chain(slot):
+            if chain := draft.on_host().tokens[slot]:
                 known, last = sequence.tokens[:-1], sequence.tokens[-1:]
                 fresh = self.fresh()
                 seen = block_heads.features(self.target, self.wants_features, known)

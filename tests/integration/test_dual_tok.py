@@ -303,7 +303,7 @@ def watched(pair, slots, name="model"):
     def checked(running, draft):
         nonlocal drafted, wrong
         for slot, sequence in enumerate(running):
-            chain = draft.chain(slot)
+            chain = draft.on_host().tokens[slot]
             parts = [shared.read(t, first=not i) for i, t in enumerate(sequence.tokens)]
             ids = [index for part in parts for index in part]
             with torch.inference_mode():

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import torch._inductor as inductor
+import torch._inductor.metrics
 
 from fly.execution.cuda_graphs import CudaGraphRunner
 from fly.execution.model_runner import ModelRunner
@@ -20,10 +22,10 @@ def pair():
     return target, tiny.noisy_copy(target, 0.01)
 
 
-def decode(pair, name, slots, static, rule=tiny.EXACT, budget=24):
+def decode(pair, name, slots, static, rule=tiny.EXACT, budget=24, k=5):
     capture = False if static else None
     drafter = tiny.drafter(name, slots, pair[1], capture=capture)
-    engine = tiny.engine(tiny.runner(pair[0], slots, capture), drafter, 5, rule)
+    engine = tiny.engine(tiny.runner(pair[0], slots, capture), drafter, k, rule)
     records = tiny.decode_all(engine, tiny.prompts(8), budget)
     return engine, records
 
@@ -48,9 +50,9 @@ def test_the_draft_loop_runs_in_one_piece(pair, monkeypatch):
     asked = []
     honest = ModelRunner.chain
 
-    def chain(self, feeds, steps):
+    def chain(self, feeds, steps, choose):
         asked.append(steps)
-        return honest(self, feeds, steps)
+        return honest(self, feeds, steps, choose)
 
     monkeypatch.setattr(ModelRunner, "chain", chain)
     engine, records = decode(pair, "model", 1, True)
@@ -75,14 +77,16 @@ def test_a_graph_that_forgets_the_lengths_is_noticed(pair, monkeypatch):
     assert outcome(decode(pair, "model", 3, True)[1]) != expected
 
 
-def test_shapes_are_few(pair):
+@pytest.mark.parametrize(("k", "buckets"), [(5, {1, 2, 3, 4, 5}), (10, {1, 2, 3, 4, 6, 8, 10})])
+def test_shapes_are_few_and_fit_the_usual_draft(pair, k, buckets):
     """Batch sizes and widths come in buckets: sequences that end and short last rounds cost no
-    capture."""
-    engine, _ = decode(pair, "model", 3, True)
-    target, draft = engine._target.static, engine._drafter.runner.static
-    assert {width for _, _, width, _, _ in target._captured} <= {1, 2, 3, 5, 9}
-    assert {steps for *_, steps in draft._captured} <= {1, 2, 4, 8}  # budgets end anywhere
-    assert len(target._captured) <= 3 * 5 * 2
+    capture. Rounded to powers of two, every round of K = 10 would compute 16 steps."""
+    engine, _ = decode(pair, "model", 3, True, budget=40, k=k)
+    target, draft = (r.static._captured for r in (engine._target, engine._drafter.runner))
+    steps = {key[4] for key in draft}
+    assert k in steps
+    assert steps <= buckets  # budgets end anywhere
+    assert {key[2] for key in target} <= {1, *(1 + bucket for bucket in buckets)}
 
 
 def test_a_pass_that_cannot_be_captured_falls_back_and_says_why(pair, monkeypatch, caplog):
@@ -94,6 +98,23 @@ def test_a_pass_that_cannot_be_captured_falls_back_and_says_why(pair, monkeypatc
     assert engine._target.static.failure == "operation not permitted when stream is capturing"
     assert "eager passes from here on: operation not permitted" in caplog.text
     assert outcome(static) == outcome(decode(pair, "model", 2, False)[1])
+
+
+@pytest.mark.slow
+def test_compiled_passes_are_eager_ones_with_fewer_kernels(pair):
+    """`compile=inductor`, on a CPU in float32, without capture: eager passes launch 42 to 45
+    kernels per layer."""
+    compiled, eager = (tiny.runner(pair[0], 2) for _ in range(2))
+    compiled.use_static_passes(capture=False, compiles=True)
+    for runner in (compiled, eager):
+        for slot in range(2):
+            runner.prefill(slot, [5, 6, 7])
+    inductor.metrics.reset()
+    for feeds in ([[8], [11]], [[8, 9, 10], [11]]):
+        found_BQV, expected_BQV = compiled.extend(feeds), eager.extend(feeds)
+        torch.testing.assert_close(found_BQV[0], expected_BQV[0], atol=1e-4, rtol=1e-4)
+    assert compiled.static.failure is None
+    assert 0 < inductor.metrics.generated_kernel_count < 2 * 2 * 42  # passes, layers
 
 
 def test_growing_the_cache_drops_graphs_that_read_the_old_one(pair):

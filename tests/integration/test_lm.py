@@ -499,6 +499,19 @@ def test_preparation_is_reported_and_does_not_change_the_model_s_size(saved_pair
     assert len(ready.generate_until(instances({"max_gen_toks": 10}))) == 5
 
 
+def test_n_grams_are_looked_up_where_that_pays(saved_pair, caplog):
+    """Shipped pairs set it to true, which on a GPU made the host wait at every step."""
+    with caplog.at_level("INFO"):
+        eager = fly_lm(saved_pair, dtype="bfloat16", compile="off", use_ngram=None)
+    assert "use_ngram=null: false for a draft of eager passes" in caplog.text
+    assert eager.results_entry()["config"]["use_ngram"] is False
+    assert eager.fly_config.drafter_name == "model"
+    if kernels.why_not() is None:
+        packed = fly_lm(saved_pair, dtype="bfloat16", use_ngram=None)
+        assert packed.fly_config.drafter_name == "cascade"
+        assert packed.with_config(packed.fly_config).fly_config.use_ngram is True
+
+
 def test_overrides_reach_the_keys_whose_values_are_words(saved_pair):
     assert fly_lm(saved_pair, draft_quantization="none").fly_config.draft_quantization == "none"
     assert fly_lm(saved_pair, drafter="none").fly_config.drafter is None

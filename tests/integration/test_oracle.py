@@ -53,7 +53,7 @@ class ScriptedTarget:
         self.lengths = [0] * slots
         self.fed = [[] for _ in range(slots)]
 
-    def reserve_rows(self, longest, *, width, steps=0):
+    def reserve_rows(self, longest, *, width, spd_k):
         pass
 
     def prefill(self, slot, tokens, *, reuse=True):
@@ -119,7 +119,9 @@ class ScriptedDrafter(Drafter):
         assert running == self.admitted[: len(running)], "sequences changed slots unannounced"
         chains = [self._chain(s.tokens, limit) for s, limit in zip(running, limits)]
         draft = HostDraft(chains)
-        return DeviceDraft(*draft.padded(torch.device("cpu"))) if self.on_device else draft
+        if not self.on_device:
+            return draft
+        return DeviceDraft(*draft.padded(torch.device("cpu")), None, [False] * len(chains))
 
     def _chain(self, tokens, limit):
         chain = []

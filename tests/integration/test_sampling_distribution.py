@@ -22,7 +22,7 @@ from fly.speculation.drafters.base import NoDrafter
 from fly.speculation.drafters.cascade import CascadeDrafter
 from fly.speculation.drafters.draft_model import ModelDrafter
 from fly.speculation.rules.gates import RankGate
-from fly.speculation.sampling import Noise, Sampling, draw, rejection_sample
+from fly.speculation.sampling import Noise, Sampling, draw, rejection_sample, seen_tokens
 from fly.speculation.sequence import Request, Sequence
 from tests import heads, tiny
 
@@ -174,7 +174,7 @@ def earlier_for(name, budget):
 
 def processed(logits, settings):
     """Probabilities, float64, [..., V]: without a penalty they do not look at the tokens."""
-    scores = settings.process(logits.reshape(-1, V), (0,), ())
+    scores = settings.process(logits.reshape(-1, V))
     return torch.softmax(scores.double(), -1).view(logits.shape)
 
 
@@ -233,36 +233,36 @@ def test_every_drafter_leaves_the_distribution_as_it_is(name, draft, k):
 # Mutants of exact verification
 
 
-def either_of_two(p_NV, q_KV, draft_K, noise):
+def either_of_two(p, q, draft, noise):
     """The draft stands if it matches either of two independent draws."""
-    k = len(draft_K)
-    target_N = draw(p_NV, noise.target[: k + 1])
-    second_K = draw(p_NV[:k], noise.accept[:k])
-    return (target_N[:k] == draft_K) | (second_K == draft_K), target_N
+    k = draft.shape[-1]
+    target = draw(p, noise.target)
+    second = draw(p[..., :k, :], noise.accept)
+    return (target[..., :k] == draft) | (second == draft), target
 
 
-def without_residual(p_NV, q_KV, draft_K, noise):
+def without_residual(p, q, draft, noise):
     """After a rejection the token is drawn from p, not from what q left of it."""
-    matches_K, target_N = rejection_sample(p_NV, q_KV, draft_K, noise)
-    own_N = draw(p_NV, noise.target[: len(target_N)])
-    own_N[:-1] = torch.where(matches_K, draft_K, own_N[:-1])
-    return matches_K, own_N
+    matches, _ = rejection_sample(p, q, draft, noise)
+    own = draw(p, noise.target)
+    own[..., :-1] = torch.where(matches, draft, own[..., :-1])
+    return matches, own
 
 
-def one_uniform(p_NV, q_KV, draft_K, noise):
+def one_uniform(p, q, draft, noise):
     """The number that rejected the draft also draws in its place."""
-    again = torch.cat([noise.accept, noise.target[-1:]])
-    return rejection_sample(p_NV, q_KV, draft_K, Noise(noise.draft, noise.accept, again))
+    again = torch.cat([noise.accept, noise.target[..., -1:]], dim=-1)
+    return rejection_sample(p, q, draft, Noise(noise.draft, noise.accept, again))
 
 
-def drafted_and_accepted_by_one_uniform(p_NV, q_KV, draft_K, noise):
-    return rejection_sample(p_NV, q_KV, draft_K, Noise(noise.draft, noise.draft, noise.target))
+def drafted_and_accepted_by_one_uniform(p, q, draft, noise):
+    return rejection_sample(p, q, draft, Noise(noise.draft, noise.draft, noise.target))
 
 
-def one_position_late(p_NV, q_KV, draft_K, noise):
+def one_position_late(p, q, draft, noise):
     """Draft probabilities of the position before."""
-    late_KV = None if q_KV is None else torch.cat([q_KV[:1], q_KV[:-1]])
-    return rejection_sample(p_NV, late_KV, draft_K, noise)
+    late = None if q is None else torch.cat([q[..., :1, :], q[..., :-1, :]], dim=-2)
+    return rejection_sample(p, late, draft, noise)
 
 
 def drawn_colder(q_NV, uniform_N):
@@ -332,7 +332,8 @@ def continuations(model, prompt, budget, settings, eos):
         logits_NV = model(torch.tensor(prefixes)).logits[:, -1]
         longer = {}
         for (tokens, probability), before, logits_V in zip(going.items(), prefixes, logits_NV):
-            scores_NV = settings.process(logits_V[None], before, ())
+            seen_NV = seen_tokens([before], torch.empty(1, 0, dtype=torch.long), V)[0]
+            scores_NV = settings.process(logits_V[None], seen_NV)
             for token, p in enumerate(torch.softmax(scores_NV.double(), -1)[0].tolist()):
                 where = ended if token in eos else longer
                 where[(*tokens, token)] = probability * p
@@ -425,8 +426,8 @@ def test_a_draft_penalised_as_a_whole_is_noticed(models, monkeypatch):
     """The mutant of the penalty: every position of the target sees all drafted tokens."""
     honest = Sampling.process
 
-    def all_at_once(self, logits_NV, before, drafted):
-        return honest(self, logits_NV, [*before, *drafted], [before[0]] * len(drafted))
+    def all_at_once(self, logits, seen=None):
+        return honest(self, logits, None if seen is None else seen[..., -1:, :].expand_as(seen))
 
     target, drafts = models
     expected = continuations(target, PROMPT, 3, PENALTY, NO_EOS)

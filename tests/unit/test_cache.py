@@ -101,7 +101,7 @@ def test_memory_does_not_grow_past_what_is_expected(target):
     """Growing by half took 1.4 times the K/V that --batch_size auto counts."""
     runner = tiny.runner(target, 1)
     runner.max_length = 2000
-    runner.reserve_rows(1300, width=9)
+    runner.reserve_rows(1300, width=9, spd_k=8)
     for tokens in range(1, 1310):
         runner.reserve(tokens)
     assert runner.cache.capacity == SlotCache.rounded(1309) == 1536

@@ -14,9 +14,9 @@ from fly.speculation.sampling import (
     Noise,
     NoiseStream,
     Sampling,
-    _histories,
     draw,
     rejection_sample,
+    seen_tokens,
 )
 from tests import tiny
 
@@ -38,6 +38,12 @@ SETTINGS = [
 @pytest.fixture(scope="module")
 def model():
     return tiny.model(11)
+
+
+def processed(settings, logits_NV, before, drafted):
+    """Row i follows the tokens `before` and the first i of `drafted`."""
+    seen_BNV = seen_tokens([before], torch.tensor([drafted]).long(), logits_NV.shape[-1])
+    return settings.process(logits_NV, seen_BNV[0, : len(logits_NV)])
 
 
 def generated(model, settings, prompt, count):
@@ -68,7 +74,7 @@ def test_processing_is_that_of_transformers_generate(model, settings):
     """Another order of the processors, or one left out, moves the cut of top-p and min-p."""
     prompt = [5, 9, 5, 30, 12]
     tokens, logits_NV, scores_NV = generated(model, settings, prompt, 12)
-    mine_NV = settings.process(logits_NV, prompt, tokens[:-1])
+    mine_NV = processed(settings, logits_NV, prompt, tokens[:-1])
     assert torch.equal(mine_NV.isinf(), scores_NV.isinf())
     torch.testing.assert_close(mine_NV, scores_NV, rtol=1e-6, atol=1e-6)
     if settings != Sampling(1.0):
@@ -83,9 +89,9 @@ def test_tokens_that_tie_with_the_kth_are_kept(size, step, top_p):
     logits_NV = (torch.randn(20, size, generator=generator) / step).round() * step
     expected_NV = TopKLogitsWarper(50)(None, logits_NV.clone())
     assert int((expected_NV > -math.inf).sum(-1).max()) > 50
-    mine_NV = Sampling(1.0, top_k=50).process(logits_NV, [1], ())
+    mine_NV = processed(Sampling(1.0, top_k=50), logits_NV, [1], ())
     assert torch.equal(mine_NV, expected_NV)
-    cut_NV = Sampling(1.0, top_k=50, top_p=top_p).process(logits_NV, [1], ())
+    cut_NV = processed(Sampling(1.0, top_k=50, top_p=top_p), logits_NV, [1], ())
     kept = (cut_NV > -math.inf).sum(-1)
     reference_NV = TopPLogitsWarper(top_p)(None, expected_NV) if top_p < 1 else expected_NV
     assert torch.equal(kept, (reference_NV > -math.inf).sum(-1))
@@ -101,7 +107,7 @@ def test_processors_come_in_the_order_of_transformers(model):
     row_L = torch.tensor([[4, 4, 8, 17, 63]])
     logits_NV = 6 * torch.randn(1, 64, generator=torch.Generator().manual_seed(3))
     expected_NV = pipeline(row_L, logits_NV.clone())
-    torch.testing.assert_close(settings.process(logits_NV, row_L[0].tolist(), ()), expected_NV)
+    torch.testing.assert_close(processed(settings, logits_NV, row_L[0].tolist(), ()), expected_NV)
     assert 0 < int(expected_NV.isinf().sum()) < 63
 
 
@@ -109,7 +115,7 @@ def test_a_row_of_a_chain_is_penalised_for_the_tokens_before_it_only():
     """A penalty for the whole chain would punish a draft for proposing the token at all."""
     settings = Sampling(1.0, repetition_penalty=2.0)
     logits_NV = torch.ones(4, 10)
-    scores_NV = settings.process(logits_NV, [1, 2], [3, 4, 1])
+    scores_NV = processed(settings, logits_NV, [1, 2], [3, 4, 1])
     penalised = [set(torch.nonzero(row == 0.5)[:, 0].tolist()) for row in scores_NV]
     assert penalised == [{1, 2}, {1, 2, 3}, {1, 2, 3, 4}, {1, 2, 3, 4}]
     assert int((scores_NV == 1).sum()) == 40 - sum(map(len, penalised))
@@ -120,15 +126,14 @@ def test_a_penalty_where_the_first_tokens_are_past_the_vocabulary():
     up that has no row, and the first token stood for such ids."""
     settings = Sampling(repetition_penalty=2.0)
     logits = torch.ones(2, 6)
-    found = settings.process(logits, [9, 3, 8], [7])
+    found = processed(settings, logits, [9, 3, 8], [7])
     assert found.tolist() == [[1, 1, 1, 0.5, 1, 1]] * 2
-    assert settings.process(logits, [9, 8], [7]).tolist() == logits.tolist()
-    assert _histories([9, 3, 8], [7], 6).max() < 6
+    assert processed(settings, logits, [9, 8], [7]).tolist() == logits.tolist()
 
 
 def test_negative_logits_are_penalised_downwards_and_the_input_stays():
     logits_NV = torch.tensor([[-1.0, 2.0, -3.0]])
-    scores_NV = Sampling(repetition_penalty=2.0).process(logits_NV, [0, 1], ())
+    scores_NV = processed(Sampling(repetition_penalty=2.0), logits_NV, [0, 1], ())
     assert scores_NV.tolist() == [[-2.0, 1.0, -3.0]]
     assert logits_NV.tolist() == [[-1.0, 2.0, -3.0]]
 
@@ -137,15 +142,17 @@ def test_the_token_after_the_chain_is_not_taken_for_part_of_it():
     """`drafted` may be longer than the logits (a draft scored in parts): the rest is not seen."""
     settings = Sampling(1.0, repetition_penalty=2.0)
     logits_NV = torch.ones(2, 6)
-    short = settings.process(logits_NV, [1], [2])
-    assert torch.equal(settings.process(logits_NV, [1], [2, 3, 4]), short)
+    short = processed(settings, logits_NV, [1], [2])
+    assert torch.equal(processed(settings, logits_NV, [1], [2, 3, 4]), short)
 
 
 def test_bfloat16_logits_are_processed_in_float32():
     logits_NV = torch.randn(3, 50, generator=torch.Generator().manual_seed(1)).bfloat16()
-    scores_NV = Sampling(0.7, top_p=0.9).process(logits_NV, [1], [2, 3])
+    scores_NV = processed(Sampling(0.7, top_p=0.9), logits_NV, [1], [2, 3])
     assert scores_NV.dtype == torch.float32
-    assert torch.equal(scores_NV, Sampling(0.7, top_p=0.9).process(logits_NV.float(), [1], [2, 3]))
+    assert torch.equal(
+        scores_NV, processed(Sampling(0.7, top_p=0.9), logits_NV.float(), [1], [2, 3])
+    )
 
 
 # Draws
@@ -346,7 +353,7 @@ def test_a_token_the_target_excludes_never_stands():
     zeros = torch.zeros(2, dtype=torch.float64)
     for q in (q_KV, None):
         matches_K, target_N = rejection_sample(
-            p_NV, q, torch.tensor([0]), Noise(zeros, zeros, zeros)
+            p_NV, q, torch.tensor([0]), Noise(zeros[:1], zeros[:1], zeros)
         )
         assert matches_K.tolist() == [False]
         assert target_N.tolist() == [1, 0]
@@ -411,7 +418,7 @@ def test_what_is_greedy_and_what_is_plain():
 
 def test_greedy_requests_keep_the_penalty_only():
     logits_NV = torch.randn(2, 8, generator=torch.Generator().manual_seed(6))
-    filtered = Sampling(top_k=2, top_p=0.3, min_p=0.5).process(logits_NV, [1], [2])
+    filtered = processed(Sampling(top_k=2, top_p=0.3, min_p=0.5), logits_NV, [1], [2])
     assert torch.equal(filtered, logits_NV)
 
 
@@ -419,7 +426,7 @@ def test_greedy_requests_keep_the_penalty_only():
 def test_whole_numbers_are_good_settings(settings):
     """lm-eval hands on `temperature=2` as an int, which transformers refuses in mid-run."""
     logits_NV = torch.randn(1, 8, generator=torch.Generator().manual_seed(6))
-    assert torch.isfinite(Sampling(**settings).process(logits_NV, [1], [])).all()
+    assert torch.isfinite(processed(Sampling(**settings), logits_NV, [1], [])).all()
 
 
 @pytest.mark.parametrize(
@@ -434,4 +441,4 @@ def test_settings_that_would_fail_in_mid_run_are_refused(name, value):
 def test_all_that_tie_with_the_last_of_top_k_stay():
     logits = torch.zeros(1, 300)
     logits[0, 0] = 1.0
-    assert Sampling(1.0, top_k=2).process(logits, (0,), ()).isfinite().all()
+    assert processed(Sampling(1.0, top_k=2), logits, (0,), ()).isfinite().all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -32,9 +33,9 @@ class Head(PreTrainedModel):
         """What one token of a sequence takes: K/V, and states that are kept."""
         raise NotImplementedError
 
-    def bytes_for(self, tokens: int) -> int:
+    def bytes_for(self, tokens: int) -> dict[torch.device, int]:
         """What a sequence of so many tokens takes, for `batch_size=auto`."""
-        return self.bytes_per_token * SlotCache.rounded(tokens)
+        return {self.device: self.bytes_per_token * SlotCache.rounded(tokens)}
 
     def runner(self, target: PreTrainedModel, slots: int, max_length: int) -> SlotRunner:
         """What its drafter runs it by, for sequences of up to `max_length` tokens."""

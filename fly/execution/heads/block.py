@@ -207,7 +207,7 @@ class BlockRunner(SlotRunner):
         width = max(counts)
         if width == 0:
             return
-        positions_BN = self._begin(first_slot, len(counts), width).to(self.device)
+        positions_BN = self._begin(first_slot, len(counts), width)
         features_BNF = features_BNF[:, :width].to(self.device, self.dtype).contiguous()
         self.head.write_context(features_BNF, positions_BN, self.cache)
         for slot, count in enumerate(counts, start=first_slot):
@@ -218,14 +218,15 @@ class BlockRunner(SlotRunner):
         """States [B, most_drafts, D] that draft what follows the last tokens of slots 0..B-1."""
         width = self.spec.block_size
         positions_BP = self._begin(0, len(last), width)
-        ids_BP = torch.full_like(positions_BP, self.spec.mask_token_id)
-        ids_BP[:, 0] = torch.tensor(last)
-        x_BPD = self.target.get_input_embeddings()(ids_BP.to(input_device(self.target)))
+        masks = [self.spec.mask_token_id] * (width - 1)
+        ids_BP = torch.tensor([[token, *masks] for token in last])
+        ids_BP = ids_BP.to(input_device(self.target), non_blocking=True)
+        x_BPD = self.target.get_input_embeddings()(ids_BP)
         sees_all_BP = positions_BP[:, -1:].expand(-1, width)
         states_BPD = self.head(
             x_BPD.to(self.device, self.dtype),
-            positions_BP.to(self.device),
-            causal_mask(sees_all_BP, self.cache.read_length, self.dtype).to(self.device),
+            positions_BP,
+            causal_mask(sees_all_BP, self.cache.read_length, self.dtype),
             self.cache,
         )
         return states_BPD[:, width - self.spec.most_drafts :]

@@ -213,7 +213,18 @@ class Eagle3Runner(SlotRunner):
         """
         hidden_BQH = self._pass(0, tokens, states)
         last_B = torch.tensor([max(0, len(row) - 1) for row in tokens])
-        return self.head.predict(hidden_BQH[torch.arange(len(tokens)), last_B])
+        last_B = last_B.to(self.device, non_blocking=True)
+        return self.head.predict(hidden_BQH[torch.arange(len(tokens), device=self.device), last_B])
+
+    @torch.inference_mode()
+    def extend_ids(
+        self, ids_B: Tensor, states_BH: Tensor, stay: list[bool]
+    ) -> tuple[Tensor, Tensor]:
+        """`extend` by one pair for tokens that are on the device only; stay: of which sequences."""
+        hidden_B1H = self._pass_of(0, ids_B[:, None], states_BH[:, None])
+        for slot, stays in enumerate(stay):
+            self.lengths[slot] += stays
+        return self.head.predict(hidden_B1H[:, 0])
 
     @torch.inference_mode()
     def score(self, tokens: list[int], states_QH: Tensor) -> Tensor:
@@ -221,9 +232,14 @@ class Eagle3Runner(SlotRunner):
         return self.head.predict(self._pass(0, [tokens], [states_QH])[0])[0]
 
     def _pass(self, first_slot: int, tokens: list[list[int]], states: list[Tensor]) -> Tensor:
-        ids_BQ = padded(tokens)
-        states_BQH = pad_sequence(states, batch_first=True)
-        positions_BQ = self._begin(first_slot, *ids_BQ.shape).to(self.device)
+        ids_BQ = padded(tokens).to(self._embed.weight.device, non_blocking=True)
+        hidden_BQH = self._pass_of(first_slot, ids_BQ, pad_sequence(states, batch_first=True))
+        for slot, row in enumerate(tokens, start=first_slot):
+            self.lengths[slot] += len(row)
+        return hidden_BQH
+
+    def _pass_of(self, first_slot: int, ids_BQ: Tensor, states_BQH: Tensor) -> Tensor:
+        positions_BQ = self._begin(first_slot, *ids_BQ.shape)
         embeddings_BQH = self._embed(ids_BQ.to(self._embed.weight.device))
         hidden_BQH: Tensor = self.head(
             embeddings_BQH.to(self.device, self.head.dtype),
@@ -232,6 +248,4 @@ class Eagle3Runner(SlotRunner):
             causal_mask(positions_BQ, self.cache.read_length, self.head.dtype),
             self.cache,
         )
-        for slot, row in enumerate(tokens, start=first_slot):
-            self.lengths[slot] += len(row)
         return hidden_BQH

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from fly.errors import FlyError
+from fly.execution.cuda_graphs import Drafted
 from fly.execution.heads.block import BlockRunner
 from fly.speculation.drafters.base import Drafter, DrafterContext
-from fly.speculation.drafters.draft import Draft
-from fly.speculation.drafters.draft_model import Chain, draft_of, lengthen
+from fly.speculation.drafters.draft import Draft, HostDraft
+from fly.speculation.drafters.draft_model import DraftSampler
 from fly.speculation.sequence import Sequence, Verdict
 
 
@@ -41,7 +42,7 @@ class BlockDrafter(Drafter):
         self.runner = runner
         self.wants_features = runner.spec.layers
         self.devices = (runner.device,)
-        self._eos_ids = eos_ids
+        self._eos = torch.tensor(sorted(eos_ids), dtype=torch.long, device=runner.device)
         self._confidence = confidence
 
     def reserve(self, longest: int, spd_k: int) -> None:
@@ -57,25 +58,26 @@ class BlockDrafter(Drafter):
     def propose(self, running: list[Sequence], limits: list[int]) -> Draft:
         # the head has learned no positions past its own context; the target goes on alone there
         rooms = [max(0, self.runner.max_length - len(s.tokens)) for s in running]
-        chains = [Chain(min(limit, room)) for limit, room in zip(limits, rooms)]
-        if any(chain.is_open for chain in chains):
-            states_BKD = self.runner.draft([s.tokens[-1] for s in running])
-            states_BKD = states_BKD[:, : max(chain.limit for chain in chains)]
-            logits_BKD = self.runner.logits(states_BKD)
-            for states_BD, logits_BD in zip(states_BKD.unbind(dim=1), logits_BKD.unbind(dim=1)):
-                self._lengthen(running, chains, states_BD, logits_BD)
-        return draft_of(chains)
-
-    def _lengthen(
-        self, running: list[Sequence], chains: list[Chain], states_BD: Tensor, logits_BD: Tensor
-    ) -> None:
-        ends = [(chain.tokens or s.tokens)[-1] for s, chain in zip(running, chains)]
-        before_B = torch.tensor(ends, device=states_BD.device)
-        if self._confidence is not None:
-            sure = self.runner.confidence(states_BD, before_B).tolist()
-            for chain, probability in zip(chains, sure):
-                chain.ended = chain.ended or probability < self._confidence
-        lengthen(running, chains, self.runner.after(logits_BD, before_B), self._eos_ids)
+        limits = [min(limit, room) for limit, room in zip(limits, rooms)]
+        if not (steps := max(limits)):
+            return HostDraft([[] for _ in running])
+        last, sampler = (
+            [s.tokens[-1] for s in running],
+            DraftSampler(running, steps, self._eos.device),
+        )
+        states_BKD = self.runner.draft(last)[:, :steps]
+        logits_BKD = self.runner.logits(states_BKD)
+        before_B = torch.tensor(last).to(self._eos.device, non_blocking=True)
+        drafted, is_sure = list[Drafted](), list[Tensor]()
+        for step in range(steps):
+            if self._confidence is not None:
+                confidence_B = self.runner.confidence(states_BKD[:, step], before_B)
+                is_sure.append(confidence_B >= self._confidence)
+            logits_BV = self.runner.after(logits_BKD[:, step], before_B)
+            drafted.append(sampler(logits_BV, step, *sampler.inputs))
+            before_B = drafted[-1].tokens.clamp(min=0)
+        is_sure_BK = torch.stack(is_sure, dim=1) if is_sure else None
+        return sampler.draft(Drafted.together(drafted), limits, self._eos, is_sure_BK)
 
     def commit(
         self, running: list[Sequence], verdicts: list[Verdict], features: Tensor | None = None

@@ -12,7 +12,7 @@ from fly.execution.model_runner import ModelRunner
 from fly.speculation.acceptance import AcceptanceEstimate
 from fly.speculation.draft_length import expected_tokens
 from fly.speculation.drafters.base import Drafter, DrafterContext
-from fly.speculation.drafters.draft import Draft, HostDraft
+from fly.speculation.drafters.draft import Draft
 from fly.speculation.drafters.draft_model import CATCH_UP, ModelDrafter
 from fly.speculation.drafters.lookup import Lookup
 from fly.speculation.drafters.ngram import NgramIndex, ngram_sizes
@@ -100,7 +100,7 @@ class CascadeDrafter(ModelDrafter):
     def reserve(self, longest: int, spd_k: int) -> None:
         # a sequence that texts were drafted for is fed what the draft model lacks, with a guess
         width = max(spd_k + 1, CATCH_UP + self._count if self._lookup else 0)
-        self.runner.reserve_rows(longest, width=width, steps=spd_k)
+        self.runner.reserve_rows(longest, width=width, spd_k=spd_k)
 
     def propose(self, running: list[Sequence], limits: list[int]) -> Draft:
         if self._lookup is None:
@@ -111,14 +111,12 @@ class CascadeDrafter(ModelDrafter):
         draft = super().propose(running, left)
         if not any(found):
             return draft
-        slots = range(len(running))
-        texts = [draft.chain(slot) for slot in slots]
-        by = [draft.drafted_by(slot, len(texts[slot])) for slot in slots]
+        host = draft.on_host()
         for slot, proposal in enumerate(found):
             if proposal:
-                texts[slot], by[slot] = proposal.tokens, proposal.by
-        q = [draft.probabilities(slot) for slot in slots]
-        return HostDraft(texts, by, q, free=[proposal is not None for proposal in found])
+                host.tokens[slot], host.by[slot] = proposal.tokens, proposal.by
+                host.q[slot], host.free[slot] = None, True
+        return host
 
     def _guess(self, running: list[Sequence], unseen: list[list[int]]) -> list[list[int]]:
         guesses: list[list[int]] = []

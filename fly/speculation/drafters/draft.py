@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from fly.execution.model_runner import ModelRunner
 
@@ -20,8 +21,8 @@ class Draft(ABC):
     """
 
     @abstractmethod
-    def chain(self, slot: int) -> list[int]:
-        """One sequence's draft tokens, on the host."""
+    def on_host(self) -> HostDraft:
+        """The same, its tokens on the host, which waits for them."""
 
     @abstractmethod
     def padded(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -36,9 +37,16 @@ class Draft(ABC):
         """Who proposed each of the first `length` tokens: letters of fly.runs.records.SOURCES."""
         return "d" * length
 
-    def probabilities(self, slot: int) -> Tensor | None:
-        """What the tokens were drawn from, [K, V]; None if they were not drawn."""
-        return None
+    @abstractmethod
+    def width(self, slots: list[int]) -> int:
+        """The longest of these chains, or more."""
+
+    def is_drawn(self, slot: int) -> bool:
+        return False
+
+    def probabilities(self, slots: list[int]) -> Tensor:
+        """What the tokens of these chains were drawn from, if they were: [len(slots), K, V]."""
+        raise NotImplementedError
 
     def is_free(self, slot: int) -> bool:
         """Whether the chain was taken from a text, at no cost, so that it says nothing of what
@@ -47,8 +55,9 @@ class Draft(ABC):
 
 
 class HostDraft(Draft):
-    """by, q, free: what `drafted_by`, `probabilities` and `is_free` say, per sequence. In a cascade
-    n-grams that the draft model confirmed are the n-gram's."""
+    """by, q, free: who drafted each token, what they were drawn from ([K, V], None if they were
+    not), and whether the chain is free; per sequence. In a cascade n-grams that the draft model
+    confirmed are the n-gram's."""
 
     def __init__(
         self,
@@ -57,43 +66,76 @@ class HostDraft(Draft):
         q: list[Tensor | None] | None = None,
         free: list[bool] | None = None,
     ) -> None:
-        self._tokens, self._by, self._q, self._free = tokens, by, q, free
+        self.tokens = tokens
+        self.by = by or ["d" * len(chain) for chain in tokens]
+        self.q = q or [None] * len(tokens)
+        self.free = free or [False] * len(tokens)
 
-    def chain(self, slot: int) -> list[int]:
-        return self._tokens[slot]
+    def on_host(self) -> HostDraft:
+        return self
 
     def padded(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        width = max(len(chain) for chain in self._tokens)
-        padded = [chain + [-1] * (width - len(chain)) for chain in self._tokens]
-        lengths = [len(chain) for chain in self._tokens]
+        width = max(len(chain) for chain in self.tokens)
+        padded = [chain + [-1] * (width - len(chain)) for chain in self.tokens]
+        lengths = [len(chain) for chain in self.tokens]
+        draft_BK = torch.tensor(padded, dtype=torch.long).reshape(len(padded), width)
         return (
-            torch.tensor(padded, dtype=torch.long, device=device).reshape(len(padded), width),
-            torch.tensor(lengths, device=device),
+            draft_BK.to(device, non_blocking=True),
+            torch.tensor(lengths).to(device, non_blocking=True),
         )
 
     def score(self, target: ModelRunner, last_tokens: list[int]) -> Tensor:
-        return target.extend([[last, *chain] for last, chain in zip(last_tokens, self._tokens)])
+        # a token of -1, from logits that are not finite, is named once all are judged
+        chains = [[max(0, token) for token in chain] for chain in self.tokens]
+        return target.extend([[last, *chain] for last, chain in zip(last_tokens, chains)])
 
     def drafted_by(self, slot: int, length: int) -> str:
-        return super().drafted_by(slot, length) if self._by is None else self._by[slot]
+        return self.by[slot]
 
-    def probabilities(self, slot: int) -> Tensor | None:
-        return None if self._q is None else self._q[slot]
+    def width(self, slots: list[int]) -> int:
+        return max(len(self.tokens[slot]) for slot in slots)
+
+    def is_drawn(self, slot: int) -> bool:
+        return self.q[slot] is not None
+
+    def probabilities(self, slots: list[int]) -> Tensor:
+        found = [q for slot in slots if (q := self.q[slot]) is not None]
+        return found[0][None] if len(found) == 1 else pad_sequence(found, batch_first=True)
 
     def is_free(self, slot: int) -> bool:
-        return self._free is not None and self._free[slot]
+        return self.free[slot]
 
 
 class DeviceDraft(Draft):
-    """The draft model's own greedy tokens. draft_BK: the first length_B[b] are sequence b's."""
+    """The draft model's own tokens. draft_BK: the first length_B[b] are sequence b's. q_BKV: of the
+    sequences whose tokens were `drawn`."""
 
-    def __init__(self, draft_BK: Tensor, length_B: Tensor) -> None:
+    def __init__(
+        self, draft_BK: Tensor, length_B: Tensor, q_BKV: Tensor | None, drawn: list[bool]
+    ) -> None:
         self._draft_BK, self._length_B = draft_BK, length_B
+        self._q_BKV, self._drawn = q_BKV, drawn
 
-    def chain(self, slot: int) -> list[int]:
-        """Waits for the device."""
-        tokens: list[int] = self._draft_BK[slot, : int(self._length_B[slot])].tolist()
-        return tokens
+    def on_host(self) -> HostDraft:
+        rows = torch.cat([self._length_B[:, None], self._draft_BK], dim=1).tolist()
+        host = HostDraft([tokens[:length] for length, *tokens in rows])
+        if self._q_BKV is not None:
+            parts = zip(self._q_BKV, host.tokens, self._drawn)
+            host.q = [q_KV[: len(chain)] if drawn else None for q_KV, chain, drawn in parts]
+        return host
+
+    def width(self, slots: list[int]) -> int:
+        return self._draft_BK.shape[1]
+
+    def is_drawn(self, slot: int) -> bool:
+        return self._drawn[slot]
+
+    def probabilities(self, slots: list[int]) -> Tensor:
+        assert self._q_BKV is not None
+        if len(slots) == len(self._q_BKV):
+            return self._q_BKV
+        device = self._q_BKV.device
+        return self._q_BKV[torch.tensor(slots).to(device, non_blocking=True)]
 
     def padded(self, device: torch.device) -> tuple[Tensor, Tensor]:
         draft_BK, length_B = self._draft_BK.to(device), self._length_B.to(device)
@@ -102,5 +144,5 @@ class DeviceDraft(Draft):
 
     def score(self, target: ModelRunner, last_tokens: list[int]) -> Tensor:
         draft_BK, _ = self.padded(target.device)
-        last_B = torch.tensor(last_tokens).to(draft_BK.device)
+        last_B = torch.tensor(last_tokens).to(draft_BK.device, non_blocking=True)
         return target.extend_ids(torch.cat([last_B[:, None], draft_BK.clamp(min=0)], dim=1))

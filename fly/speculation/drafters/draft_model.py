@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from fly.execution.argmax import NotFiniteError, greedy, mask_nonfinite
+from fly.execution.cuda_graphs import Chooser, Drafted
 from fly.execution.model_runner import ModelRunner, common_prefix
 from fly.speculation.drafters.base import Drafter, DrafterContext
 from fly.speculation.drafters.draft import DeviceDraft, Draft, HostDraft
 from fly.speculation.drafters.draft_view import DraftViews
 from fly.speculation.drafters.ngram import until_eos
-from fly.speculation.sampling import draw
+from fly.speculation.sampling import alike, draw, seen_tokens
 from fly.speculation.sequence import Sequence, Verdict
 
 CATCH_UP = 32  # a sequence this far behind is fed without building logits
@@ -67,7 +68,7 @@ class ModelDrafter(Drafter):
         self._chains: list[Chain] = []
 
     def reserve(self, longest: int, spd_k: int) -> None:
-        self.runner.reserve_rows(longest, width=spd_k + 1, steps=spd_k)
+        self.runner.reserve_rows(longest, width=spd_k + 1, spd_k=spd_k)
 
     def admit(
         self, slot: int, sequence: Sequence, features: Tensor | None = None, *, soon: bool = True
@@ -88,27 +89,24 @@ class ModelDrafter(Drafter):
             self._pass(
                 running, [self._unseen(slot, sequence) for slot, sequence in enumerate(running)]
             )
-        return draft_of(self._chains)
+        return HostDraft(
+            [chain.tokens for chain in self._chains],
+            by=[chain.by for chain in self._chains],
+            q=[_stacked(chain.q) for chain in self._chains],
+        )
 
     def _within_context(self, sequence: Sequence, limit: int) -> int:
         return min(limit, max(0, self.runner.max_length - len(self._views.ids(sequence))))
 
     def _on_device(self, running: list[Sequence]) -> Draft | None:
-        """The whole draft loop as one graph, its tokens left on the device; None without CUDA
-        graphs."""
+        """The whole draft loop, its tokens left on the device; None where the host takes part."""
         limits = [chain.limit for chain in self._chains]
         steps = max(limits)
-        plain = all(sequence.request.sampling.is_plain for sequence in running)
-        if not self.drafts_alone or not plain or steps == 0:
+        if not (self.drafts_alone and self.runner.chains and steps):
             return None
         feeds = [self._unseen(slot, sequence) for slot, sequence in enumerate(running)]
-        limit_B = torch.tensor(limits).to(self.runner.device)
-        drafted_BK = self.runner.chain(feeds, steps)
-        if drafted_BK is None:
-            return None
-        ends_BK = torch.isin(drafted_BK, self._eos)
-        ended_before_BK = ends_BK.cumsum(dim=1) - ends_BK.long() > 0
-        return DeviceDraft(drafted_BK, (~ended_before_BK).sum(dim=1).minimum(limit_B))
+        sampler = DraftSampler(running, steps, self.runner.device)
+        return sampler.draft(self.runner.chain(feeds, steps, sampler), limits, self._eos)
 
     def _unseen(self, slot: int, sequence: Sequence) -> list[int]:
         """What the draft model has not been fed yet of the sequence, drafted tokens too."""
@@ -168,32 +166,72 @@ class ModelDrafter(Drafter):
             self.runner.commit(slot, self._views.ids(sequence), known)
 
 
-def lengthen(
-    running: list[Sequence], chains: list[Chain], logits_BV: Tensor, eos_ids: frozenset[int]
-) -> None:
-    """One token more, greedy or drawn, for every open chain. Raises NotFiniteError."""
-    own_B = mask_nonfinite(greedy(logits_BV), logits_BV).tolist()
-    for slot, (sequence, chain) in enumerate(zip(running, chains)):
-        if not chain.is_open:
-            continue
-        token = own_B[slot]
-        if not sequence.request.sampling.is_plain:
-            (token,) = _own_draws(sequence, chain, logits_BV[slot : slot + 1])
-        if token < 0:
-            at = len(sequence.generated) + len(chain.tokens)
-            raise NotFiniteError("draft", sequence.request, at)
-        chain.tokens.append(token)
-        chain.by += "d"
-        chain.ended = token in eos_ids
+class DraftSampler(Chooser):
+    """Takes every sequence's token of a step from the draft's logits, greedy or drawn as its
+    request says; for one draft of up to `steps` tokens.
 
+    Sequences that all sample in one way may share a graph, unless a penalty looks at their tokens.
+    """
 
-def draft_of(chains: list[Chain]) -> Draft:
-    """What was drafted; the chains give up what they were drawn from."""
-    return HostDraft(
-        [list(chain.tokens) for chain in chains],
-        by=[chain.by for chain in chains],
-        q=[_stacked(chain.q) for chain in chains],
-    )
+    def __init__(self, running: list[Sequence], steps: int, device: torch.device) -> None:
+        samplings = [sequence.request.sampling for sequence in running]
+        is_one = len({*samplings}) == 1
+        all_rows = (samplings[0], [*range(len(running))], slice(None))
+        self._groups = [all_rows] if is_one else [*alike(samplings, device)]
+        self._drawn = [not sampling.is_greedy for sampling in samplings]
+        if any(self._drawn):
+            uniform_BK = torch.zeros(len(running), steps, dtype=torch.float64)
+            for slot, sequence in enumerate(running):
+                if self._drawn[slot]:
+                    uniform_BK[slot] = sequence.noise(steps).draft
+            self.inputs = (uniform_BK.to(device, non_blocking=True),)
+        if not all(sampling.is_plain for sampling in samplings):
+            self.key = samplings[0] if is_one else None
+        self._before: list[list[int]] = []
+        if any(sampling.is_penalised for sampling in samplings):
+            self.key, self._before = None, [sequence.tokens for sequence in running]
+        self._seen: dict[int, Tensor] = {}  # by a group's first slot, [M, V]
+
+    def __call__(self, logits_BV: Tensor, step: int, *inputs: Tensor) -> Drafted:
+        token_B, q_BV = greedy(logits_BV), None
+        if any(self._drawn):
+            q_BV = torch.zeros_like(logits_BV, dtype=torch.float32)
+        for sampling, slots, rows in self._groups:
+            if sampling.is_plain:
+                continue
+            logits_MV, seen_MV = logits_BV[rows], None
+            if sampling.is_penalised:
+                if step == 0:
+                    nothing = torch.empty(len(slots), 0, dtype=torch.long, device=token_B.device)
+                    before = [self._before[slot] for slot in slots]
+                    self._seen[slots[0]] = seen_tokens(before, nothing, logits_MV.shape[-1])[:, 0]
+                seen_MV = self._seen[slots[0]]
+            scores_MV = sampling.process(logits_MV, seen_MV)
+            own_M = scores_MV.argmax(dim=-1)
+            if q_BV is not None and not sampling.is_greedy:
+                q_BV[rows] = q_MV = torch.softmax(scores_MV, dim=-1)
+                own_M = draw(q_MV, inputs[0][rows, step])
+            if seen_MV is not None:
+                seen_MV.scatter_(1, own_M.clamp(max=seen_MV.shape[1] - 1)[:, None], True)
+            token_B[rows] = own_M
+        return Drafted(mask_nonfinite(token_B, logits_BV), q_BV)
+
+    def draft(
+        self,
+        drafted: Drafted,
+        limits: list[int],
+        eos: Tensor,
+        is_sure_BK: Tensor | None = None,
+    ) -> Draft:
+        """At most limits[b] tokens of sequence b, up to EOS, before the first that is not sure."""
+        limit_B = torch.tensor(limits).to(eos.device, non_blocking=True)
+        is_end_BK = torch.isin(drafted.tokens, eos)
+        is_past_BK = is_end_BK.cumsum(dim=1) > is_end_BK.long()
+        if is_sure_BK is not None:
+            is_past_BK |= (~is_sure_BK).cumsum(dim=1) > 0
+        length_B = (~is_past_BK).sum(dim=1).minimum(limit_B)
+        found = DeviceDraft(drafted.tokens, length_B, drafted.q, self._drawn)
+        return found.on_host() if eos.device.type == "cpu" else found
 
 
 def _own_draws(
@@ -204,15 +242,19 @@ def _own_draws(
     Each place in the chain has one random number, so that a guess, which stands if it is what
     was drawn there, changes neither the tokens nor their distribution q.
     """
-    before = [*sequence.tokens, *chain.tokens]
-    scores_NV = sequence.request.sampling.process(logits_NV, before, guess)
-    noise = sequence.noise(len(chain.tokens) + len(scores_NV))
-    if noise is None:
+    sampling, seen_NV = sequence.request.sampling, None
+    if sampling.is_penalised:
+        before, guess_1K = [*sequence.tokens, *chain.tokens], torch.tensor([guess]).long()
+        guess_1K = guess_1K.to(logits_NV.device)
+        seen_NV = seen_tokens([before], guess_1K, logits_NV.shape[-1])[0]
+    scores_NV = sampling.process(logits_NV, seen_NV)
+    if sampling.is_greedy:
         own_N = scores_NV.argmax(dim=-1)
     else:
         q_NV = torch.softmax(scores_NV, dim=-1)
         chain.q.extend(q_NV)
-        own_N = draw(q_NV, noise.draft[len(chain.tokens) :])
+        uniform_N = sequence.noise(len(chain.tokens) + len(q_NV)).draft[len(chain.tokens) :]
+        own_N = draw(q_NV, uniform_N.to(q_NV.device))
     result: list[int] = mask_nonfinite(own_N, logits_NV).tolist()
     return result
 

@@ -18,11 +18,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from fly.execution.cuda_graphs import Drafted
 from fly.execution.heads.eagle3 import Eagle3Runner
 from fly.models.draft_vocabulary import DraftVocabulary
 from fly.speculation.drafters.base import Drafter, DrafterContext
-from fly.speculation.drafters.draft import Draft
-from fly.speculation.drafters.draft_model import CATCH_UP, Chain, draft_of, lengthen
+from fly.speculation.drafters.draft import Draft, HostDraft
+from fly.speculation.drafters.draft_model import CATCH_UP, DraftSampler
 from fly.speculation.sequence import Sequence, Verdict
 
 
@@ -60,7 +61,7 @@ class Eagle3Drafter(Drafter):
         self.devices = (runner.device,)
         self.wants_features = runner.head.layers_read
         self._vocabulary: DraftVocabulary = runner.head.vocabulary.to(runner.device)
-        self._eos_ids = eos_ids
+        self._eos = torch.tensor(sorted(eos_ids), dtype=torch.long, device=runner.device)
         self._known: WeakKeyDictionary[Sequence, TrueStates] = WeakKeyDictionary()
 
     def admit(
@@ -89,15 +90,23 @@ class Eagle3Drafter(Drafter):
         known.first = least
 
     def propose(self, running: list[Sequence], limits: list[int]) -> Draft:
-        chains = [Chain(self._limit(sequence, limit)) for sequence, limit in zip(running, limits)]
-        tokens, states = self._true_pairs(running, chains)
-        while any(chain.is_open for chain in chains):
-            logits_BD, states_BH = self.runner.extend(tokens, states)
+        limits = [self._limit(sequence, limit) for sequence, limit in zip(running, limits)]
+        if not (steps := max(limits)):
+            return HostDraft([[] for _ in running])
+        sampler, drafted = DraftSampler(running, steps, self._eos.device), list[Drafted]()
+        logits_BD, states_BH = self.runner.extend(*self._true_pairs(running, limits))
+        ended_B = torch.zeros(len(running), dtype=torch.bool, device=self._eos.device)
+        for step in range(steps):
+            if step:
+                fed_B, stay = drafted[-1].tokens.clamp(min=0), [limit > step for limit in limits]
+                logits_BD, states_BH = self.runner.extend_ids(fed_B, states_BH, stay)
             logits_BV = self._vocabulary.spread_logits(logits_BD)
-            lengthen(running, chains, logits_BV, self._eos_ids)
-            tokens = [chain.tokens[-1:] if chain.is_open else [] for chain in chains]
-            states = [state_H[None][: len(fed)] for state_H, fed in zip(states_BH, tokens)]
-        return draft_of(chains)
+            drafted.append(sampler(logits_BV, step, *sampler.inputs))
+            if self._eos.device.type == "cpu":  # an accelerator would have to be waited for
+                ended_B |= torch.isin(drafted[-1].tokens, self._eos)
+                if all(limit <= step + 1 or end for limit, end in zip(limits, ended_B.tolist())):
+                    break
+        return sampler.draft(Drafted.together(drafted), limits, self._eos)
 
     def _limit(self, sequence: Sequence, limit: int) -> int:
         """Nothing is drafted after a text's first token, before which no features are."""
@@ -105,16 +114,16 @@ class Eagle3Drafter(Drafter):
         return min(limit, max(0, left)) if self._known[sequence].end else 0
 
     def _true_pairs(
-        self, running: list[Sequence], chains: list[Chain]
+        self, running: list[Sequence], limits: list[int]
     ) -> tuple[list[list[int]], list[Tensor]]:
-        """What open chains' sequences have not been fed, at least one pair of each."""
+        """What sequences that are drafted for have not been fed, at least one pair of each."""
         tokens, states = list[list[int]](), list[Tensor]()
-        for slot, (sequence, chain) in enumerate(zip(running, chains)):
+        for slot, (sequence, limit) in enumerate(zip(running, limits)):
             known = self._known[sequence]
-            if chain.is_open and known.end - known.fed > CATCH_UP:
+            if limit and known.end - known.fed > CATCH_UP:
                 self._catch_up(slot, known, sequence)
             fed, states_QH = known.unfed(sequence.tokens)
-            tokens.append(fed if chain.is_open else [])
+            tokens.append(fed if limit else [])
             states.append(states_QH[: len(tokens[slot])])
             known.fed += len(tokens[slot])
         return tokens, states
