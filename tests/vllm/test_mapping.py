@@ -91,7 +91,6 @@ def test_vllm_takes_every_mapped_key_as_it_is_meant(ask):
     cases = [
         mapped(ask),
         mapped(ask, win_len=1, entropy_thre=None),
-        mapped(ask, vllm_verification="fly", temperature=0.5),
         mapped(ask, enable_fly=False),
         mapped(ask, enable_fly=False, dual_tok=True),
         mapped(ask, drafter="ngram"),
