@@ -83,7 +83,7 @@ def mapped(ask, installed=FIRST_WITH_ALL, draft="draft", **keys):
     path = str(ask.root / draft)
     head = None
     if config.drafter == "block":
-        head = kind_of(read_config(ModelSource(path), path, {}))
+        head = kind_of(read_config(ModelSource(path), path, {}).config)
     return speculative_config(config, path, installed, head)
 
 
