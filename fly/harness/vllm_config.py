@@ -47,7 +47,7 @@ class Installed:
 # The first release with all that is asked for here.
 FIRST_WITH_ALL = Installed(
     "0.33",
-    ("fly_window_size", "use_heterogeneous_vocab", "draft_sample_method"),
+    ("fly_window_size", "use_heterogeneous_vocab"),
     (*METHODS.values(), *BLOCK_METHODS),
 )
 
@@ -90,8 +90,6 @@ def speculative_config(
         found |= {"revision": config.draft_revision} if config.draft_revision else {}
         if config.dual_tok and drafter == "model":
             found["use_heterogeneous_vocab"] = True
-        elif by_fly and config.temperature and "draft_sample_method" in installed.fields:
-            found["draft_sample_method"] = "probabilistic"
     if by_fly:
         options.check(config)
     elif config.rule == "fly":

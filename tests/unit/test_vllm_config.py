@@ -167,14 +167,6 @@ def test_the_cascade_is_dropped():
     assert without_cascade(asked) is asked
 
 
-def test_sampled_drafts_have_probabilities():
-    newer = Installed("0.33.0", [*OF_0_33.fields, "draft_sample_method"], METHODS)
-    assert mapped(newer, temperature=0.7)["draft_sample_method"] == "probabilistic"
-    assert "draft_sample_method" not in mapped(newer)
-    assert "draft_sample_method" not in mapped(newer, temperature=0.7, dual_tok=True)
-    assert "draft_sample_method" not in mapped(newer, temperature=0.7, drafter="ngram")
-
-
 def test_drafters_of_vllm_are_refused_by_flys_engine():
     config = fly_config.build({**PAIR, "drafter": "mtp"}, "test")
     with pytest.raises(FlyError, match="drafter=mtp: only vLLM has it: use --model vllm"):
