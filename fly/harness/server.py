@@ -9,9 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import asdict
+from queue import SimpleQueue
 from typing import Annotated, Any, Literal
 
 import torch
@@ -224,18 +227,23 @@ class ServerLM(Backend):
         """Raises FlyError for what the server cannot do, and for faults that do not pass."""
         if not missing:
             return
+        # in a thread of its own: a notebook has a loop that runs in this one
         loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=loop.run_forever, daemon=True)
+        thread.start()
+
+        def run(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+            return asyncio.run_coroutine_threadsafe(coroutine, loop)
+
         client = self.server.open()
         try:
-            loop.run_until_complete(self._probe(client, missing))
-            answered: asyncio.Queue[RequestRecord | BaseException] = asyncio.Queue()
+            run(self._probe(client, missing)).result()
+            answered: SimpleQueue[RequestRecord | BaseException] = SimpleQueue()
             left = iter(missing)
-            _workers = [  # asyncio itself keeps no reference
-                loop.create_task(self._work(client, left, answered))
-                for _ in range(min(self.num_concurrent, len(missing)))
-            ]
+            for _ in range(min(self.num_concurrent, len(missing))):
+                run(self._work(client, left, answered))
             for _ in missing:
-                found = loop.run_until_complete(answered.get())
+                found = answered.get()
                 if isinstance(found, BaseException):
                     while not answered.empty():  # what came with it is not lost
                         if isinstance(record := answered.get_nowait(), RequestRecord):
@@ -244,21 +252,23 @@ class ServerLM(Backend):
                 yield found
             self.server.check_same()
         finally:
-            loop.run_until_complete(_end(client))
+            run(_end(client)).result()
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
             loop.close()
 
     async def _work(
         self,
         client: AsyncOpenAI,
         left: Iterator[Request],
-        answered: asyncio.Queue[RequestRecord | BaseException],
+        answered: SimpleQueue[RequestRecord | BaseException],
     ) -> None:
         """Ask for one request after the other, as long as some are left."""
         try:
             for request in left:
-                answered.put_nowait(await self._answer(client, request))
+                answered.put(await self._answer(client, request))
         except Exception as error:
-            answered.put_nowait(error)
+            answered.put(error)
 
     async def _probe(self, client: AsyncOpenAI, requests: Iterable[Request]) -> None:
         """A few tokens for one request of each kind. Raises FlyError for what the server refuses,

@@ -1,7 +1,6 @@
 """Where FLy defers nothing: the first places of an output, and what a pattern matches."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +9,7 @@ from tokenizers import AddedToken
 
 from fly import config
 from fly.errors import FlyError
-from fly.harness.engine_factory import EngineFactory
+from fly.models.tokenizers import Texts
 from fly.settings import FlySettings
 from fly.speculation.rules.base import JudgedDraft
 from fly.speculation.rules.fly import FlyRule
@@ -105,11 +104,10 @@ def test_special_tokens_are_line_breaks(end):
     tokenizer = tiny.byte_tokenizer()
     tokenizer.add_tokens([AddedToken("<|im_start|>", special=True), AddedToken("<think>")])
     tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
-    factory = EngineFactory.__new__(EngineFactory)
-    factory.pair = SimpleNamespace(tokenizer=tokenizer)
+    texts = Texts(tokenizer)
     ids = tokenizer.encode(f"a{end}b<think>c\u00e9", add_special_tokens=False)
-    assert factory.decode_lines(ids) == "a\nb<think>c\u00e9"
-    assert factory.decode(ids) == f"a{end}b<think>c\u00e9"
+    assert texts.decode_lines(ids) == "a\nb<think>c\u00e9"
+    assert texts.decode(ids) == f"a{end}b<think>c\u00e9"
 
 
 def test_a_fence_itself_is_kept_exact():
