@@ -367,7 +367,9 @@ def test_the_files_behind_a_command_are_known_by_content(tmp_path, monkeypatch):
     own = tmp_path / "own"
     own.mkdir()
     (own / "mine.yaml").write_text("task: mine\n")
-    written = {name: tasks / f"a.{name}" for name in ("json", "markdown", "junit", "save_baseline")}
+    written = {
+        name: tasks / f"a.{name}" for name in ("json", "markdown", "junit", "csv", "save_baseline")
+    }
     args = SimpleNamespace(
         config=str(config),
         include_path=str(tasks),
