@@ -126,9 +126,10 @@ def build_head(target: Any) -> Any:
         "tie_word_embeddings": False,
     }
     layers: int = shape.num_hidden_layers
-    read = tuple(sorted({1, layers // 2, layers - 1}))
+    keys["eagle_aux_hidden_state_layer_ids"] = sorted({1, layers // 2, layers - 1})
+    tensors = {"lm_head.weight": torch.empty(shape.vocab_size, shape.hidden_size, device="meta")}
     with torch.device(target.device):
-        head = Eagle3Head(files_of(Checkpoint("random", keys, {}), sizes, read))
+        head = Eagle3Head(files_of(Checkpoint("random", keys, tensors), sizes, None))
     for parameter in head.parameters():
         parameter.data = parameter.data.to(target.dtype)
     return head.eval().requires_grad_(False)
