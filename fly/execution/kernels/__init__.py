@@ -43,7 +43,7 @@ _TINY = torch.finfo(torch.float32).tiny
 _SCORES = 1 << 17  # scores on a worker thread's stack, which may have 2 MiB: these take 512 KiB
 _GRABS = 8  # how often a thread comes for more panels
 _FEW_ROWS = 8  # for which weights of 4 bits are faster than int8
-_PANELS_AT_ONCE = 16  # are quantised: they should fit into a cache
+_ROWS_AT_ONCE = 256  # of a weight are quantised: they should fit into a cache
 
 
 @functools.cache
@@ -232,9 +232,12 @@ class Int8Linear(_QuantizedLinear):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear, "int8")
-        weight = linear.weight.detach().float()
-        scale = weight.abs().amax(dim=1).clamp_min(_TINY) / _LEVELS
-        levels = (weight / scale[:, None]).round().to(torch.int8)
+        weight = linear.weight.detach()
+        scale = weight.abs().amax(dim=1).float().clamp_min(_TINY) / _LEVELS
+        levels = torch.empty(weight.shape, dtype=torch.int8)
+        # a whole head in float32 would be most of a run's memory
+        for to, part, step in zip(*(t.split(_ROWS_AT_ONCE) for t in (levels, weight, scale))):
+            to.copy_((part.float() / step[:, None]).round())
         self._scale = pad_columns(scale, self.out_features, torch.float32)
         # the 128 that is added to every input, times the weights: subtracted from the sums
         offset = levels.sum(dim=1, dtype=torch.int32) * 128
@@ -255,12 +258,11 @@ class Int4Linear(_QuantizedLinear):
         super().__init__(linear, "int4", GROUP)
         weight = linear.weight.detach()
         packed = torch.empty(self._panels, self._steps, PANEL * (GROUP // 2 + 2), dtype=torch.uint8)
-        for first in range(0, self._panels, _PANELS_AT_ONCE):
-            part = weight[PANEL * first : PANEL * (first + _PANELS_AT_ONCE)].float()
-            columns = -(-part.shape[0] // PANEL) * PANEL
-            missing = (0, self._width - self.in_features, 0, columns - part.shape[0])
-            part = nn.functional.pad(part, missing).view(columns, self._steps, GROUP)
-            packed[first : first + columns // PANEL] = _pack_int4(*_round_to_int4(part))
+        for to, part in zip(packed.split(_ROWS_AT_ONCE // PANEL), weight.split(_ROWS_AT_ONCE)):
+            columns = PANEL * len(to)
+            missing = (0, self._width - self.in_features, 0, columns - len(part))
+            padded = nn.functional.pad(part.float(), missing).view(columns, self._steps, GROUP)
+            to.copy_(_pack_int4(*_round_to_int4(padded)))
         self._weight = packed
         self._of_many = Int8Linear(linear)
 
