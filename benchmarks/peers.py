@@ -297,7 +297,8 @@ class LlamaCpp:
     def facts(self) -> dict[str, Any]:
         # several sequences share their passes: seconds of each say nothing of all
         alone = {"decode_seconds": self.seconds} if self.slots == 1 else {}
-        return {"dtype": "gguf", "command": self.command[1:], **alone}
+        options = [part for part in self.command if "/" not in part]
+        return {"dtype": "gguf", "options": options, **alone}
 
 
 def _llama_cpp_drafting(tokens: int) -> Callable[[Spec], LlamaCpp]:
