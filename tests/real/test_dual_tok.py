@@ -88,7 +88,8 @@ def test_acceptance_is_the_plain_drafts_where_no_dropped_token_occurs(
 ):  # fmt: skip
     tokenizer, target, _ = pair
     shared = shared_with(tokenizer, target, kept)
-    assert shared.share == pytest.approx((kept + 22) / 151_665, abs=1e-9)
+    # the file names the padding of its matrix, too, which no text has
+    assert shared.share == pytest.approx((kept + 22) / 151_936, abs=1e-9)
     records, _ = decode(pair, prompts, "model", shared)
     assert [record.tokens for record in records] == expected
     own, seen = plain
