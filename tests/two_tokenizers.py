@@ -100,6 +100,7 @@ def speaking(original, shared: TokenIntersection, seed: int = 11):
     result = copy.deepcopy(original, {id(weight): weight for weight in original.parameters()})
     ids = shared.to_target_D
     result.config.vocab_size = len(ids)
+    result.get_input_embeddings().padding_idx = None  # it may be past the rows that are left
     with torch.no_grad():
         for layer in (result.get_input_embeddings(), result.get_output_embeddings()):
             rows = torch.randn(len(ids), layer.weight.shape[1]) * original.config.initializer_range
