@@ -3,10 +3,12 @@
 import contextlib
 import glob
 import os
+import shutil
 import socket
 import stat
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -70,6 +72,19 @@ def write_whole(path: Path, content: str | bytes) -> None:
         pid = left.name.removeprefix(ours).partition("-")[0]
         if pid.isdecimal() and not psutil.pid_exists(int(pid)):  # killed in the middle of this
             left.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write to, which gets its name at the end of the block: nobody ever meets half of
+    it, and nothing is left of a failure. Raises OSError, also if `folder` is there by then."""
+    beside = folder.with_name(f".{folder.name}-{os.getpid()}-{time.monotonic_ns()}")
+    beside.mkdir(parents=True)
+    try:
+        yield beside
+        beside.rename(folder)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 def write_output(path: Path, content: str | bytes, flag: str) -> None:

@@ -258,11 +258,10 @@ class FlyLM(Backend, HFLM):
             self._load_weights(auto_class, pretrained, *args, **kwargs)
             return
         dtype = str(kwargs.get("dtype") or "auto").removeprefix("torch.")
-        attention = {k: kwargs[k] for k in ("attn_implementation",) if kwargs.get(k)}
-        config = transformers.AutoConfig.from_pretrained(pretrained, **attention)
         is_changed = any(kwargs.get(key) for key in _CHANGE_WEIGHTS)
         if not is_changed and weights.may_keep_quantised(dtype, self.device.type, self.fly_config):
-            self._model = gguf.load(file, config, auto_class, kernels_gguf.takes)
+            attention = {k: v for k, v in kwargs.items() if k == "attn_implementation" and v}
+            self._model = gguf.load(file, auto_class, kernels_gguf.takes, **attention)
         else:
             dtype = "bfloat16" if dtype == "auto" else dtype
             kwargs |= {"gguf_file": file.name, "dtype": dtype}

@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from transformers import PreTrainedModel
 
 from fly.errors import FlyError, summarize_names
 from fly.models.fingerprint import hash_json
-from fly.paths import fly_home
+from fly.paths import fly_home, whole_folder
 
 logger = logging.getLogger(__name__)
 
@@ -70,23 +69,17 @@ def metadata_folder(file: Path) -> Path:
         [t.name, t.tensor_type.name, [*map(int, reversed(t.shape))], int(t.data_offset), t.n_bytes]
         for t in reader.tensors
     ]
-    beside = None
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        beside = Path(tempfile.mkdtemp(dir=folder.parent))
-        for part in (config, tokenizer, generation):
-            part.save_pretrained(beside)
-        (beside / _TENSORS).write_text(json.dumps(tensors), encoding="utf-8")
-        beside.rename(folder)
+        with whole_folder(folder) as beside:
+            for part in (config, tokenizer, generation):
+                part.save_pretrained(beside)
+            (beside / _TENSORS).write_text(json.dumps(tensors), encoding="utf-8")
     except OSError as error:
         if not folder.is_dir():  # else another process was faster
             raise FlyError(
                 f"FLY_HOME={fly_home()}: cannot be written ({error.strerror}): "
                 "set FLY_HOME to a folder of yours"
             ) from error
-    finally:
-        if beside is not None:
-            shutil.rmtree(beside, ignore_errors=True)
     return folder
 
 
@@ -121,10 +114,8 @@ class _FileTensor:
         """As float32, a NumPy array."""
         from gguf import GGMLQuantizationType, dequantize
 
-        raw = self.read_rows().numpy()
-        if self.format in ("F32", "F16"):  # gguf's function takes these in their own type
-            raw = raw.view({"F32": "float32", "F16": "float16"}[self.format])
-        return dequantize(raw, GGMLQuantizationType[self.format]).reshape(self.shape)
+        rows = dequantize(self.read_rows().numpy(), GGMLQuantizationType[self.format])
+        return rows.reshape(self.shape)
 
 
 def _map_tensors(file: Path, metadata: Path) -> Iterator[_FileTensor]:
@@ -135,14 +126,15 @@ def _map_tensors(file: Path, metadata: Path) -> Iterator[_FileTensor]:
 
 
 def load(
-    file: Path, config: Any, auto_class: Any, keep: Callable[[GgufWeight], bool]
+    file: Path, auto_class: Any, keep: Callable[[GgufWeight], bool], **options: Any
 ) -> PreTrainedModel:
     """The bfloat16 model of a GGUF file. Weights of plain linears and embeddings that `keep` takes
     stay in the file, as the module's `gguf_weight`; its `weight` is NaN and takes no memory.
 
-    Names of tensors, and what is done to their values, are transformers'. Raises FlyError if
-    tensors are missing or of other shapes.
+    Names of tensors, and what is done to their values, are transformers'. options: of its
+    configuration. Raises FlyError if tensors are missing or of other shapes.
     """
+    import transformers
     from accelerate import init_empty_weights
     from transformers.modeling_gguf_pytorch_utils import (
         TENSOR_PROCESSORS,
@@ -150,6 +142,8 @@ def load(
         get_gguf_hf_weights_map,
     )
 
+    metadata = metadata_folder(file)
+    config: Any = transformers.AutoConfig.from_pretrained(metadata, **options)
     with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = auto_class.from_config(config, dtype=torch.bfloat16)
     kind = TENSOR_PROCESSORS.get(config.gguf_architecture, TensorProcessor)
@@ -165,7 +159,7 @@ def load(
 
     unknown: list[str] = []
     found: dict[str, Tensor | GgufWeight] = {}
-    for tensor in _map_tensors(file, metadata_folder(file)):
+    for tensor in _map_tensors(file, metadata):
         name = names.get(tensor.name)
         module = model.get_submodule(name.rpartition(".")[0]) if name else None
         if type(module) in (nn.Linear, nn.Embedding) and tensor.format not in _PLAIN:
@@ -230,12 +224,11 @@ def _fill(model: PreTrainedModel, found: dict[str, Tensor | GgufWeight], file: P
 
 
 def export(file: Path, folder: Path) -> None:
-    """Write a GGUF file's model as a folder of transformers', in bfloat16."""
+    """Write a GGUF file's model as a new folder of transformers', in bfloat16."""
     import transformers
 
-    metadata = metadata_folder(file)
-    config = transformers.AutoConfig.from_pretrained(metadata)
-    model = load(file, config, transformers.AutoModelForCausalLM, keep=lambda weight: False)
-    model.save_pretrained(folder)
-    shutil.copytree(metadata, folder, dirs_exist_ok=True)  # the model's save changes some
-    (folder / _TENSORS).unlink()
+    model = load(file, transformers.AutoModelForCausalLM, keep=lambda weight: False)
+    with whole_folder(folder) as beside:
+        model.save_pretrained(beside)
+        shutil.copytree(metadata_folder(file), beside, dirs_exist_ok=True)  # the save changes some
+        (beside / _TENSORS).unlink()

@@ -32,9 +32,7 @@ def pair(tokenizer):
 
 def load_float32(file):
     """transformers' own loading would take three times as much memory."""
-    config = transformers.AutoConfig.from_pretrained(gguf.metadata_folder(file))
-    auto_class = transformers.AutoModelForCausalLM
-    return gguf.load(file, config, auto_class, keep=lambda weight: False).float()
+    return gguf.load(file, transformers.AutoModelForCausalLM, keep=lambda weight: False).float()
 
 
 @pytest.fixture(scope="module")

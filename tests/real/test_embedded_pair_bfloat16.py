@@ -16,8 +16,7 @@ pytestmark = pytest.mark.real
 
 
 def load_kept(file):
-    config = transformers.AutoConfig.from_pretrained(gguf.metadata_folder(file))
-    return gguf.load(file, config, transformers.AutoModelForCausalLM, kernels_gguf.takes)
+    return gguf.load(file, transformers.AutoModelForCausalLM, kernels_gguf.takes)
 
 
 @pytest.mark.skipif(kernels.why_not() is not None, reason="no kernels here")

@@ -25,8 +25,7 @@ def home(tmp_path, monkeypatch):
 
 
 def load(file: Path, keep=kernels_gguf.takes) -> transformers.PreTrainedModel:
-    config = transformers.AutoConfig.from_pretrained(gguf.metadata_folder(file))
-    return gguf.load(file, config, transformers.AutoModelForCausalLM, keep)
+    return gguf.load(file, transformers.AutoModelForCausalLM, keep)
 
 
 def logits(model: transformers.PreTrainedModel) -> torch.Tensor:
@@ -173,3 +172,17 @@ def test_export_is_a_folder_that_transformers_loads(tmp_path):
         assert torch.equal(ours.state_dict()[name], weight), name
     assert set(ours.generation_config.eos_token_id) == set(EOS)
     assert transformers.AutoTokenizer.from_pretrained(folder)("hi")["input_ids"] == [2]
+
+
+def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    file, folder = tmp_path / "m.gguf", tmp_path / "exported"
+    write_gguf(file)
+
+    def full(model, to):
+        (Path(to) / "half").write_text("half")
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", full)
+    with pytest.raises(OSError, match="full"):
+        gguf.export(file, folder)
+    assert not [path for path in tmp_path.iterdir() if "exported" in path.name]
