@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Iterator
 from dataclasses import astuple, fields
 
@@ -66,8 +68,11 @@ def _others(result: Result) -> Iterator[Table]:
 
 def curve_csv(result: Result) -> str:
     """The curve for a plotting program."""
-    lines = [",".join(map(str, astuple(point))) for point in result.curve]
-    return "\n".join([",".join(field.name for field in fields(CurvePoint)), *lines]) + "\n"
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(field.name for field in fields(CurvePoint))
+    writer.writerows(map(astuple, result.curve))
+    return text.getvalue()
 
 
 def _curve_rows(result: Result) -> Iterator[list[str]]:

@@ -227,6 +227,7 @@ class ServerLM(Backend):
         """Raises FlyError for what the server cannot do, and for faults that do not pass."""
         if not missing:
             return
+        client = self.server.open()
         # in a thread of its own: a notebook has a loop that runs in this one
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -235,7 +236,6 @@ class ServerLM(Backend):
         def run(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
             return asyncio.run_coroutine_threadsafe(coroutine, loop)
 
-        client = self.server.open()
         try:
             run(self._probe(client, missing)).result()
             answered: SimpleQueue[RequestRecord | BaseException] = SimpleQueue()

@@ -39,7 +39,9 @@ def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
 def _prepare(arguments: Any, make: Callable[[], Any]) -> Any:
     """Before the engine's configuration is made: a rule's walk is the host's, so that vLLM's steps
     may not run ahead of it, and is known to its first model runner only."""
-    if config := _asked(arguments.additional_config, arguments.model, arguments.speculative_config):
+    if config := _read_config(
+        arguments.additional_config, arguments.model, arguments.speculative_config
+    ):
         if arguments.async_scheduling:
             raise FlyError(
                 f"--async-scheduling: verification={config.rule} by fly decides on the host after "
@@ -60,7 +62,7 @@ def _install(wrapper: Any, init_device: Callable[[], None]) -> None:
     init_device()
     found, runner = wrapper.vllm_config, wrapper.worker.model_runner
     model = found.model_config
-    config = _asked(found.additional_config, model.model, found.speculative_config)
+    config = _read_config(found.additional_config, model.model, found.speculative_config)
     if config is None:
         return
     if not hasattr(runner, "input_batch") or found.scheduler_config.async_scheduling:
@@ -87,7 +89,7 @@ def _install(wrapper: Any, init_device: Callable[[], None]) -> None:
     wrapper.worker.take_fly_rounds = verifier.take_rounds
 
 
-def _asked(additional: Any, target: str, speculation: Any) -> FlyConfig | None:
+def _read_config(additional: Any, target: str, speculation: Any) -> FlyConfig | None:
     """speculation: None, a mapping, or vLLM's SpeculativeConfig."""
     from vllm import __version__
 

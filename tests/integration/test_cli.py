@@ -22,17 +22,22 @@ metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 """
 UTILS = """import datasets
 def load(**kwargs):
-    rows = [{"question": f"q{i} ", "answer": "a"} for i in range(4)]
+    rows = [{"question": f"q{i} ", "answer": "a"} for i in range(COUNT)]
     return {"test": datasets.Dataset.from_list(rows)}
 """
+
+
+def write_task(folder, documents):
+    """tiny_task, whose documents ask q0, q1, ..."""
+    folder.mkdir()
+    (folder / "tiny_task.yaml").write_text(TASK)
+    (folder / "tiny_utils.py").write_text(f"COUNT = {documents}\n{UTILS}")
 
 
 @pytest.fixture
 def task_dir(tmp_path):
     folder = tmp_path / "tasks"
-    folder.mkdir()
-    (folder / "tiny_task.yaml").write_text(TASK)
-    (folder / "tiny_utils.py").write_text(UTILS)
+    write_task(folder, documents=4)
     return folder
 
 

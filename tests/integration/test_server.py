@@ -19,22 +19,9 @@ from fly.harness import evaluate, server_client
 from fly.harness.server_client import SharedClock, Told
 from tests import killing, tiny
 from tests.fault_server import PASSING, FaultServer, answer_of
+from tests.integration.test_cli import write_task
 
 DOCUMENTS = 24
-TASK = """task: tiny_task
-custom_dataset: !function tiny_utils.load
-output_type: generate_until
-test_split: test
-doc_to_text: "{{question}}"
-doc_to_target: "{{answer}}"
-generation_kwargs: {until: ["zzz"], max_gen_toks: 12, do_sample: false}
-metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
-"""
-UTILS = f"""import datasets
-def load(**kwargs):
-    rows = [{{"question": f"q{{i}} ", "answer": "a"}} for i in range({DOCUMENTS})]
-    return {{"test": datasets.Dataset.from_list(rows)}}
-"""
 TEXTS = {i: "".join(answer_of(f"q{i} ", 12)) for i in range(DOCUMENTS)}
 UNEQUAL = (*killing.UNEQUAL, "server")
 
@@ -44,10 +31,8 @@ def place(tmp_path_factory):
     root = tmp_path_factory.mktemp("server")
     tiny.byte_tokenizer().save_pretrained(root / "tokenizer")
     tiny.model(seed=1, vocab=tiny.TOKENIZER_VOCAB).config.save_pretrained(root / "tokenizer")
-    (root / "tasks").mkdir()
-    (root / "tasks" / "tiny_task.yaml").write_text(TASK)
+    write_task(root / "tasks", DOCUMENTS)
     (root / "tasks" / "choice.yaml").write_text(killing.CHOICE)
-    (root / "tasks" / "tiny_utils.py").write_text(UTILS)
     return root
 
 

@@ -1,5 +1,6 @@
 """Runs are paired or refused; verdicts become tables, files and exit statuses."""
 
+import csv
 import json
 import math
 from types import SimpleNamespace
@@ -773,3 +774,13 @@ def test_samples_that_were_cut_short_are_no_run(tmp_path):
     samples.write_text("".join(lines[:2]))
     with pytest.raises(FlyError, match="not the samples that were scored: their writing was cut"):
         load(folder)
+
+
+def test_a_run_with_a_comma_in_its_name_stays_one_column_of_the_csv():
+    curve = [compare.CurvePoint("fly, K=4", 16, 120.5, 9.25, "held")]
+    result = compare.Result("target-only", [], [], Demand(0.99, 0.95), curve=curve)
+    head, row = csv.reader(compare_table.curve_csv(result).splitlines())
+    assert dict(zip(head, row)) == {
+        "run": "fly, K=4", "concurrency": "16", "tok_s": "120.5", "tok_s_per_user": "9.25",
+        "verdict": "held",
+    }  # fmt: skip

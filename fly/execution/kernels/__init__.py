@@ -204,8 +204,7 @@ class _QuantizedLinear(_PackedLinear):
     def __init__(self, linear: nn.Linear, weights: str, group: int = 0) -> None:
         super().__init__(linear, weights)
         self._row_bytes = self._width // group * (group + 4) if group else self._width
-        sizes = (group,) if group else ()
-        self._quantize = build.elementwise_function("quantize", *sizes, instructions=_isa())
+        self._quantize = build.elementwise_function("quantize", group, instructions=_isa())
 
     def _column_scales(self) -> tuple[int, int]:
         """Addresses of the columns' scales and offsets."""
