@@ -21,8 +21,12 @@ from fly.harness import evaluate, sandbox
 from fly.runs.jsonl import JsonLines
 from tests import tiny, traced_runs, written_runs
 from tests.configured_runs import write_run
-from tests.integration import test_cli
-from tests.integration.test_cli import config_file, run, task_dir  # noqa: F401  fixtures
+from tests.integration.test_cli import (  # noqa: F401  fixtures
+    config_file,
+    run,
+    task_dir,
+    write_task,
+)
 
 DEEP = "[" * 100_000
 DIGITS = "9" * 5000
@@ -1123,9 +1127,7 @@ RECORDS = [
 def cut_short(saved_pair, tmp_path_factory):
     """A run of the tiny pair, as one that was killed just before it ended."""
     root = tmp_path_factory.mktemp("cut")
-    (root / "tasks").mkdir()
-    (root / "tasks" / "tiny_task.yaml").write_text(test_cli.TASK)
-    (root / "tasks" / "tiny_utils.py").write_text(test_cli.UTILS)
+    write_task(root / "tasks", documents=2)
     pair = f"target_model_path={saved_pair / 'target'},pretrained={saved_pair / 'draft'}"
     pair += ",dtype=float32,spd_k=4,win_len=1,draft_policy=fixed,trace=True"
     flags = ["--model", "fly", "--model_args", pair, "--tasks", "tiny_task", "--device", "cpu"]

@@ -11,7 +11,7 @@ def place(tmp_path_factory):
     import torch
 
     from tests import tiny
-    from tests.integration.test_cli import TASK, UTILS
+    from tests.integration.test_cli import write_task
 
     root = tmp_path_factory.mktemp("vllm")
     shape = {"hidden_size": 128, "vocab": tiny.TOKENIZER_VOCAB}
@@ -21,9 +21,8 @@ def place(tmp_path_factory):
         tiny.byte_tokenizer().save_pretrained(root / name)
     pair = {"target_model_path": str(root / "target"), "spd_k": 4, "win_len": 2}
     (root / "pair.json").write_text(json.dumps(pair))
-    tasks = root / "tasks"
-    tasks.mkdir()
+    write_task(root / "tasks", documents=4)
     # ' ' is a stop string that random texts meet in the middle of a draft
-    (tasks / "tiny_task.yaml").write_text(TASK.replace('["zzz"]', '["zzz", " "]'))
-    (tasks / "tiny_utils.py").write_text(UTILS)
+    task = root / "tasks" / "tiny_task.yaml"
+    task.write_text(task.read_text().replace('["zzz"]', '["zzz", " "]'))
     return root
