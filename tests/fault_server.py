@@ -30,6 +30,12 @@ def answer_of(prompt: str, most: int = 10**9) -> list[str]:
     ]
 
 
+def score_of(ids, number):
+    """The log-probability of one of a prompt's tokens, by all up to it."""
+    rng = random.Random(repr(ids[: number + 1]))
+    return -rng.choice([0.1, 1.5, 3.0])
+
+
 class FaultServer(ThreadingHTTPServer):
     """kind: what it speaks as: llama.cpp, vllm, sglang, or plain. faults: one for each request that
     is no probe, in the order of their coming; None is no fault."""
@@ -44,6 +50,7 @@ class FaultServer(ThreadingHTTPServer):
         self.model, self.context, self.drafts = "tiny", 512, True
         self.delay = self.extra_tokens = 0  # seconds per token; tokens that texts get before them
         self.refused, self.echoes, self.key = set(), True, None
+        self.scores = score_of  # log-probability of a prompt's token; None: `echo` is ignored
         self.asked, self.answered, self.headers = Counter(), Counter(), []
         self.under_way = self.most_under_way = 0
         self.accepted = self.drafted = self.draft_rounds = 0
@@ -183,6 +190,11 @@ class _Handler(BaseHTTPRequestHandler):
             finish = "content_filter"
         if not body.get("stream"):
             whole = {"index": 0, "text": "".join(tokens), "finish_reason": finish}
+            if body.get("echo") and server.scores:
+                ids = body["prompt"]
+                found = [None, *(server.scores(ids, i) for i in range(1, len(ids))), -1.0]
+                best = [None, *({"it": score, "best": -0.1} for score in found[1:])]
+                whole["logprobs"] = {"token_logprobs": found, "top_logprobs": best}
             self._json({**self._frame(), "choices": [whole], **self._tell(tokens, read)})
             return
         self.send_response(200)

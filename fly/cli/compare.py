@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _FILES = ("json", "markdown", "junit", "csv")
 _NOT_OF_MATRIX = (
     "tasks", "model_args", "modes", "mode", "baseline_run", "baseline", "save_baseline",
-    "with_outputs", "noise_floor", "concurrency", "csv", "min_recovery", "confidence",
+    "with_outputs", "noise_floor", "concurrency", "parallel", "csv", "min_recovery", "confidence",
     "allow_inconclusive", "junit",
 )  # fmt: skip
 STATUS = {"held": 0, "unchanged": 0, "fell": 1, "not enough evidence": 3}
@@ -100,6 +100,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of servers: every mode with at most so many requests at once, as a curve of "
         "throughput against interactivity (--csv FILE)",
+    )
+    group.add_argument(
+        "--parallel",
+        action="store_true",
+        help="of servers on machines of their own: ask all of them at once",
     )
     group.add_argument(
         "--matrix",

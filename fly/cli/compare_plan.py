@@ -75,6 +75,7 @@ class ComparisonRequest:
     save_baseline: Path | None
     with_outputs: bool
     concurrency: tuple[int, ...] = ()  # requests at once, of every server
+    at_once: bool = False  # ask all servers together
 
     @classmethod
     def from_flags(
@@ -109,6 +110,7 @@ class ComparisonRequest:
             save_baseline=args.save_baseline,
             with_outputs=args.with_outputs,
             concurrency=tuple(args.concurrency or ()),
+            at_once=args.parallel,
         )
 
 
@@ -120,6 +122,7 @@ class PlannedRuns:
     output: Path
     flags: Sequence[str] = ()
     inputs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    at_once: bool = False
 
 
 def plan_runs(request: ComparisonRequest) -> PlannedRuns:
@@ -149,7 +152,9 @@ def plan_runs(request: ComparisonRequest) -> PlannedRuns:
         modes[noise.NAME] = _noise_mode(request, modes)
     if request.use_cache and "hf" in modes:
         modes["hf"] = _with_own_cache(modes["hf"], request.use_cache)
-    return PlannedRuns(modes, request.output, request.flags, request.inputs)
+    if request.at_once and engine != _SERVER:
+        raise FlyError("--parallel: runs of one machine would slow each other: leave it out")
+    return PlannedRuns(modes, request.output, request.flags, request.inputs, request.at_once)
 
 
 def _baseline_mode(request: ComparisonRequest, modes: Mapping[str, Mode]) -> Mode:

@@ -47,27 +47,30 @@ def ending_in_order() -> Iterator[None]:
 
 
 def run_child(command: Sequence[str]) -> int:
-    """Run a command of fly's and return its exit status.
+    """Run a command of fly's and return its exit status; else as `run_children`."""
+    return run_children([command])[0]
 
-    The child ends in order whenever this process ends, SIGKILL included (on Windows: only on
-    Ctrl-C). The child must call `end_with_parent`.
+
+def run_children(commands: Sequence[Sequence[str]]) -> list[int]:
+    """Run commands of fly's, all at once, and return their exit statuses.
+
+    The children end in order whenever this process ends, SIGKILL included (on Windows: only on
+    Ctrl-C). A child must call `end_with_parent`.
     """
     if os.name == "nt":
-        return subprocess.run(command, check=False).returncode
+        return [process.wait() for process in [subprocess.Popen(each) for each in commands]]
     reading, writing = os.pipe()
+    environment = {**os.environ, _LIFELINE: str(reading)}
+    begun: list[subprocess.Popen[bytes]] = []
     try:
-        environment = {**os.environ, _LIFELINE: str(reading)}
-        process = subprocess.Popen(command, pass_fds=[reading], env=environment)
-    except BaseException:
-        os.close(writing)
-        raise
+        for command in commands:
+            begun.append(subprocess.Popen(command, pass_fds=[reading], env=environment))
+        return [process.wait() for process in begun]
     finally:
+        os.close(writing)
         os.close(reading)
-    try:
-        return process.wait()
-    finally:
-        os.close(writing)
-        process.wait()
+        for process in begun:
+            process.wait()
 
 
 def end_with_parent() -> None:

@@ -1,4 +1,4 @@
-"""Make the runs that a comparison needs, one after the other, each in a process of its own."""
+"""Make the runs that a comparison needs, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fly import reading
 from fly.cli.compare_plan import Mode, PlannedRuns
-from fly.cli.processes import run_child
+from fly.cli.processes import run_child, run_children
 from fly.errors import FlyError
 from fly.execution.device import machine_facts
 from fly.models.fingerprint import hash_json
@@ -30,48 +31,65 @@ def run_missing(planned: PlannedRuns) -> dict[str, Path]:
     by what the run itself wrote, not by who saw it end. Raises FlyError if a run fails; the next
     call continues there, in the middle of a run if its records allow it.
     """
-    modes, flags = planned.modes, planned.flags
-    folders = {name: planned.output / name for name in modes}
-    for number, (name, mode) in enumerate(modes.items(), 1):
-        folder = folders[name]
-        mark = {
-            "command": hash_json([mode.model, mode.identity, [*flags, *mode.flags]]),
-            "files": dict(planned.inputs),
-            "models": mode.models(),
-            "versions": versions(),
-            "machine": machine_facts(),
-        }
-        noted = _read_mark(folder)
-        difference = _difference(noted, mark)
-        finished = unfinished = None
-        if difference is None:
-            finished, unfinished = _find_begun(folder, noted["before"])
-        elif noted.get("command") == mark["command"]:
-            what, old, new = difference
-            print(f"{name}: made anew: {what} was {old}, is now {new}", flush=True)
-        if finished is not None:
-            print(f"{name}: finished before, in {folder}{_lacking(mode, finished)}", flush=True)
-            continue
-        how = ", going on" if unfinished else ""
-        print(f"\n--- {name} ({number} of {len(modes)}){how} ---", flush=True)
-        arguments = [
-            *flags,
-            *mode.flags,
-            *("--model", mode.model, "--model_args", json.dumps(mode.model_args)),
-            *("--output_path", str(folder), "--log_samples"),
-        ]
-        if unfinished:
-            mark["before"] = noted["before"]
-            arguments += ["--resume", str(unfinished)]
-            _run(mode, arguments, f"; to start it anew, remove {folder}")
-        else:
-            mark["before"] = [_relative(path, folder) for path in folder.rglob("*.json")]
-            _write_mark(folder, mark)
-            _run(mode, arguments)
-        models = mode.models()
-        if models != _read_mark(folder).get("models"):  # the run has fetched a hub's commit
-            _write_mark(folder, {**mark, "models": models})
+    folders = {name: planned.output / name for name in planned.modes}
+    left = []
+    for number, (name, mode) in enumerate(planned.modes.items(), 1):
+        begun = _begin(planned, mode, folders[name], f"{number} of {len(folders)}")
+        left += [begun] if begun else []
+        if not planned.at_once:
+            _run(left)
+            left = []
+    _run(left)
     return folders
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A run whose folder is marked. hint: what a user may do if it fails."""
+
+    mode: Mode
+    folder: Path
+    mark: dict[str, Any]
+    arguments: list[str]
+    hint: str
+
+
+def _begin(planned: PlannedRuns, mode: Mode, folder: Path, place: str) -> _Begun | None:
+    """Mark the mode's folder; None if its run is finished."""
+    name = mode.name
+    mark = {
+        "command": hash_json([mode.model, mode.identity, [*planned.flags, *mode.flags]]),
+        "files": dict(planned.inputs),
+        "models": mode.models(),
+        "versions": versions(),
+        "machine": machine_facts(),
+    }
+    noted = _read_mark(folder)
+    difference = _difference(noted, mark)
+    finished = unfinished = None
+    if difference is None:
+        finished, unfinished = _find_begun(folder, noted["before"])
+    elif noted.get("command") == mark["command"]:
+        what, old, new = difference
+        print(f"{name}: made anew: {what} was {old}, is now {new}", flush=True)
+    if finished is not None:
+        print(f"{name}: finished before, in {folder}{_lacking(mode, finished)}", flush=True)
+        return None
+    how = ", going on" if unfinished else ""
+    print(f"\n--- {name} ({place}){how} ---", flush=True)
+    arguments = [
+        *planned.flags,
+        *mode.flags,
+        *("--model", mode.model, "--model_args", json.dumps(mode.model_args)),
+        *("--output_path", str(folder), "--log_samples"),
+    ]
+    if unfinished:
+        mark["before"] = noted["before"]
+        arguments += ["--resume", str(unfinished)]
+        return _Begun(mode, folder, mark, arguments, f"; to start it anew, remove {folder}")
+    mark["before"] = [_relative(path, folder) for path in folder.rglob("*.json")]
+    _write_mark(folder, mark)
+    return _Begun(mode, folder, mark, arguments, "")
 
 
 def _difference(noted: dict[str, Any], mark: dict[str, Any]) -> tuple[str, str, str] | None:
@@ -129,12 +147,17 @@ def _write_mark(folder: Path, mark: dict[str, Any]) -> None:
     write_whole(folder / _MARK, json.dumps(mark) + "\n")
 
 
-def _run(mode: Mode, arguments: Sequence[str], hint: str = "") -> None:
-    """Run the mode in a process of its own. Raises FlyError if it fails."""
-    status = run_child([sys.executable, "-m", "fly", "run", *arguments])
-    if status:
-        how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
-        raise FlyError(
-            f"mode {mode.name} failed ({how}); finished modes are kept: the same command goes on "
-            f"with {mode.name}{hint}"
-        )
+def _run(runs: Sequence[_Begun]) -> None:
+    """Run them in processes of their own, all at once. Raises FlyError if one fails."""
+    commands = [[sys.executable, "-m", "fly", "run", *begun.arguments] for begun in runs]
+    statuses = [run_child(commands[0])] if len(commands) == 1 else run_children(commands)
+    for begun, status in zip(runs, statuses):
+        if status:
+            how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+            raise FlyError(
+                f"mode {begun.mode.name} failed ({how}); finished modes are kept: the same command "
+                f"goes on with {begun.mode.name}{begun.hint}"
+            )
+        models = begun.mode.models()
+        if models != _read_mark(begun.folder).get("models"):  # it has fetched a hub's commit
+            _write_mark(begun.folder, {**begun.mark, "models": models})

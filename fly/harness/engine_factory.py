@@ -35,7 +35,9 @@ _LOSSY_ACCEPTANCE = 0.87  # of draft tokens, assumed where no count of the run m
 
 def captures_graphs(config: FlyConfig, model: PreTrainedModel) -> bool:
     """Whether a model's passes are captured as CUDA graphs."""
-    return passes_for(model, config)[0] in ("graphs", "inductor")
+    # a CPU's model is packed by now, perhaps to float32, which would not be packed again
+    on_gpu = model.device.type == "cuda"
+    return on_gpu and passes_for(model, config)[0] in ("graphs", "inductor")
 
 
 @dataclass(frozen=True)

@@ -11,18 +11,20 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from queue import SimpleQueue
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 import transformers
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import has_bos_prefix
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from openai import AsyncOpenAI
 from pydantic import Field, PositiveFloat, PositiveInt
+from tqdm import tqdm
 from typing_extensions import NotRequired, TypedDict
 
 from fly import config as fly_config
@@ -31,12 +33,16 @@ from fly.config import FlyConfig
 from fly.errors import FlyError, reason_of
 from fly.harness.backend import Backend
 from fly.harness.server_client import Answer, Endpoint, Told
+from fly.harness.server_scores import PROBE_TEXT, ask_scores, probe_scores
 from fly.models import sources
 from fly.runs.records import Counts, Observer, RequestRecord, zero_seconds
 from fly.settings import OutputSettings, SamplingSettings
 from fly.speculation.sequence import Request
 
 logger = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
+Found = TypeVar("Found")
 
 _KEYS = {
     *SamplingSettings.model_fields,
@@ -179,12 +185,15 @@ class ServerLM(Backend):
         (text,) = strings
         ids = self.tok_encode(text)
         if left_truncate_len is not None and len(ids) > left_truncate_len:
-            raise FlyError(
-                f"base_url={self.server.base_url}: a prompt of {len(ids)} tokens leaves no room for"
-                f" its output in the server's context of {self.max_length}: start the server with "
-                "a longer context, or lower max_gen_toks"
-            )
+            raise self._too_long(len(ids), "its output")
         return torch.tensor([ids]), None
+
+    def _too_long(self, tokens: int, output: str) -> FlyError:
+        return FlyError(
+            f"base_url={self.server.base_url}: a prompt of {tokens} tokens leaves no room for "
+            f"{output} in the server's context of {self.max_length}: start the server with a "
+            "longer context, or lower max_gen_toks"
+        )
 
     def tok_decode(self, tokens: Any, skip_special_tokens: bool = True) -> str:
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
@@ -211,13 +220,50 @@ class ServerLM(Backend):
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         return "" if self.api == "chat" else super().chat_template(chat_template)
 
-    def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
-        raise FlyError(
-            f"--model server: task {requests[0].task_name} needs log-likelihoods, which servers "
-            "give in no common way: use --model hf or vllm for it"
-        )
+    # ---------------------------------------------------------------- log-likelihoods
 
-    loglikelihood_rolling = _loglikelihood_tokens = loglikelihood
+    def _loglikelihood_tokens(
+        self, requests: list[Any], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        """requests: (lm-eval's key, ids of the context, ids of the continuation). Raises FlyError
+        if the server gives no log-likelihoods that can be trusted."""
+        if self.api == "chat":
+            raise FlyError("api=chat: it has no log-likelihoods: use api=completions")
+        found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
+
+        async def probe(client: AsyncOpenAI) -> None:
+            await probe_scores(self.server, client, self.tok_encode(PROBE_TEXT), "probe")
+
+        async def score(client: AsyncOpenAI, number: int) -> int:
+            _, context, continuation = requests[number]
+            ids = [*context, *continuation]
+            if len(ids) >= self.max_length:
+                raise self._too_long(len(ids), "the token that a server adds")
+            where = f"log-likelihood {number}"
+            scores = (await ask_scores(self.server, client, ids, where))[len(context) - 1 :]
+            found[number] = sum(s for s, _ in scores), all(best for _, best in scores)
+            return number
+
+        bar = tqdm(total=len(requests), disable=disable_tqdm, desc="log-likelihoods")
+        for number in self._ask_all(range(len(requests)), probe, score):
+            bar.update()
+            if (key := requests[number][0]) is not None:
+                self.cache_hook.add_partial("loglikelihood", key, found[number])
+        bar.close()
+        return found
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        """Of whole texts, in windows that the server's context has room for."""
+        windows = [
+            [(None, *make_disjoint_window(window)) for window in self._windows(request.args[0])]
+            for request in requests
+        ]
+        each = iter(self._loglikelihood_tokens([w for of in windows for w in of], disable_tqdm))
+        return [sum(next(each)[0] for _ in of) for of in windows]
+
+    def _windows(self, text: str) -> Any:
+        most = self.max_length - 2  # the prefix token, and the one that a server adds
+        return get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, most, 1)
 
     # ---------------------------------------------------------------- decoding
 
@@ -225,8 +271,19 @@ class ServerLM(Backend):
         self, missing: list[Request], wanted: list[Request], observer: Observer
     ) -> Iterator[RequestRecord]:
         """Raises FlyError for what the server cannot do, and for faults that do not pass."""
-        if not missing:
-            return
+        if missing:
+            yield from self._ask_all(
+                missing, lambda client: self._probe(client, missing), self._answer
+            )
+
+    def _ask_all(
+        self,
+        items: Sequence[Item],
+        probe: Callable[[AsyncOpenAI], Coroutine[Any, Any, None]],
+        answer: Callable[[AsyncOpenAI, Item], Coroutine[Any, Any, Found]],
+    ) -> Iterator[Found]:
+        """Every item's answer as it comes, `num_concurrent` of them under way. What had come before
+        an error is given first."""
         client = self.server.open()
         # in a thread of its own: a notebook has a loop that runs in this one
         loop = asyncio.new_event_loop()
@@ -236,18 +293,26 @@ class ServerLM(Backend):
         def run(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
             return asyncio.run_coroutine_threadsafe(coroutine, loop)
 
+        answered: SimpleQueue[Found | Exception] = SimpleQueue()
+        left = iter(items)
+
+        async def work() -> None:
+            try:
+                for item in left:
+                    answered.put(await answer(client, item))
+            except Exception as error:
+                answered.put(error)
+
         try:
-            run(self._probe(client, missing)).result()
-            answered: SimpleQueue[RequestRecord | BaseException] = SimpleQueue()
-            left = iter(missing)
-            for _ in range(min(self.num_concurrent, len(missing))):
-                run(self._work(client, left, answered))
-            for _ in missing:
+            run(probe(client)).result()
+            for _ in range(min(self.num_concurrent, len(items))):
+                run(work())
+            for _ in items:
                 found = answered.get()
-                if isinstance(found, BaseException):
+                if isinstance(found, Exception):
                     while not answered.empty():  # what came with it is not lost
-                        if isinstance(record := answered.get_nowait(), RequestRecord):
-                            yield record
+                        if not isinstance(other := answered.get_nowait(), Exception):
+                            yield other
                     raise found
                 yield found
             self.server.check_same()
@@ -256,19 +321,6 @@ class ServerLM(Backend):
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
             loop.close()
-
-    async def _work(
-        self,
-        client: AsyncOpenAI,
-        left: Iterator[Request],
-        answered: SimpleQueue[RequestRecord | BaseException],
-    ) -> None:
-        """Ask for one request after the other, as long as some are left."""
-        try:
-            for request in left:
-                answered.put(await self._answer(client, request))
-        except Exception as error:
-            answered.put(error)
 
     async def _probe(self, client: AsyncOpenAI, requests: Iterable[Request]) -> None:
         """A few tokens for one request of each kind. Raises FlyError for what the server refuses,

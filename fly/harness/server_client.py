@@ -110,6 +110,7 @@ class Answer:
     first: float = 0.0  # when its first text came
     first_share: float = 0.0
     extras: dict[str, Any] = field(default_factory=dict)
+    logprobs: dict[str, Any] | None = None  # of completions that were not streamed
 
 
 class SharedClock:
@@ -246,13 +247,16 @@ class Endpoint:
             max_retries=0,
         )
 
-    async def ask(self, client: AsyncOpenAI, payload: dict[str, Any], where: str) -> Answer:
+    async def ask(
+        self, client: AsyncOpenAI, payload: dict[str, Any], where: str, *, stream: bool = True
+    ) -> Answer:
         """The whole answer. Raises FlyError for what another attempt would not change, and after
         the last one. where: which document it is of."""
+        ask_once = self._ask_once if stream else self._ask_whole
         attempts = 1
         while True:
             try:
-                answer = await self._ask_once(client, payload)
+                answer = await ask_once(client, payload)
             except (APIError, _CutError, ValueError) as error:
                 if not _is_passing(error):
                     raise self.refusal(error, where) from None
@@ -309,6 +313,12 @@ class Endpoint:
         if not answer.first:
             answer.first, answer.first_share = time.perf_counter(), self.clock.read()
         return answer
+
+    async def _ask_whole(self, client: AsyncOpenAI, payload: dict[str, Any]) -> Answer:
+        """A completion with its log-probabilities: servers stream those in ways of their own."""
+        found = await client.completions.create(model=self.facts.model, **payload)
+        logprobs = found.choices[0].logprobs if found.choices else None
+        return Answer(model=found.model, logprobs=logprobs and logprobs.model_dump())
 
     def refusal(self, error: Exception, where: str) -> FlyError:
         """What the server refused, in one line."""

@@ -6,19 +6,22 @@ import random
 import re
 import subprocess
 import sys
+import threading
 import time
 
 import lm_eval.evaluator
 import lm_eval.tasks
 import pytest
+from lm_eval.api.instance import Instance
 
 pytest.importorskip("openai", reason="--model server needs the extra `server`")
 
 from fly.cli import main as cli
 from fly.harness import evaluate, server_client
+from fly.harness.server import ServerLM
 from fly.harness.server_client import SharedClock, Told
 from tests import killing, tiny
-from tests.fault_server import PASSING, FaultServer, answer_of
+from tests.fault_server import PASSING, FaultServer, answer_of, score_of
 from tests.integration.test_cli import write_task
 
 DOCUMENTS = 24
@@ -256,10 +259,43 @@ def test_keys_are_written_nowhere(place, tmp_path, monkeypatch, capfd):
         assert key.encode() not in written
 
 
-def test_loglikelihoods_are_refused(place, tmp_path, capfd):
+def scored(ids, start):
+    return sum(score_of(ids, number) for number in range(start, len(ids)))
+
+
+def test_loglikelihoods(place, tmp_path, monkeypatch):
+    tokenizer = tiny.byte_tokenizer()
+    tokenizer.save_pretrained(place / "tokenizer")
     with FaultServer() as server:
+        lm = ServerLM(base_url=server.url, tokenizer=str(place / "tokenizer"))
+        lm.max_length = 20
+        pairs = [("q1 ", "a b"), ("q1 ", "c"), ("q2 ", "dd")]
+        found = lm.loglikelihood(
+            [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
+        )
+        for (context, continuation), (score, is_greedy) in zip(pairs, found):
+            ids, start = tokenizer.encode(context + continuation), len(tokenizer.encode(context))
+            assert score == pytest.approx(scored(ids, start))
+            assert is_greedy == all(score_of(ids, i) == -0.1 for i in range(start, len(ids)))
+        assert len({is_greedy for _, is_greedy in found}) == 2
+        # a long text goes in windows: every token is scored once
+        text = "a text of some forty bytes, in windows."
+        (whole,) = lm.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)])
+        assert whole < 0
+        assert fly(*arguments(place, server, tmp_path, tasks="tiny_choice")) == 0
+
+
+@pytest.mark.parametrize(
+    ("scores", "said"),
+    [
+        (None, "gives no log-probabilities of a prompt's tokens"),
+        (lambda ids, number: -1.0 * (len(ids) - number), "more or less when more text follows"),
+    ],
+)
+def test_loglikelihoods_that_cannot_be_trusted(place, tmp_path, capfd, scores, said):
+    with FaultServer(scores=scores) as server:
         assert fly(*arguments(place, server, tmp_path, tasks="tiny_choice")) == 2
-    assert "tiny_choice needs log-likelihoods" in capfd.readouterr().err
+    assert said in capfd.readouterr().err
 
 
 def test_killed_at_random_and_resumed(place, tmp_path):
@@ -366,6 +402,24 @@ def test_compare_asks_one_server_after_the_other(place, tmp_path):
     status, output = compare(place, tmp_path / "x", *given, "--modes", "exact", "fly")
     assert status == 2
     assert "a server decodes as it was started: --mode NAME=URL" in output
+
+
+def test_compare_asks_all_servers_at_once(place, tmp_path):
+    met, meeting = [], threading.Barrier(2)
+
+    def meet(server):
+        server.at_request = None
+        meeting.wait(60)  # broken if the other server is asked only when this one is done
+        met.append(server)
+
+    with FaultServer(at_request=meet) as one, FaultServer(at_request=meet) as other:
+        modes = ["--mode", f"a={one.url}", "--mode", f"b={other.url}", "--parallel"]
+        given = ["--model_args", f"tokenizer={place / 'tokenizer'}", *modes]
+        status, output = compare(place, tmp_path / "out", *given, "--metric", "exact_match")
+        assert status == 0, output[-3000:]
+        assert {*met} == {one, other}
+        assert one.answered == other.answered
+        assert one.answered.total() == DOCUMENTS
 
 
 def test_runs_of_lm_evals_own_client_compare_by_score(place, tmp_path):

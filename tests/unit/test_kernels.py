@@ -11,6 +11,7 @@ from fly.errors import FlyError
 from fly.execution import fused_layer, kernels, packed_linear, weights
 from fly.execution.kernels import build as compiler
 from fly.execution.kernels import vector
+from fly.harness.engine_factory import captures_graphs
 from tests import tiny
 
 pytestmark = pytest.mark.skipif(kernels.why_not() is not None, reason=str(kernels.why_not()))
@@ -395,6 +396,10 @@ def test_naming_a_way_that_cannot_be_had_is_refused():
         weights.pack(family_model("qwen2").float(), None, config(execution="kernels"))
     with pytest.raises(FlyError, match="execution='kernels' contradicts compile='off'"):
         config(execution="kernels", compile="off")
+
+
+def test_a_model_that_was_packed_to_float32_is_asked_for_no_graphs():
+    assert not captures_graphs(config(execution="kernels"), family_model("qwen2").float())
 
 
 def test_restrictions_of_other_libraries_hold_for_kernels(monkeypatch):
