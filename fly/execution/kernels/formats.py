@@ -6,14 +6,20 @@ to bfloat16. Blocks are read as they lie in the file, a row of a weight after th
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 from fly.execution.kernels.ir import PANEL, Function, module
 
 _LINE = 32  # weights that are unpacked into one vector
 _LINE_BYTES = 64
 _TILE = PANEL * _LINE_BYTES  # bytes of so many weights of 16 columns
+PANEL_BYTES = 2 * PANEL * 256  # of a panel's unpacked weights
+SCRATCH = 4 * PANEL_BYTES + 48 * _LINE_BYTES  # bytes: four panels are unpacked at once at most
 _BYTES, _HALF_BYTES = "<32 x i8>", "<16 x i8>"
+_SIGNS = 0x80808080 - 2**32  # the sign of each byte
 _INTS, _FLOATS, _WORDS = "<16 x i32>", "<16 x float>", "<32 x i16>"
 
 
@@ -41,6 +47,51 @@ class Unpacking:
         """The block's weights, 32 a vector."""
         raise NotImplementedError
 
+    def write_pairs(self, f: Function, rows: list[str], factors: str, out: str) -> None:
+        """Unpack the blocks of 16 columns at `rows`: of each two weights that follow one another, a
+        line of 64 bytes with a lane of 32 bits per column. factors: room for what is needed on the
+        way, 48 vectors."""
+        raise NotImplementedError
+
+    def _scaled_pairs(
+        self, f: Function, levels: list[str], mask: int, scale: str, more: str
+    ) -> Iterator[str]:
+        """levels * scale + more, four levels in each lane: those bits of each byte that `mask` has.
+
+        A level that is not moved to the end of its lane is a power of two too large, and its scale
+        as much too small: both are exact.
+        """
+        end = (mask & -mask).bit_length() - 1
+        places = [8 * byte + end for byte in range(4)]
+        is_signed = mask << 24 >> 31 > 0  # the last level would be negative
+        scales = [_times(f, scale, 2.0**-place) for place in places]
+        if is_signed:
+            scales[3] = scale
+        for four in levels:
+            values = []
+            for byte, place in enumerate(places):
+                if is_signed and byte == 3:
+                    level = f.op(f"lshr {_INTS} {four}, splat (i32 {place})")
+                else:
+                    level = f.op(f"and {_INTS} {four}, splat (i32 {mask << 8 * byte})")
+                value = f.op(f"sitofp {_INTS} {level} to {_FLOATS}")
+                typed = (f"{_FLOATS} {each}" for each in (value, scales[byte], more))
+                values.append(f.call(_FLOATS, "fma.v16f32", *typed))
+            yield self._pair(f, values[0], values[1])
+            yield self._pair(f, values[2], values[3])
+
+    def _pair(self, f: Function, low: str, high: str) -> str:
+        """Two vectors of 16 float32 as one of 16 pairs of bfloat16."""
+        if self._dots:
+            both = self._round(f, low, high)
+            lanes = [lane for column in range(PANEL) for lane in (column, PANEL + column)]
+            mixed = f.shuffle(_WORDS, both, "poison", lanes)
+            return f.op(f"bitcast {_WORDS} {mixed} to {_INTS}")
+        lower, upper = _rounded_bits(f, low), _rounded_bits(f, high)
+        lower = f.op(f"lshr {_INTS} {lower}, splat (i32 16)")
+        upper = f.op(f"and {_INTS} {upper}, splat (i32 -65536)")
+        return f.op(f"or {_INTS} {upper}, {lower}")
+
     def _round(self, f: Function, low: str, high: str) -> str:
         """Two vectors of 16 float32 as one of 32 bfloat16."""
         if self._dots:
@@ -48,13 +99,8 @@ class Unpacking:
             pair = f.call(kind, name, f"{_FLOATS} {high}", f"{_FLOATS} {low}")
             return f.op(f"bitcast {kind} {pair} to {_WORDS}")
         halves = []
-        for part in (low, high):  # to the nearest, ties to even
-            bits = f.op(f"bitcast {_FLOATS} {part} to {_INTS}")
-            upper = f.op(f"lshr {_INTS} {bits}, splat (i32 16)")
-            odd = f.op(f"and {_INTS} {upper}, splat (i32 1)")
-            bits = f.op(f"add {_INTS} {bits}, splat (i32 32767)")
-            bits = f.op(f"add {_INTS} {bits}, {odd}")
-            bits = f.op(f"lshr {_INTS} {bits}, splat (i32 16)")
+        for part in (low, high):
+            bits = f.op(f"lshr {_INTS} {_rounded_bits(f, part)}, splat (i32 16)")
             halves.append(f.op(f"trunc {_INTS} {bits} to <16 x i16>"))
         return f.shuffle("<16 x i16>", halves[0], halves[1], range(32))
 
@@ -71,6 +117,88 @@ class Unpacking:
             else:
                 parts.append(_less(f, value, scale, minimum))
         return self._round(f, *parts)
+
+
+def _write(f: Function, out: str, lines: Iterator[str]) -> str:
+    """Store vectors one after the other; returns where the next one goes."""
+    for line in lines:
+        f.store(_INTS, line, out, 64)
+        out = f.at(out, _LINE_BYTES)
+    return out
+
+
+def _vector_at(f: Function, at: str, index: int) -> str:
+    return f.load(_FLOATS, f.at(at, _LINE_BYTES * index), 64)
+
+
+def _rounded_bits(f: Function, values: str) -> str:
+    """float32 whose upper halves are the nearest bfloat16, ties to even."""
+    bits = f.op(f"bitcast {_FLOATS} {values} to {_INTS}")
+    upper = f.op(f"lshr {_INTS} {bits}, splat (i32 16)")
+    odd = f.op(f"and {_INTS} {upper}, splat (i32 1)")
+    bits = f.op(f"add {_INTS} {bits}, splat (i32 32767)")
+    return f.op(f"add {_INTS} {bits}, {odd}")
+
+
+def _times(f: Function, values: str, factor: float) -> str:
+    bits = struct.unpack("<Q", struct.pack("<d", factor))[0]
+    return f.op(f"fmul {_FLOATS} {values}, splat (float 0x{bits:016X})")
+
+
+def _dwords(f: Function, rows: list[str], offset: int, count: int) -> list[str]:
+    """`count` times the next 32 bits of each of 16 rows: 1, 4, 8 or 16."""
+    places = [f.at(row, offset) for row in rows]
+    if count == 1:
+        return [_gathered(f, places, "i32")]
+    vectors = []
+    for first in range(count):
+        parts = [f.load(f"<{count} x i32>", place, 1) for place in places[first::count]]
+        width = count
+        while len(parts) > 1:
+            two = zip(parts[::2], parts[1::2])
+            parts = [f.shuffle(f"<{width} x i32>", *each, range(2 * width)) for each in two]
+            width *= 2
+        vectors += parts
+    return transpose(f, vectors, "i32")
+
+
+def _gathered(f: Function, places: list[str], element: str) -> str:
+    vector = "poison"
+    for lane, place in enumerate(places):
+        value = f.load(element, place, 1)
+        vector = f.op(f"insertelement <16 x {element}> {vector}, {element} {value}, i32 {lane}")
+    return vector
+
+
+def _gathered_halves(f: Function, rows: list[str], offset: int) -> str:
+    """A float16 of each row as float32."""
+    halves = _gathered(f, [f.at(row, offset) for row in rows], "half")
+    return f.op(f"fpext <16 x half> {halves} to {_FLOATS}")
+
+
+def _bits(f: Function, vector: str, shift: int, mask: int) -> str:
+    """Lanes of 32 bits, shifted right (left if negative), and those bits of each byte."""
+    if shift:
+        way = "lshr" if shift > 0 else "shl"
+        vector = f.op(f"{way} {_INTS} {vector}, splat (i32 {abs(shift)})")
+    return f.op(f"and {_INTS} {vector}, splat (i32 {mask * 0x01010101})")
+
+
+def _as_floats(f: Function, ints: str, byte: int) -> str:
+    """The unsigned byte of each lane."""
+    if byte:
+        ints = f.op(f"lshr {_INTS} {ints}, splat (i32 {8 * byte})")
+    ints = f.op(f"and {_INTS} {ints}, splat (i32 255)")
+    return f.op(f"sitofp {_INTS} {ints} to {_FLOATS}")
+
+
+def _half_of(f: Function, ints: str, *, upper: bool) -> str:
+    """The lower or the upper 16 bits of each lane, a float16, as float32."""
+    if upper:
+        ints = f.op(f"lshr {_INTS} {ints}, splat (i32 16)")
+    words = f.op(f"trunc {_INTS} {ints} to <16 x i16>")
+    halves = f.op(f"bitcast <16 x i16> {words} to <16 x half>")
+    return f.op(f"fpext <16 x half> {halves} to {_FLOATS}")
 
 
 def _halves(f: Function, bytes_: str) -> list[str]:
@@ -103,11 +231,23 @@ def _nibbles(f: Function, bytes_: str, *, upper: bool) -> str:
 class _Blocks32(Unpacking):
     """A float16 scale and 32 levels."""
 
+    zero: float
+
     def lines(self, f: Function, block: str, scratch: str) -> list[str]:
         scale = f.splat("float", 16, _half(f, block))
         return [self._scaled(f, _halves(f, self._levels(f, f.at(block, 2))), [scale] * 2, None)]
 
+    def write_pairs(self, f: Function, rows: list[str], factors: str, out: str) -> None:
+        scale = _gathered_halves(f, rows, 0)
+        more = _times(f, scale, -self.zero)
+        for levels, mask in self._fours(f, rows):
+            out = _write(f, out, self._scaled_pairs(f, levels, mask, scale, more))
+
     def _levels(self, f: Function, at: str) -> str:
+        raise NotImplementedError
+
+    def _fours(self, f: Function, rows: list[str]) -> list[tuple[list[str], int]]:
+        """Lanes of four levels, `zero` being zero, and which bits of each byte they are."""
         raise NotImplementedError
 
     def _nibbles32(self, f: Function, at: str) -> str:
@@ -120,6 +260,11 @@ class _Blocks32(Unpacking):
 
 class _Q8(_Blocks32):
     bytes = 34
+    zero = 128.0
+
+    def _fours(self, f: Function, rows: list[str]) -> list[tuple[list[str], int]]:
+        signed = _dwords(f, rows, 2, 8)
+        return [([f.op(f"xor {_INTS} {four}, splat (i32 {_SIGNS})") for four in signed], 255)]
 
     def _levels(self, f: Function, at: str) -> str:
         return f.load(_BYTES, at, 1)
@@ -127,6 +272,11 @@ class _Q8(_Blocks32):
 
 class _Q4(_Blocks32):
     bytes = 18
+    zero = 8.0
+
+    def _fours(self, f: Function, rows: list[str]) -> list[tuple[list[str], int]]:
+        both = _dwords(f, rows, 2, 4)
+        return [(both, 15), (both, 240)]
 
     def _levels(self, f: Function, at: str) -> str:
         return f.op(f"sub {_BYTES} {self._nibbles32(f, at)}, splat (i8 8)")
@@ -134,6 +284,20 @@ class _Q4(_Blocks32):
 
 class _Q5(_Blocks32):
     bytes = 22
+    zero = 16.0
+
+    def _fours(self, f: Function, rows: list[str]) -> list[tuple[list[str], int]]:
+        (bits,) = _dwords(f, rows, 2, 1)
+        both = _dwords(f, rows, 6, 4)
+        levels = [_bits(f, four, shift, 15) for shift in (0, 4) for four in both]
+        return [([self._with_fifth(f, each, bits, 4 * i) for i, each in enumerate(levels)], 31)]
+
+    def _with_fifth(self, f: Function, levels: str, bits: str, first: int) -> str:
+        """Four levels with bits `first` and the next three."""
+        nibble = f.op(f"lshr {_INTS} {bits}, splat (i32 {first})") if first else bits
+        nibble = f.op(f"and {_INTS} {nibble}, splat (i32 15)")
+        spread = f.op(f"mul {_INTS} {nibble}, splat (i32 {0x00204081})")  # a bit in each byte
+        return f.op(f"or {_INTS} {levels}, {_bits(f, spread, -4, 16)}")
 
     def _levels(self, f: Function, at: str) -> str:
         bits = f.op(f"bitcast i32 {f.load('i32', at, 1)} to <32 x i1>")
@@ -171,6 +335,41 @@ class _Q4K(Unpacking):
         factors = f.shuffle("<8 x half>", halves, "poison", [0] * 8 + [1] * 8)
         factors = f.op(f"fpext <16 x half> {factors} to {_FLOATS}")
         f.store(_FLOATS, f.op(f"fmul {_FLOATS} {values}, {factors}"), scratch, 64)
+
+    def write_pairs(self, f: Function, rows: list[str], factors: str, out: str) -> None:
+        head, low, middle, high = _dwords(f, rows, 0, 4)
+        six = [  # bits of scales and minimums, four in each
+            (_bits(f, low, 0, 63), _bits(f, middle, 0, 63)),
+            tuple(
+                f.op(f"or {_INTS} {_bits(f, high, shift, 15)}, {_bits(f, upper, 2, 48)}")
+                for shift, upper in ((0, low), (4, middle))
+            ),
+        ]
+        scale = _half_of(f, head, upper=False)
+        least = f.op(f"fneg {_FLOATS} {_half_of(f, head, upper=True)}")
+        for index in range(8):
+            for part, factor in enumerate((scale, least)):
+                bits = _as_floats(f, six[index // 4][part], index % 4)
+                value = f.op(f"fmul {_FLOATS} {bits}, {factor}")
+                f.store(_FLOATS, value, f.at(factors, _LINE_BYTES * (2 * index + part)), 64)
+        fifths = f.at(factors, 16 * _LINE_BYTES)
+        self._prepare_fifths(f, rows, fifths)
+        with f.loop(0, 4) as loop:
+            ahead = f.add(f.mul(loop.index, 32), self.bytes - 128)
+            both = _dwords(f, [f.at(row, ahead) for row in rows], 0, 8)
+            own = f.at(factors, f.mul(loop.index, 4 * _LINE_BYTES))
+            to = f.at(out, f.mul(loop.index, 32 * _LINE_BYTES))
+            for half in range(2):
+                scale, more = (_vector_at(f, own, 2 * half + part) for part in range(2))
+                levels, mask = self._fours(f, both, fifths, half)
+                to = _write(f, to, self._scaled_pairs(f, levels, mask, scale, more))
+
+    def _prepare_fifths(self, f: Function, rows: list[str], fifths: str) -> None:
+        """Write lanes with a fifth bit of each weight, where a format has it."""
+
+    def _fours(self, f: Function, both: list[str], fifths: str, half: int) -> Any:
+        """Lanes of four levels of 32 weights, and which bits of each byte they are."""
+        return both, 240 if half else 15
 
     def lines(self, f: Function, block: str, scratch: str) -> list[str]:
         lines = []
@@ -210,6 +409,21 @@ class _Q5K(_Q4K):
     """As Q4_K, with a fifth bit of each weight."""
 
     bytes = 176
+
+    def _prepare_fifths(self, f: Function, rows: list[str], fifths: str) -> None:
+        for index, four in enumerate(_dwords(f, rows, 16, 8)):
+            f.store(_INTS, four, f.at(fifths, _LINE_BYTES * index), 64)
+
+    def _fours(self, f: Function, both: list[str], fifths: str, half: int) -> Any:
+        levels = []
+        for index, four in enumerate(both):
+            at = f.at(fifths, _LINE_BYTES * index)
+            bits = f.load(_INTS, at, 64)
+            fifth = _bits(f, bits, half - 4, 16)
+            levels.append(f.op(f"or {_INTS} {_bits(f, four, 4 * half, 15)}, {fifth}"))
+            if half:  # the next turn's bits
+                f.store(_INTS, f.op(f"lshr {_INTS} {bits}, splat (i32 2)"), at, 64)
+        return levels, 31
 
     def lines(self, f: Function, block: str, scratch: str) -> list[str]:
         fifth = f.load(_BYTES, f.at(block, 16), 1)
@@ -262,6 +476,36 @@ class _Q6K(Unpacking):
                 levels = f.op(f"sub {kind} {levels}, splat (i8 32)")
                 f.store(kind, levels, f.at(scratch, 64 + 128 * half + 64 * part), 64)
 
+    def write_pairs(self, f: Function, rows: list[str], factors: str, out: str) -> None:
+        factor = _gathered_halves(f, rows, 208)
+        for index, four in enumerate(_dwords(f, rows, 192, 4)):
+            biased = f.op(f"xor {_INTS} {four}, splat (i32 {_SIGNS})")  # by 128
+            for byte in range(4):
+                scale = f.op(f"fsub {_FLOATS} {_as_floats(f, biased, byte)}, splat (float 128.0)")
+                scale = f.op(f"fmul {_FLOATS} {scale}, {factor}")
+                f.store(_FLOATS, scale, f.at(factors, _LINE_BYTES * (4 * index + byte)), 64)
+        with f.loop(0, 4) as loop:  # halves of a block, halves of its lines
+            half, part = f.div(loop.index, 2), f.rem(loop.index, 2)
+            first = f.mul(part, 16)
+            lows_at, highs_at = (
+                [f.at(row, f.add(f.mul(half, size), first)) for row in rows] for size in (64, 32)
+            )
+            lows = [_dwords(f, lows_at, 32 * place, 4) for place in range(2)]
+            highs = _dwords(f, highs_at, 128, 4)
+            own = f.at(factors, f.add(f.mul(half, 8 * _LINE_BYTES), f.mul(part, _LINE_BYTES)))
+            to = f.at(out, f.add(f.mul(half, 64 * _LINE_BYTES), f.mul(part, 8 * _LINE_BYTES)))
+            for quarter in range(4):
+                scale = _vector_at(f, own, 2 * quarter)
+                levels = [
+                    f.op(
+                        f"or {_INTS} {_bits(f, low, 4 * (quarter // 2), 15)}, "
+                        f"{_bits(f, high, 2 * quarter - 4, 48)}"
+                    )
+                    for low, high in zip(lows[quarter % 2], highs)
+                ]
+                lines = self._scaled_pairs(f, levels, 63, scale, _times(f, scale, -32.0))
+                _write(f, f.at(to, 16 * _LINE_BYTES * quarter), lines)
+
     def lines(self, f: Function, block: str, scratch: str) -> list[str]:
         lines = []
         for index in range(8):
@@ -299,13 +543,13 @@ def rows(unpacking: Unpacking) -> str:
 
 
 def transpose(f: Function, vectors: list[str], element: str) -> list[str]:
-    """16 vectors of 16 lanes, lanes and vectors exchanged."""
+    """n vectors of 16 lanes, 4, 8 or 16: lanes and vectors exchanged, n lanes at a time."""
     typed = f"<16 x {element}>"
-    for size in (1, 2, 4, 8):
+    for size in (size for size in (1, 2, 4, 8) if size < len(vectors)):
         low = [lane if not lane & size else 16 + lane - size for lane in range(16)]
         high = [lane + size if not lane & size else 16 + lane for lane in range(16)]
         mixed = list(vectors)
-        for first in range(16):
+        for first in range(len(vectors)):
             if first & size:
                 continue
             pair = vectors[first], vectors[first + size]
@@ -359,49 +603,32 @@ def unpack_panels(
             loop.values = [f.at(at, row_bytes)]
 
 
-def columns_buffers(f: Function, unpacking: Unpacking) -> tuple[str, str]:
-    """What `unpack_columns` needs on the stack: a block's scratch, and 16 unpacked blocks."""
-    sizes = (unpacking.scratch, 2 * PANEL * unpacking.weights)
-    scratch, lines = (f.op(f"alloca i8, i64 {size}, align 64") for size in sizes)
-    return scratch, lines
-
-
 def unpack_columns(
     f: Function,
     a: SimpleNamespace,
     unpacking: Unpacking,
-    buffers: tuple[str, str],
     panel: str,
     count: str,
+    block: str,
+    block_end: str,
     out: str,
 ) -> None:
-    """Unpack whole panels into the layout of vector.py. buffers: of `columns_buffers`."""
-    tiles = unpacking.weights // 32  # in a block
-    blocks = f.div(a.steps, tiles * PANEL)
-    row_bytes, panel_bytes = f.mul(blocks, unpacking.bytes), f.mul(a.steps, 4 * PANEL)
+    """Unpack some blocks, of 256 weights at most, of `count` panels into the layout of vector.py;
+    panels are PANEL_BYTES apart."""
+    step_bytes = unpacking.weights // 2 * _LINE_BYTES
+    row_bytes = f.mul(f.div(a.steps, unpacking.weights // 2), unpacking.bytes)
     last = f.sub(a.columns, 1)
-    scratch, lines = buffers
+    ahead, factors = f.mul(row_bytes, PANEL), f.at(out, 4 * PANEL_BYTES)
     with f.loop(0, count) as each:
         first = f.mul(f.add(panel, each.index), PANEL)
-        to = f.at(out, f.mul(each.index, panel_bytes))
-        with f.loop(0, blocks) as loop:
+        columns = [f.min(f.add(first, column), last) for column in range(PANEL)]
+        starts = [f.at(a.w, f.mul(column, row_bytes)) for column in columns]
+        to = f.at(out, f.mul(each.index, PANEL_BYTES))
+        with f.loop(block, block_end) as loop:
             block_at = f.mul(loop.index, unpacking.bytes)
-            with f.loop(0, PANEL) as column:
-                own = f.min(f.add(first, column.index), last)
-                at = f.at(a.w, f.add(f.mul(own, row_bytes), block_at))
-                ahead = f.at(at, f.mul(row_bytes, PANEL))
+            rows = [f.at(start, block_at) for start in starts]
+            for row in rows:
                 for offset in range(0, unpacking.bytes, _LINE_BYTES):
-                    f.prefetch(f.at(ahead, offset), 2)
-                unpacking.prepare(f, at, scratch)
-                line_at = f.at(lines, f.mul(column.index, _LINE_BYTES))
-                for index, value in enumerate(unpacking.lines(f, at, scratch)):
-                    f.store("<32 x i16>", value, f.at(line_at, _TILE * index), 64)
-            with f.loop(0, tiles) as tile:
-                tile_at = f.at(lines, f.mul(tile.index, _TILE))
-                words = [
-                    f.load("<16 x i32>", f.at(tile_at, _LINE_BYTES * c), 64) for c in range(PANEL)
-                ]
-                step = f.add(f.mul(loop.index, tiles), tile.index)
-                step_at = f.at(to, f.mul(step, _TILE))
-                for index, value in enumerate(transpose(f, words, "i32")):
-                    f.store("<16 x i32>", value, f.at(step_at, _LINE_BYTES * index), 64)
+                    f.prefetch(f.at(f.at(row, ahead), offset), 2)
+            step_at = f.at(to, f.mul(f.sub(loop.index, block), step_bytes))
+            unpacking.write_pairs(f, rows, factors, step_at)

@@ -130,7 +130,7 @@ class GgufProduct(nn.Module):
             steps = self.in_features // 32
         else:
             rows = rows.contiguous()
-            scratch_bytes = 4 * PANEL * 2 * self.in_features
+            scratch_bytes = formats.SCRATCH
             scratch = torch.empty(torch.get_num_threads() * scratch_bytes, dtype=torch.uint8)
         for weight, bias, column, products in self._parts if count else ():
             panels = bias.numel() // PANEL

@@ -12,12 +12,15 @@ core that alone halved the time of a pass over 4 rows (docs/performance.md).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
-from fly.execution.kernels.formats import Unpacking, columns_buffers, unpack_columns
-from fly.execution.kernels.ir import PANEL, PRODUCT, Function, module
+from fly.execution.kernels.formats import PANEL_BYTES, Unpacking, unpack_columns
+from fly.execution.kernels.ir import PANEL, PRODUCT, Function, Value, module
 
 _PREFETCH = 4096  # bytes ahead of the weights in use
+_FLOATS = f"<{PANEL} x float>"
 GROUP = 32  # inputs whose weights of 4 bits share a scale
 
 
@@ -232,9 +235,9 @@ def product(
 ) -> str:
     """IR of `@product(ptr arguments)`, one thread's share of [rows, inputs] x [inputs, columns].
 
-    Its arguments are those of `ir.PRODUCT`. weights: bfloat16, int8 or int4. Quantised weights are
-    unpacked, a group of panels at a time, into the thread's part of `scratch`. rounds: results are
-    bfloat16, not float32.
+    Its arguments are those of `ir.PRODUCT`. weights: bfloat16, int8 or int4. rounds: results are
+    bfloat16, not float32. Weights of a GGUF format are unpacked, so many of a few panels that they
+    stay in the first cache, into the thread's part of `scratch`; sums wait in the results.
     """
     kind = _kind(vectors, weights)
     shapes = sorted(
@@ -250,7 +253,8 @@ def product(
     widths = [kind.panels(max(1, rows)) for rows in range(kind.most_rows + 1)]
     table = ", ".join(f"i64 {width}" for width in widths)
     element = "bfloat" if rounds else "float"
-    micro = [_micro(kind, rows, panels, element) for rows, panels in shapes]
+    is_part = unpacking is not None
+    micro = [_micro(kind, rows, panels, element, is_part=is_part) for rows, panels in shapes]
     code = module(*micro, _dispatch(shapes), _task(kind, unpacking, element))
     return f"@widths = private constant [{len(widths)} x i64] [{table}]\n{code}"
 
@@ -261,10 +265,11 @@ _TYPED = (  # parameters of the micro-kernels
 )
 
 
-def _micro(kind: _Kind, rows: int, panels: int, element: str) -> Function:
-    """@micro_ROWS_PANELS: all inputs of `rows` rows times `panels` panels.
+def _micro(kind: _Kind, rows: int, panels: int, element: str, *, is_part: bool) -> Function:
+    """@micro_ROWS_PANELS: inputs of `rows` rows times `panels` panels.
 
-    A function of its own: written into the product, it gets worse registers from LLVM.
+    is_part: of some inputs; the sums go on from those in the results, and are not finished. A
+    function of its own: written into the product, it gets worse registers from LLVM.
     """
     lanes = kind.lanes
     ints, floats = f"<{lanes} x i32>", f"<{lanes} x float>"
@@ -273,19 +278,30 @@ def _micro(kind: _Kind, rows: int, panels: int, element: str) -> Function:
     f = Function(f"micro_{rows}_{panels}", _TYPED)
     x_rows = [f.at("%x", f.mul("%x_stride", row)) for row in range(rows)]
     w_panels = [f.at("%w", f.mul("%panel_bytes", panel)) for panel in range(panels)]
-    zeros = [(kind.sum, "zeroinitializer")] * (rows * len(cells))
-    with f.loop(0, "%steps", carried=zeros) as loop:
+    places = [
+        f.at(f.at("%out", f.mul("%out_stride", row)), cell, element)
+        for row in range(rows)
+        for cell in cells
+    ]
+    starts = ["zeroinitializer"] * len(places)
+    if is_part:
+        starts = [f.load(kind.sum, place, 4) for place in places]
+    with f.loop(0, "%steps", carried=[(kind.sum, start) for start in starts]) as loop:
         w_step = f.mul(loop.index, kind.weight_bytes)
         x_step = f.mul(loop.index, kind.step_bytes)
         weights = []
         for w_panel in w_panels:
             w = f.at(w_panel, w_step)
-            for line in range(0, kind.weight_bytes, 4 * PANEL):
+            for line in range(0, 0 if is_part else kind.weight_bytes, 4 * PANEL):
                 f.prefetch(f.at(w, _PREFETCH + line), 3)
             weights += [kind.weights(f, w, part) for part in parts]
         for row, x_row in enumerate(x_rows):
             sums = slice(row * len(cells), (row + 1) * len(cells))
             loop.values[sums] = kind.step(f, f.at(x_row, x_step), weights, loop.values[sums])
+    if is_part:
+        for value, place in zip(loop.values, places):
+            f.store(kind.sum, value, place, 4)
+        return f
     a = f.arguments(PRODUCT)
 
     def of_columns(field: str, vector: str) -> list[str]:
@@ -293,7 +309,7 @@ def _micro(kind: _Kind, rows: int, panels: int, element: str) -> Function:
         return [f.load(vector, f.at(field, column, "i32"), 4) for column in columns]
 
     bias = of_columns(a.bias, floats)
-    results = iter(loop.values)
+    results = iter(zip(loop.values, places))
     if isinstance(kind, _Int8):
         scales, offsets = of_columns(a.scale, floats), of_columns(a.offset, ints)
     if isinstance(kind, _Int8 | _Int4):
@@ -302,9 +318,8 @@ def _micro(kind: _Kind, rows: int, panels: int, element: str) -> Function:
             scale = f.load("float", f.at(a.row_scale, f.add("%row", row), "float"), 4)
             row_scales.append(f.splat("float", lanes, scale))
     for row in range(rows):
-        out_row = f.at("%out", f.mul("%out_stride", row))
-        for index, cell in enumerate(cells):
-            y = next(results)
+        for index in range(len(cells)):
+            y, place = next(results)
             if isinstance(kind, _Int8):
                 y = f.op(f"sub {ints} {y}, {offsets[index]}")
                 y = f.op(f"sitofp {ints} {y} to {floats}")
@@ -314,7 +329,7 @@ def _micro(kind: _Kind, rows: int, panels: int, element: str) -> Function:
             y = f.op(f"fadd {floats} {y}, {bias[index]}")
             if element == "bfloat":
                 y = f.op(f"fptrunc {floats} {y} to <{lanes} x bfloat>")
-            f.store(f"<{lanes} x {element}>", y, f.at(out_row, cell, element), 2)
+            f.store(f"<{lanes} x {element}>", y, place, 2)
     return f
 
 
@@ -337,32 +352,55 @@ def _task(kind: _Kind, unpacking: Unpacking | None, element: str) -> Function:
     most = kind.most_rows
     f = Function("product")
     a = f.arguments(PRODUCT)
-    if unpacking is not None:
-        thread = f.op(f"atomicrmw add ptr {a.threads}, i64 1 monotonic")
-        unpacked = f.at(a.scratch, f.mul(thread, a.scratch_bytes))
-        buffers = columns_buffers(f, unpacking)
     x_stride, panel_bytes = f.mul(a.steps, kind.step_bytes), f.mul(a.steps, kind.weight_bytes)
     chunks = f.div(f.add(a.rows, most - 1), most)
     small, larger = f.div(a.rows, chunks), f.rem(a.rows, chunks)  # so many have one row more
     one_more = f.op(f"zext i1 {f.compare('ne', larger, 0)} to i64")
     width = f.load("i64", f.at("@widths", f.add(small, one_more), "i64"), 8)
-    with f.panel_groups(a) as (first, end), f.panels(first, end, width) as (panel, _, count):
+
+    def multiply(panel: str, count: str, x: str, w: str, steps: str, panel_bytes: Value) -> None:
         column = f.mul(panel, PANEL)
-        if unpacking is None:
-            w = f.at(a.w, f.mul(panel, panel_bytes))
-        else:
-            unpack_columns(f, a, unpacking, buffers, panel, count, unpacked)
-            w = unpacked
-        out_panel = f.at(a.out, column, element)
+        out = f.at(a.out, column, element)
         with f.loop(0, chunks, carried=[("i64", "0")]) as loop:
             (row,) = loop.values
             is_larger = f.compare("ult", loop.index, larger)
             rows = f.add(small, f.op(f"zext i1 {is_larger} to i64"))
-            x, out = f.at(a.x, f.mul(row, x_stride)), f.at(out_panel, f.mul(row, a.out_stride))
+            x_rows, out_rows = f.at(x, f.mul(row, x_stride)), f.at(out, f.mul(row, a.out_stride))
             f.do(
-                f"call void @micro(i64 {rows}, i64 {count}, ptr %a, ptr {x}, ptr {w}, ptr {out}, "
-                f"i64 {column}, i64 {row}, i64 {a.steps}, i64 {x_stride}, i64 {a.out_stride}, "
-                f"i64 {panel_bytes})"
+                f"call void @micro(i64 {rows}, i64 {count}, ptr %a, ptr {x_rows}, ptr {w}, "
+                f"ptr {out_rows}, i64 {column}, i64 {row}, i64 {steps}, i64 {x_stride}, "
+                f"i64 {a.out_stride}, i64 {panel_bytes})"
             )
             loop.values = [f.add(row, rows)]
+
+    if unpacking is not None:
+        thread = f.op(f"atomicrmw add ptr {a.threads}, i64 1 monotonic")
+        unpacked = f.at(a.scratch, f.mul(thread, a.scratch_bytes))
+        in_block, at_once = unpacking.weights // 2, 256 // unpacking.weights
+        blocks = f.div(a.steps, in_block)
+    with f.panel_groups(a) as (first, end), f.panels(first, end, width) as (panel, _, count):
+        if unpacking is None:
+            multiply(panel, count, a.x, f.at(a.w, f.mul(panel, panel_bytes)), a.steps, panel_bytes)
+        else:
+            _each_result(f, a, panel, count, lambda _sum, _bias: "zeroinitializer")
+            with f.loop(0, blocks, at_once) as loop:
+                block_end = f.min(f.add(loop.index, at_once), blocks)
+                unpack_columns(f, a, unpacking, panel, count, loop.index, block_end, unpacked)
+                x = f.at(a.x, f.mul(loop.index, in_block * kind.step_bytes))
+                steps = f.mul(f.sub(block_end, loop.index), in_block)
+                multiply(panel, count, x, unpacked, steps, PANEL_BYTES)
+            _each_result(
+                f, a, panel, count, lambda sums, bias: f.op(f"fadd {_FLOATS} {sums}, {bias}")
+            )
     return f
+
+
+def _each_result(
+    f: Function, a: SimpleNamespace, panel: str, count: str, change: Callable[[str, str], str]
+) -> None:
+    """Replace the results of panels by what `change` makes of them and the bias."""
+    with f.loop(0, a.rows) as row, f.loop(0, count) as each:
+        column = f.mul(f.add(panel, each.index), PANEL)
+        at = f.at(f.at(a.out, f.mul(row.index, a.out_stride)), column, "float")
+        bias = f.load(_FLOATS, f.at(a.bias, column, "float"), 4)
+        f.store(_FLOATS, change(f.load(_FLOATS, at, 4), bias), at, 4)
