@@ -6,10 +6,14 @@ their errors cost acceptance, never the exactness of exact verification.
 
 from __future__ import annotations
 
+import logging
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -19,6 +23,10 @@ from fly.execution.kernels import gguf
 from fly.execution.merged_linear import concatenate, merge
 from fly.models.gguf import GgufWeight
 
+logger = logging.getLogger(__name__)
+
+_SAMPLE = 6  # products that are timed
+_FASTER = 0.95  # of the time, below which unpacked weights are worth their memory
 _MOST = 0.9  # share of the weights that has to be packed if the rest becomes float32
 
 
@@ -64,28 +72,61 @@ def restore_weights(model: nn.Module) -> None:
             del module.gguf_weight
 
 
-def _pack(linears: Sequence[nn.Linear], kind: kernels.Kind) -> nn.Module:
+def _is_faster_unpacked(model: nn.Module) -> bool:
+    """Whether products with a GGUF file's weights are faster here when the weights are unpacked
+    once, and there is memory for it. Results are the same bits.
+
+    Without tiles, unpacking takes a core about as long as reading bfloat16 takes two.
+    """
+    kept = [m for m in model.modules() if type(m) is nn.Linear and hasattr(m, "gguf_weight")]
+    weights: list[GgufWeight] = [linear.gguf_weight for linear in kept]  # type: ignore[misc]
+    unpacked = sum(2 * weight.in_features * weight.out_features for weight in weights)
+    if kernels.instructions() == "amx" or psutil.virtual_memory().available < 2 * unpacked:
+        return False
+    if not weights:
+        return False
+    sizes = Counter((weight.format, weight.in_features, weight.out_features) for weight in weights)
+    largest = max(sizes, key=lambda size: sizes[size] * size[1] * size[2])
+    sample = [w for w in weights if (w.format, w.in_features, w.out_features) == largest]
+    products: dict[bool, list[gguf.GgufProduct]] = {True: [], False: []}
+    for is_unpacked, each in products.items():
+        each += [gguf.GgufProduct([w], is_unpacked=is_unpacked) for w in sample[:_SAMPLE]]
+    seconds = {True: 0.0, False: 0.0}
+    for rows in (1, 9, 1, 9):
+        x = torch.ones(rows, largest[1], dtype=kernels.activation_dtype())
+        for is_unpacked, each in products.items():
+            start = time.perf_counter()
+            for product in each:  # from memory: the others' weights have been read in between
+                product(x)
+            seconds[is_unpacked] += time.perf_counter() - start
+    return seconds[True] < _FASTER * seconds[False]
+
+
+def _pack(linears: Sequence[nn.Linear], kind: kernels.Kind, *, is_unpacked: bool) -> nn.Module:
     """Linears that take the same input, as one product."""
     if kind is kernels.Bfloat16Linear and all(hasattr(linear, "gguf_weight") for linear in linears):
         own: list[Any] = [linear.gguf_weight for linear in linears]
         kept = [replace(weight, bias=linear.bias) for weight, linear in zip(own, linears)]
         if all(weight.out_features % gguf.PANEL == 0 for weight in kept[:-1]):
-            return gguf.GgufProduct(kept)
+            return gguf.GgufProduct(kept, is_unpacked=is_unpacked)
     for linear in linears:
         restore_weights(linear)
     return kind(linears[0] if len(linears) == 1 else concatenate(linears))
 
 
-def use_kernels(model: PreTrainedModel, kind: kernels.Kind) -> int:
+def use_kernels(model: PreTrainedModel, kind: kernels.Kind) -> bool:
     """Swap every plain nn.Linear in place, freeing its weight; the rest of the model computes in
-    the kernels' dtype. Returns how many bytes of bfloat16 are read as fewer, from a GGUF file.
+    the kernels' dtype. Returns whether products read weights as they lie in a GGUF file.
 
     Siblings that share an input become one product (fly/execution/merged_linear.py). Embeddings
     tied to the output head keep their own, row-major copy. Subclasses of nn.Linear (quantised
     layers, adapters) stay as they are.
     """
-    merge(model, lambda linears: _pack(linears, kind))
-    _swap(model, nn.Linear, lambda linear: _pack([linear], kind))
+    is_unpacked = kind is kernels.Bfloat16Linear and _is_faster_unpacked(model)
+    if is_unpacked:
+        logger.info("the GGUF file's weights are unpacked to bfloat16, which is faster here")
+    merge(model, lambda linears: _pack(linears, kind, is_unpacked=is_unpacked))
+    _swap(model, nn.Linear, lambda linear: _pack([linear], kind, is_unpacked=is_unpacked))
     dtype, stored = kernels.activation_dtype(), model.dtype
     is_kept = any(type(m) is nn.Embedding and hasattr(m, "gguf_weight") for m in model.modules())
     if dtype != stored or is_kept:
@@ -96,8 +137,8 @@ def use_kernels(model: PreTrainedModel, kind: kernels.Kind) -> int:
             # always a copy: what is left of the checkpoint would keep its file in memory
             other = tensor.dtype != stored
             tensor.data = tensor.data.to(tensor.dtype if other else dtype, copy=True)
-    products = {id(m): m.bytes_saved for m in model.modules() if isinstance(m, gguf.GgufProduct)}
-    return sum(products.values())
+    products = [module for module in model.modules() if isinstance(module, gguf.GgufProduct)]
+    return any(not product.is_unpacked for product in products)
 
 
 class PackedEmbedding(nn.Module):

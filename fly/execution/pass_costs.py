@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 # double it). The figures are benchmarks/passes.py's, rounded (docs/performance.md).
 _GROWTH = {
     "kernels-amx": (16, 60),
+    "kernels-amx gguf": (8, 22),
     "kernels-avx512_bf16": (9, 20),
     "kernels-avx512": (6, 14),
     "kernels-avx2": (1, 7),
@@ -119,7 +120,7 @@ NO_DRAFT = PassCosts((1,), (0.0,))
 
 def growth(way: str) -> tuple[int, int]:
     """(tokens that cost what one token does, tokens more that double it)."""
-    return _GROWTH.get(way.split()[0], _GROWTH["eager"])
+    return _GROWTH.get(way) or _GROWTH.get(way.split()[0], _GROWTH["eager"])
 
 
 @functools.cache

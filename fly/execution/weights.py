@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 Passes = Literal["kernels", "graphs", "inductor", "eager"]
 _BYTES = {"int8": 1.0, "int4": 0.5625}  # of a quantised weight, scales included
+# of the time of a pass over one token with bfloat16 weights (docs/performance.md)
+_SHARES = {"kernels-amx gguf": 0.65}
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,10 @@ class PackedWeights:
     by ` gguf` where they read a GGUF file's own weights, `graphs` (captured as shapes come up),
     `inductor` (compiled, then captured) or `eager`. draft: the same, and its quantisation:
     `kernels-amx int8`. eager: by model, why its passes are, where a faster way exists.
-    draft_weight: bytes of its weights over the target's. seconds: packing and quantising, never
-    decode time. batch_invariant: a token's bits in the target are the same in every pass; uniform:
-    because all its passes are of one shape (fly.execution.uniform_passes).
+    draft_weight: bytes of its weights over those in bfloat16 that take as long as the target's.
+    seconds: packing and quantising, never decode time. batch_invariant: a token's bits in the
+    target are the same in every pass; uniform: because all its passes are of one shape
+    (fly.execution.uniform_passes).
     """
 
     target: str
@@ -69,7 +72,7 @@ def pack(
     target_bytes = target.num_parameters() * target.dtype.itemsize
     loaded = {"target": target} if draft is None else {"target": target, "draft": draft}
     ways = {role: passes_for(model, settings) for role, model in loaded.items()}
-    how_target, is_invariant, saved = _pack(
+    how_target, is_invariant = _pack(
         target, "target", *ways["target"], invariant=settings.batch_invariant
     )
     how_draft, parameters, weight = None, None, 0.0
@@ -77,7 +80,7 @@ def pack(
         parameters, stored = draft.num_parameters(), draft.dtype.itemsize
         how_draft = pack_draft(draft, settings)
         per_weight = _BYTES.get(how_draft.split()[-1], stored)
-        weight = round(parameters * per_weight / (target_bytes - saved), 3)
+        weight = round(parameters * per_weight / (target_bytes * _SHARES.get(how_target, 1.0)), 3)
     done = PackedWeights(
         target=how_target,
         draft=how_draft,
@@ -146,12 +149,11 @@ def _pack(
     kind: str = "none",
     *,
     invariant: bool | Literal["auto"] = False,
-) -> tuple[str, bool, int]:
-    """Pack a model on a CPU, quantised to `kind`; returns what was done, whether a token's bits are
-    the same in every pass, and how many bytes a GGUF file's weights are smaller than bfloat16's.
-    Raises FlyError if the bits must be the same, and cannot be here."""
+) -> tuple[str, bool]:
+    """Pack a model on a CPU, quantised to `kind`; returns what was done, and whether a token's bits
+    are the same in every pass. Raises FlyError if they must be, and cannot be here."""
     done: str = passes
-    is_invariant, saved = False, 0
+    is_invariant = False
     if invariant is True and passes != "kernels":
         if (why := _why_not_uniform(model)) is not None:
             passes_here = f"its passes are {passes} here{f' ({reason})' if reason else ''}"
@@ -160,18 +162,18 @@ def _pack(
             torch.use_deterministic_algorithms(True, warn_only=True)
         is_invariant = True
     if passes == "kernels":
-        saved = packed_linear.use_kernels(model, kernels.LINEARS[kind])
+        is_gguf = packed_linear.use_kernels(model, kernels.LINEARS[kind])
         is_fused = fused_layer.replace(model, is_invariant=bool(invariant))
         is_invariant = is_fused and bool(invariant)
         if invariant is True and not is_fused:
             disagree = f"{model.config.model_type}: fly's layers do not agree with transformers'"
             raise _not_invariant(fused_layer.why_not(model) or disagree)
-        done = f"kernels-{kernels.instructions()}{' gguf' if saved else ''}"
+        done = f"kernels-{kernels.instructions()}{' gguf' if is_gguf else ''}"
     else:
         packed_linear.restore_weights(model)
     if reason is not None:
         logger.info("compile=auto: eager passes for the %s: %s", role, reason)
-    return done if kind == "none" else f"{done} {kind}", is_invariant, saved
+    return done if kind == "none" else f"{done} {kind}", is_invariant
 
 
 def _why_not_uniform(model: PreTrainedModel) -> str | None:

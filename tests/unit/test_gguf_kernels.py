@@ -39,9 +39,11 @@ def inputs_of(rows, width):
 def test_bits_are_those_of_the_dequantized_weights(isa, form, out, inputs):  # noqa: F811
     kept = weight(form, out, inputs)
     plain, product = kernels.Bfloat16Linear(dequantized(kept)), gguf.GgufProduct([kept])
+    unpacked = product if isa == "amx" else gguf.GgufProduct([kept], is_unpacked=True)
     for rows in ROWS:
         x = inputs_of(rows, inputs)
         assert torch.equal(product(x), plain(x)), rows
+        assert torch.equal(unpacked(x), plain(x)), rows
 
 
 @pytest.mark.parametrize("form", ["Q4_K", "Q8_0"])

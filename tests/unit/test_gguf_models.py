@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from fly.execution import kernels, packed_linear
 from fly.execution.kernels import gguf as kernels_gguf
 from fly.models import gguf, tokenizers
 from tests.gguf_files import EOS, load_by_transformers, write_gguf
+from tests.unit.test_kernels import isa  # noqa: F401  (a fixture)
 
 needs_kernels = pytest.mark.skipif(kernels.why_not() is not None, reason=str(kernels.why_not()))
 IDS = torch.tensor([[0, 1, 2, 3, 63, 4, 2]])
@@ -68,22 +70,39 @@ def test_weights_kept_in_the_file_are_those_of_transformers(tmp_path, architectu
     assert torch.equal(logits(ours), logits(expected))
 
 
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_weights_are_unpacked_where_that_is_faster(isa, tmp_path, monkeypatch, is_slow):  # noqa: F811
+    """By time, and never for tiles; the logits are the same bits."""
+    file = tmp_path / "m.gguf"
+    write_gguf(file)
+    own = kernels_gguf.GgufProduct.forward
+
+    def forward(self, x):
+        time.sleep(0.005 * (self.is_unpacked is not is_slow))
+        return own(self, x)
+
+    monkeypatch.setattr(packed_linear, "_is_faster_unpacked", lambda model: False)
+    kept, timed = load(file), load(file)
+    assert packed_linear.use_kernels(kept, kernels.Bfloat16Linear)
+    monkeypatch.undo()
+    monkeypatch.setattr(kernels, "instructions", lambda: isa)
+    monkeypatch.setattr(kernels_gguf.GgufProduct, "forward", forward)
+    reads_file = packed_linear.use_kernels(timed, kernels.Bfloat16Linear)
+    assert reads_file is (isa == "amx" or not is_slow)
+    assert torch.equal(kept(IDS).logits, timed(IDS).logits)
+
+
 @needs_kernels
 def test_products_read_the_file_and_int8_drafts_do_not(tmp_path):
     file = tmp_path / "m.gguf"
     write_gguf(file)
     model = load(file)
-    kept = {id(m.gguf_weight): m.gguf_weight for m in model.modules() if hasattr(m, "gguf_weight")}
-    embedding = model.model.embed_tokens.gguf_weight
-    linears = [weight for weight in kept.values() if weight is not embedding]
-    dense = sum(2 * weight.in_features * weight.out_features for weight in linears)
-    saved = packed_linear.use_kernels(model, kernels.Bfloat16Linear)
-    assert saved == dense - sum(weight.blocks.numel() for weight in linears)
+    assert packed_linear.use_kernels(model, kernels.Bfloat16Linear)
     mlp = model.model.layers[0].mlp
     assert isinstance(mlp.gate_proj.product, kernels_gguf.GgufProduct)
     assert mlp.gate_proj.product is mlp.up_proj.product
     draft = load(file)
-    assert packed_linear.use_kernels(draft, kernels.Int8Linear) == 0
+    assert not packed_linear.use_kernels(draft, kernels.Int8Linear)
     assert isinstance(draft.lm_head, kernels.Int8Linear)
 
 

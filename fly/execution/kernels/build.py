@@ -137,6 +137,12 @@ def unpack_rows(form: str, instructions: str) -> int:
     return _compile(source, instructions, "rows")
 
 
+@functools.cache
+def unpack_weight(form: str, instructions: str) -> int:
+    """Address of the code that unpacks a weight in a GGUF format into a Bfloat16Linear's panels."""
+    return _compile(formats.panels(unpacking_of(form, instructions)), instructions, "panels")
+
+
 def unpacking_of(form: str, instructions: str) -> formats.Unpacking:
     """How a GGUF format is unpacked with these instructions."""
     has_dots, has_words = instructions in ROUND_INPUTS, instructions != "avx2"

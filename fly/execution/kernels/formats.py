@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from fly.execution.kernels.ir import PANEL, Function, module
+from fly.execution.kernels.ir import PANEL, Function, Value, module
 
 _LINE = 32  # weights that are unpacked into one vector
 _LINE_BYTES = 64
 _TILE = PANEL * _LINE_BYTES  # bytes of so many weights of 16 columns
-PANEL_BYTES = 2 * PANEL * 256  # of a panel's unpacked weights
+PANEL_BYTES = 2 * PANEL * 256  # of a panel's unpacked weights, where they are unpacked in steps
 SCRATCH = 4 * PANEL_BYTES + 48 * _LINE_BYTES  # bytes: four panels are unpacked at once at most
 _BYTES, _HALF_BYTES = "<32 x i8>", "<16 x i8>"
 _SIGNS = 0x80808080 - 2**32  # the sign of each byte
@@ -612,18 +612,24 @@ def unpack_columns(
     block: str,
     block_end: str,
     out: str,
+    factors: str,
+    panel_bytes: Value = PANEL_BYTES,
 ) -> None:
-    """Unpack some blocks, of 256 weights at most, of `count` panels into the layout of vector.py;
-    panels are PANEL_BYTES apart."""
+    """Unpack some blocks of `count` panels into the layout of vector.py, `panel_bytes` apart.
+    factors: room for 48 vectors."""
     step_bytes = unpacking.weights // 2 * _LINE_BYTES
     row_bytes = f.mul(f.div(a.steps, unpacking.weights // 2), unpacking.bytes)
     last = f.sub(a.columns, 1)
-    ahead, factors = f.mul(row_bytes, PANEL), f.at(out, 4 * PANEL_BYTES)
+    # the blocks that come next: further on in these panels, or the first ones of the next panels
+    further = f.mul(f.sub(block_end, block), unpacking.bytes)
+    back = f.sub(f.mul(f.mul(count, PANEL), row_bytes), f.mul(block, unpacking.bytes))
+    is_last = f.compare("eq", f.mul(block_end, unpacking.bytes), row_bytes)
+    ahead = f.select(is_last, back, further)
     with f.loop(0, count) as each:
         first = f.mul(f.add(panel, each.index), PANEL)
         columns = [f.min(f.add(first, column), last) for column in range(PANEL)]
         starts = [f.at(a.w, f.mul(column, row_bytes)) for column in columns]
-        to = f.at(out, f.mul(each.index, PANEL_BYTES))
+        to = f.at(out, f.mul(each.index, panel_bytes))
         with f.loop(block, block_end) as loop:
             block_at = f.mul(loop.index, unpacking.bytes)
             rows = [f.at(start, block_at) for start in starts]
@@ -632,3 +638,16 @@ def unpack_columns(
                     f.prefetch(f.at(f.at(row, ahead), offset), 2)
             step_at = f.at(to, f.mul(f.sub(loop.index, block), step_bytes))
             unpacking.write_pairs(f, rows, factors, step_at)
+
+
+def panels(unpacking: Unpacking) -> str:
+    """IR of `@panels(ptr arguments)`, one thread's share: a weight as panels of vector.py."""
+    f = Function("panels")
+    a = f.arguments("ptr w, ptr out, i64 steps, i64 columns, i64 panels, counter counter")
+    factors = f.op(f"alloca i8, i64 {48 * _LINE_BYTES}, align 64")
+    panel_bytes = f.mul(a.steps, 4 * PANEL)
+    blocks = f.div(a.steps, unpacking.weights // 2)
+    with f.shares(a.counter, a.panels) as panel:
+        to = f.at(a.out, f.mul(panel, panel_bytes))
+        unpack_columns(f, a, unpacking, panel, "1", "0", blocks, to, factors)
+    return module(f)

@@ -91,28 +91,27 @@ def unpack(weight: GgufWeight, ids: Tensor | None = None) -> Tensor:
 
 class GgufProduct(nn.Module):
     """One or several linears that take the same input, [..., in] -> [..., outs]. Their widths are
-    multiples of 16, but for the last.
+    multiples of 16, but for the last. is_unpacked: their weights are unpacked now, not in every
+    pass; not on AMX."""
 
-    bytes_saved: how many fewer bytes its weights have than in bfloat16.
-    """
-
-    def __init__(self, linears: Sequence[GgufWeight]) -> None:
+    def __init__(self, linears: Sequence[GgufWeight], *, is_unpacked: bool = False) -> None:
         super().__init__()
+        self.is_unpacked = is_unpacked
         isa = _isa()
         self.rounds_inputs = isa in build.ROUND_INPUTS
         self.in_features = linears[0].in_features
         self.out_features = sum(linear.out_features for linear in linears)
-        raw = sum(linear.blocks.numel() for linear in linears)
-        self.bytes_saved = 2 * self.in_features * self.out_features - raw
         self._is_amx = isa == "amx"
         self._parts = []
         column = 0
         for linear in linears:
             bias = pad_columns(linear.bias, linear.out_features, torch.float32)
-            products = [build.product(form=linear.format, instructions=isa)]
+            weight = _panels(linear) if is_unpacked else linear.blocks
+            form = None if is_unpacked else linear.format
+            products = [build.product(form=form, instructions=isa)]
             if self._is_amx:
-                products.append(build.product_of_many(form=linear.format))
-            self._parts.append((linear, bias, column, products))
+                products.append(build.product_of_many(form=form))
+            self._parts.append((weight, linear.out_features, bias, column, products))
             column += linear.out_features
         self._columns = column - column % -PANEL
         self._dtype = activation_dtype()
@@ -132,17 +131,28 @@ class GgufProduct(nn.Module):
             rows = rows.contiguous()
             scratch_bytes = formats.SCRATCH
             scratch = torch.empty(torch.get_num_threads() * scratch_bytes, dtype=torch.uint8)
-        for weight, bias, column, products in self._parts if count else ():
+        for weight, columns, bias, column, products in self._parts if count else ():
             panels = bias.numel() // PANEL
             build.run(
-                products[is_many], rows.data_ptr(), weight.blocks.data_ptr(), bias.data_ptr(),
+                products[is_many], rows.data_ptr(), weight.data_ptr(), bias.data_ptr(),
                 out.data_ptr() + column * out.element_size(), steps, count, panels,
                 self._columns * out.element_size(), panels_at_once(panels, many_rows=is_many),
                 0, 0, 0, 0, tile_configurations(quantized=True).data_ptr(),
-                weight.out_features, line,
+                columns, line,
                 scratch.data_ptr(), scratch_bytes, 0,
             )  # fmt: skip
         return out[:, : self.out_features].view(*x.shape[:-1], self.out_features)
+
+
+def _panels(weight: GgufWeight) -> Tensor:
+    """[panels, in / 2, 16] pairs of bfloat16, as in a Bfloat16Linear without tiles."""
+    panels, steps = -(-weight.out_features // PANEL), weight.in_features // 2
+    out = torch.empty(panels, steps, PANEL, dtype=torch.int32)
+    build.run(
+        build.unpack_weight(weight.format, _isa()), weight.blocks.data_ptr(), out.data_ptr(),
+        steps, weight.out_features, panels, 0, work=out.numel(),
+    )  # fmt: skip
+    return out
 
 
 def _transposed(rows: Tensor) -> tuple[Tensor, int]:

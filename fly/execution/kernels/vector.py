@@ -376,6 +376,7 @@ def _task(kind: _Kind, unpacking: Unpacking | None, element: str) -> Function:
     if unpacking is not None:
         thread = f.op(f"atomicrmw add ptr {a.threads}, i64 1 monotonic")
         unpacked = f.at(a.scratch, f.mul(thread, a.scratch_bytes))
+        factors = f.at(unpacked, 4 * PANEL_BYTES)
         in_block, at_once = unpacking.weights // 2, 256 // unpacking.weights
         blocks = f.div(a.steps, in_block)
     with f.panel_groups(a) as (first, end), f.panels(first, end, width) as (panel, _, count):
@@ -385,7 +386,8 @@ def _task(kind: _Kind, unpacking: Unpacking | None, element: str) -> Function:
             _each_result(f, a, panel, count, lambda _sum, _bias: "zeroinitializer")
             with f.loop(0, blocks, at_once) as loop:
                 block_end = f.min(f.add(loop.index, at_once), blocks)
-                unpack_columns(f, a, unpacking, panel, count, loop.index, block_end, unpacked)
+                blocks_of = panel, count, loop.index, block_end
+                unpack_columns(f, a, unpacking, *blocks_of, unpacked, factors)
                 x = f.at(a.x, f.mul(loop.index, in_block * kind.step_bytes))
                 steps = f.mul(f.sub(block_end, loop.index), in_block)
                 multiply(panel, count, x, unpacked, steps, PANEL_BYTES)
