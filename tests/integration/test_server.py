@@ -259,29 +259,33 @@ def test_keys_are_written_nowhere(place, tmp_path, monkeypatch, capfd):
         assert key.encode() not in written
 
 
-def scored(ids, start):
+def scored_from(ids, start):
     return sum(score_of(ids, number) for number in range(start, len(ids)))
 
 
-def test_loglikelihoods(place, tmp_path, monkeypatch):
+def test_loglikelihoods(place, tmp_path):
     tokenizer = tiny.byte_tokenizer()
-    tokenizer.save_pretrained(place / "tokenizer")
     with FaultServer() as server:
         lm = ServerLM(base_url=server.url, tokenizer=str(place / "tokenizer"))
         lm.max_length = 20
-        pairs = [("q1 ", "a b"), ("q1 ", "c"), ("q2 ", "dd")]
+        pairs = [("q1", " a b"), *(("q2", letter) for letter in "cdefghij")]
         found = lm.loglikelihood(
             [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
         )
         for (context, continuation), (score, is_greedy) in zip(pairs, found):
             ids, start = tokenizer.encode(context + continuation), len(tokenizer.encode(context))
-            assert score == pytest.approx(scored(ids, start))
+            assert score == pytest.approx(scored_from(ids, start))
             assert is_greedy == all(score_of(ids, i) == -0.1 for i in range(start, len(ids)))
         assert len({is_greedy for _, is_greedy in found}) == 2
-        # a long text goes in windows: every token is scored once
-        text = "a text of some forty bytes, in windows."
+        # a long text goes in windows, in which every token is scored once
+        asked, text = [], "a text of some forty bytes, in windows."
+        own = lm._loglikelihood_tokens
+        lm._loglikelihood_tokens = lambda windows, *_: asked.extend(windows) or own(windows)
         (whole,) = lm.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)])
-        assert whole < 0
+        assert [token for *_, scored in asked for token in scored] == tokenizer.encode(text)
+        assert all(len(start) + len(scored) < lm.max_length for _, start, scored in asked)
+        parts = [scored_from([*start, *end], len(start)) for _, start, end in asked]
+        assert whole == pytest.approx(sum(parts))
         assert fly(*arguments(place, server, tmp_path, tasks="tiny_choice")) == 0
 
 
