@@ -159,6 +159,13 @@ def _contradictions(config: FlyConfig) -> Iterator[str]:
     if not config.enable_fly and config.verification not in (None, "exact"):
         set_back = "set enable_fly to true, or verification to 'exact'"
         yield f"verification={config.verification!r} contradicts enable_fly=false: {set_back}"
+    needs_q = registry.RULES[config.rule].needs_q
+    if needs_q and drafter is not None and not registry.DRAFTERS[drafter].has_q:
+        yield (
+            f"verification={config.rule!r} needs the draft's probabilities, which "
+            f"drafter={drafter!r} does not have: set drafter to 'model' or 'cascade', or another "
+            "rule"
+        )
     if config.defer_across_rounds and config.window_rule == "reference":
         yield (
             "defer_across_rounds=true with window_rule='reference': the reference code knows no "
@@ -289,11 +296,11 @@ def _without_effect(config: FlyConfig, own: Mapping[str, Any]) -> Iterator[str]:
     """
     if config.drafter_name is None:
         return
-    in_force = "fly" if config.rule == "exact" else config.rule
-    for rule in registry.RULES:
-        for key in settings_of_rule(rule).model_fields if rule != in_force else ():
-            if key in own:
-                yield f"model_args {key}={own[key]}: verification={config.rule} does not read it"
+    in_force = settings_of_rule("fly" if config.rule == "exact" else config.rule).model_fields
+    of_rules = {key for rule in registry.RULES for key in settings_of_rule(rule).model_fields}
+    for key in own:
+        if key in of_rules - in_force.keys():
+            yield f"model_args {key}={own[key]}: verification={config.rule} does not read it"
     longest = min(config.spd_k, config.num_ngram_pred_tokens)
     from_own_text = config.drafter_name == "ngram" and not config.earlier_runs
     if from_own_text and _wants_room(config) and config.win_len >= longest:

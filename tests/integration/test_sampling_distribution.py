@@ -271,7 +271,7 @@ def drawn_colder(q_NV, uniform_N):
 
 
 IN_ENGINE, IN_DRAFTER = (
-    "fly.speculation.chains.rejection_sample",
+    "fly.speculation.rules.base.rejection_sample",
     "fly.speculation.drafters.draft_model.draw",
 )
 MUTANTS = [

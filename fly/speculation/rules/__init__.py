@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 def rule_of(config: FlyConfig) -> Rule:
     """The verification rule in force."""
+    from fly.speculation.rules.places import Places
+
     kind = registry.load(registry.RULES[config.rule].where)
     rule: Rule = kind(config.rule_settings)
+    rule.name, rule.places = config.rule, Places.of(config.rule_settings)
     return rule
