@@ -75,6 +75,7 @@ class Engine:
         used = {*target.devices, *drafter.devices}
         self._timer = PhaseTimer([device for device in used if device.type == "cuda"])
         drafter.prefilling = lambda sequence: self._timer.timed("prefill", [sequence])
+        drafter.keeps_q = rule.judges == "all"
         target.hidden_layers = drafter.wants_features
 
     def run(self, requests: Iterable[Request]) -> Iterator[RequestRecord]:
