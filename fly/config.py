@@ -119,8 +119,11 @@ class FlyConfig(
         says what is written down of a run."""
         values = self.model_dump(exclude=set(RECORDING_KEYS))
         values["use_ngram"] = bool(self.use_ngram)  # null is decided once the models are loaded
-        if values["vllm_verification"] is None:  # runs of before this key are of the same hash
-            del values["vllm_verification"]
+        for key, unset in (("vllm_verification", None), ("relax_in", "everywhere")):
+            if values[key] == unset:  # runs of before this key are of the same hash
+                del values[key]
+        if "relax_in" not in values:
+            del values["think_tokens"]
         text = json.dumps(values, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -335,7 +338,7 @@ def coerce(key: str, value: Any) -> Any:
 
 # A key whose value is a list, in a text of several `key=value`: its value ends at the next key.
 _LISTS = re.compile(
-    r"(^|,)(draft_runs|draft_sources|head_layer_ids)=(\[[^\]]*\]|[^=\[\]]*?)(?=,[^,=]+=|$)"
+    r"(^|,)(draft_runs|draft_sources|head_layer_ids|think_tokens)=(\[[^\]]*\]|[^=\[\]]*?)(?=,[^,=]+=|$)"
 )
 
 

@@ -301,6 +301,22 @@ class PlaceSettings(Settings):
         "expression, or a list of these. null: nowhere.",
     )
 
+    relax_in: Literal["everywhere", "thinking", "answer"] = Field(
+        "everywhere",
+        description="Where lossy rules may let a mismatch stand. thinking: from the model's "
+        "opening to its closing think token, to the end if it closes none. answer: elsewhere. The "
+        "think tokens themselves are exact verification's then.",
+    )
+    think_tokens: Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...],
+        BeforeValidator(_as_tuple, json_schema_input_type=list[str] | str),
+        Field(min_length=2, max_length=2),
+    ] = Field(
+        ("<think>", "</think>"),
+        description="What opens and what closes a thought, for relax_in: tokens of the target, or "
+        "texts.",
+    )
+
     @property
     def patterns(self) -> tuple[re.Pattern[str], ...]:
         """`exact_pattern` as verification uses it."""

@@ -34,12 +34,14 @@ from fly.harness.requests import (
     response_text,
     seed_after,
 )
+from fly.models.tokenizers import Texts
 from fly.runs import context, earlier_outputs, output_ids, resume
 from fly.runs.earlier_outputs import EarlierOutputs, Matcher
 from fly.runs.environment import models_of, versions
 from fly.runs.jsonl import JsonLines
 from fly.runs.records import Observer, RequestRecord, RoundRecord, RunStats
 from fly.runs.trace_writer import Trace, check_has_folder
+from fly.speculation.rules import rule_of
 from fly.speculation.sampling import Sampling
 from fly.speculation.sequence import Request
 
@@ -186,10 +188,15 @@ class Backend(TemplateLM):
                 observer(record)
 
         local = RunStats()
+        places = rule_of(self.fly_config, self.tokenizer).places
+        decode = Texts(self.tokenizer).decode
         try:
             for record in self.decode(missing, wanted, observe):
                 index = order[id(record.request)]
                 texts[index] = response_text(record, self)
+                if places.relax_in != "everywhere":
+                    tokens = [*record.request.prompt, *record.tokens]
+                    record.unclosed_thinking = places.leave_open(tokens, decode)
                 self.keep(requests[index], texts[index], record, log)
                 local.add_request(record)
                 bar.on_request(record)

@@ -86,9 +86,6 @@ class Engine:
         """
         # long ones last, so that slots of the others stay as small as they may; of one size class
         # neighbours share the longest prefixes
-        requests = list(requests)
-        for request in requests:
-            self._rule.check(request.sampling)
         ordered = sorted(
             requests,
             key=lambda r: (_room(r.size), r.prompt if self._reuse_prefixes else ()),

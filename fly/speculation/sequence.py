@@ -132,6 +132,7 @@ class Sequence:
         self._text = RunningText(decode_lines or stops.decode)
         self._prompt_text: str | None = None  # once a rule has asked
         self._stream = None if request.sampling.is_greedy else NoiseStream(request.seed)
+        self._found: dict[tuple[int, ...], tuple[int, int | None]] = {}  # see `_last_of`
         self._rule_state: Any = None  # what the rule has kept of the last round
         self._skipped = 0  # places whose random numbers are not those of an output's token
 
@@ -183,6 +184,7 @@ class Sequence:
                 open_matches=None if self.open is None else self.open.matches,
                 start=len(self.generated),
                 texts=self._texts,
+                last_of=self._last_of,
                 state=self._rule_state,
             )
         )
@@ -200,6 +202,15 @@ class Sequence:
             self._prompt_text = self._text.of(prompt, len(prompt)).rstrip(BROKEN)
         whole = self._text.of([*self.tokens, *tokens], self.final_length)
         return self._prompt_text, whole[len(self._prompt_text) :]
+
+    def _last_of(self, ids: tuple[int, ...]) -> int | None:
+        """The last of the tokens that is one of these. Final ones are looked at once."""
+        count, last = self._found.get(ids, (0, None))
+        for token in self.tokens[count : self.final_length]:
+            last = token if token in ids else last
+        self._found[ids] = (self.final_length, last)
+        provisional = reversed(self.tokens[self.final_length :])
+        return next((token for token in provisional if token in ids), last)
 
     def begin_with(self, token: int) -> None:
         """The output's first token where the prefill pass gives one: the target's own, of no round

@@ -35,6 +35,9 @@ class JudgedDraft:
     # of the prompt and of the output, if these tokens follow; special tokens are line breaks there
     texts: Callable[[list[int]], tuple[str, str]] = lambda tokens: ("", "")
 
+    # the last token before the draft, prompt included, that is one of these; None without one
+    last_of: Callable[[tuple[int, ...]], int | None] = lambda ids: None
+
     def first(self, k: int) -> JudgedDraft:
         """Of the first k draft tokens alone."""
         return replace(
