@@ -173,6 +173,8 @@ def measure(run: Run, *, with_outputs: bool = False, cluster: str | None = None)
         parts_of[task.name].append(task)
     if told := _acceptance(run):
         notes.append(f"{run.name}: {told}")
+    if told := _cut_off(run):
+        notes.append(f"{run.name}: {told}")
     if not parts_of:
         raise FlyError(f"{run.path}: holds no samples: nothing was scored")
     requests = _requests(run)
@@ -220,6 +222,15 @@ def _acceptance(run: Run) -> str:
     more = f"; {' and '.join(untold)}: not told by the server" if untold else ""
     share = f"{accepted / drafted:.3f}"
     return f"the server accepted {accepted:,} of {drafted:,} draft tokens ({share}){more}"
+
+
+def _cut_off(run: Run) -> str:
+    """How many answers the budget ended, in words; empty if none. A rule that makes answers longer
+    loses scores by that alone."""
+    ends = [record.get("finish_reason") for record in run.requests]
+    count = ends.count("length")
+    share = f"{count:,} of {len(ends):,} answers ({count / max(1, len(ends)):.0%})"
+    return f"{share} ended at the length limit, where a score says little of the rest" * bool(count)
 
 
 def _tok_s_per_user(run: Run) -> float | None:

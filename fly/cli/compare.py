@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 
 _FILES = ("json", "markdown", "junit", "csv")
 _NOT_OF_MATRIX = (
-    "tasks", "model_args", "modes", "mode", "baseline_run", "baseline", "save_baseline",
-    "with_outputs", "noise_floor", "concurrency", "csv", "min_recovery", "confidence",
-    "allow_inconclusive", "junit",
+    "baseline_run", "baseline", "save_baseline", "with_outputs", "noise_floor", "concurrency",
+    "csv", "min_recovery", "confidence", "allow_inconclusive", "junit",
 )  # fmt: skip
 STATUS = {"held": 0, "unchanged": 0, "fell": 1, "not enough evidence": 3}
 _USAGE = """fly compare RUN RUN ... [options]
@@ -69,6 +68,18 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help="one more mode: the pair's file with these keys; may be repeated",
     )
     group.add_argument(
+        "--rules",
+        nargs="+",
+        metavar="RULE",
+        help="verification rules as modes, each with the pair's keys, beside target-only",
+    )
+    group.add_argument(
+        "--drafters",
+        nargs="+",
+        metavar="DRAFTER",
+        help="every mode that drafts once with each of these drafters, as MODE-DRAFTER",
+    )
+    group.add_argument(
         "--baseline-run", metavar="NAME", help="default: target-only, else the first"
     )
     group.add_argument(
@@ -104,7 +115,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--matrix",
         action="store_true",
-        help="finished runs of several targets, drafters and rules as one matrix, each against the "
+        help="runs of several targets, drafters and rules as one matrix, each against the "
         "target-only run of its own target",
     )
     group.add_argument(
@@ -215,12 +226,15 @@ def _matrix(args: argparse.Namespace) -> None:
     for name in _NOT_OF_MATRIX:
         if getattr(args, name) not in (None, False, []):
             raise FlyError(
-                f"--matrix: leave --{name.replace('_', '-')} out: a matrix compares finished runs "
-                "(fly compare RUN RUN ... --matrix), each with its own target's, without verdicts"
+                f"--matrix: leave --{name.replace('_', '-')} out: a matrix compares runs with "
+                "their own target's, without verdicts"
             )
-    _check_no_run_flags(args)
     _check_outputs(args)
-    named = [(name or path, path) for name, path in map(reader.named, args.runs)]
+    if args.runs:
+        _check_finished(args)
+        named = [(name or path, path) for name, path in map(reader.named, args.runs)]
+    else:
+        named = [(name, str(path)) for name, path in _make_missing(args, None).items()]
     runs = [(run, scores.measure(run, cluster=args.cluster)) for run in _read(named, [])]
     found = matrix.build(runs, args.metric)
     _write(
@@ -244,11 +258,7 @@ def _write(args: argparse.Namespace, **texts: Callable[[], str]) -> None:
 
 def _read_finished(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
     """The runs that the command names, which are on disk."""
-    if args.tasks or args.model_args or args.modes or args.mode:
-        raise FlyError(
-            f"{args.runs[0]}: finished runs are compared without --tasks, --model_args and --modes"
-        )
-    _check_no_run_flags(args)
+    _check_finished(args)
     needed = 1 if stored or args.save_baseline else 2
     if len(args.runs) < needed:
         raise FlyError(f"fly compare {args.runs[0]}: give at least two runs, or --baseline FILE")
@@ -258,8 +268,14 @@ def _read_finished(args: argparse.Namespace, stored: Measured | None) -> list[Me
     return _load(named, [stored.name] if stored else [], args)
 
 
-def _check_no_run_flags(args: argparse.Namespace) -> None:
-    """Refuse flags of `fly run`, which say how runs are made: these are."""
+def _check_finished(args: argparse.Namespace) -> None:
+    """Refuse flags that say how runs are made: these are."""
+    makes = (args.tasks, args.model_args, args.modes, args.mode, args.rules, args.drafters)
+    if any(makes):
+        raise FlyError(
+            f"{args.runs[0]}: finished runs are compared without --tasks, --model_args, --modes, "
+            "--rules and --drafters"
+        )
     given = [word for word in _run_flags(args) if word.startswith("-") and word not in args.runs]
     if given:
         flag = given[0].partition("=")[0]
@@ -292,6 +308,12 @@ def _read(paths: Sequence[tuple[str | None, str | Path]], taken: list[str]) -> I
 
 def _make_runs(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
     """The modes' runs, made now where they have not been before."""
+    folders = _make_missing(args, stored)
+    return _load(list(folders.items()), [stored.name] if stored else [], args)
+
+
+def _make_missing(args: argparse.Namespace, stored: Measured | None) -> dict[str, Path]:
+    """The folder of every mode's run."""
     from fly.analysis import noise
     from fly.cli import compare_plan, run_modes
     from fly.runs import context
@@ -303,8 +325,7 @@ def _make_runs(args: argparse.Namespace, stored: Measured | None) -> list[Measur
     if len(compared) == 1 and not stored:
         _check_nothing_else_asked(args, *compared)
     context.check_writable(planned.output, "output_path")
-    folders = run_modes.run_missing(planned)
-    return _load(list(folders.items()), [stored.name] if stored else [], args)
+    return run_modes.run_missing(planned)
 
 
 def _run_flags(args: argparse.Namespace) -> list[str]:

@@ -167,6 +167,7 @@ class RequestLine(TypedDict):
     rounds: NonNegativeInt
     seconds: Seconds
     wall_seconds: NotRequired[NonNegativeFloat | None]
+    finish_reason: NotRequired[str]
     sources: NotRequired[Sources]
     positions: NotRequired[ByPosition]
     server: NotRequired[_ServerAnswer]
