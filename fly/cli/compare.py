@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _FILES = ("json", "markdown", "junit", "csv")
 _NOT_OF_MATRIX = (
-    "baseline_run", "baseline", "save_baseline", "with_outputs", "noise_floor", "concurrency",
+    "by", "baseline_run", "baseline", "save_baseline", "with_outputs", "noise_floor", "concurrency",
     "csv", "min_recovery", "confidence", "allow_inconclusive", "junit",
 )  # fmt: skip
 STATUS = {"held": 0, "unchanged": 0, "fell": 1, "not enough evidence": 3}
@@ -99,6 +99,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "take them as one",
     )
     group.add_argument(
+        "--by",
+        metavar="FIELD",
+        help="also every value of this field of the documents (category, level) by itself",
+    )
+    group.add_argument(
         "--noise-floor",
         action="store_true",
         help="also what rounding alone changes: the baseline again at another batch size, the run "
@@ -139,7 +144,15 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _execute(args: argparse.Namespace) -> None:
-    from fly.analysis import comparability, compare, compare_files, compare_table, noise, scores
+    from fly.analysis import (
+        categories,
+        comparability,
+        compare,
+        compare_files,
+        compare_table,
+        noise,
+        scores,
+    )
 
     if args.matrix:
         _matrix(args)
@@ -166,14 +179,15 @@ def _execute(args: argparse.Namespace) -> None:
         scores.check_storable(baseline.mode, f"--save-baseline {args.save_baseline}")
     if others:
         result = compare.compare(baseline, others, demand, args.metric, measured_noise)
+        groups = categories.rows(baseline, others, demand, args.metric) if args.by else []
         _write(
             args,
-            json=lambda: compare_files.as_json(result),
-            markdown=lambda: compare_table.markdown(result),
+            json=lambda: compare_files.as_json(result, groups),
+            markdown=lambda: compare_table.markdown(result, groups),
             junit=lambda: compare_files.as_junit(result, args.allow_inconclusive),
             csv=lambda: compare_table.curve_csv(result),
         )
-        compare_table.print_result(result)
+        compare_table.print_result(result, groups)
     else:
         _check_nothing_else_asked(args, baseline.name)
     if args.save_baseline:  # last: what cannot be stored takes no comparison with it
@@ -289,7 +303,7 @@ def _load(
     from fly.analysis import scores
 
     return [
-        scores.measure(run, with_outputs=args.with_outputs, cluster=args.cluster)
+        scores.measure(run, with_outputs=args.with_outputs, cluster=args.cluster, by=args.by)
         for run in _read(paths, taken)
     ]
 
