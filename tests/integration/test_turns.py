@@ -61,6 +61,25 @@ def test_every_turn_follows_the_answers_before_it(
     assert "spec_bench: writing (2)" in printed
 
 
+def test_a_run_that_was_cut_off_between_turns_goes_on(saved_pair, config_file, questions, tmp_path):
+    """Records of second turns are no requests of another run."""
+    out = tmp_path / "out"
+    assert run(*command(saved_pair, config_file, out)) == 0
+    (task,) = reader.load(out).tasks.values()
+    whole = [task.samples[i].responses[0] for i in range(3)]
+    for path in (*out.rglob("results_*"), *out.rglob("samples_*")):
+        path.unlink()
+    (records,), (manifest,) = out.rglob("fly_requests_*"), out.rglob("fly_run_*")
+    records.write_text("".join(records.read_text().splitlines(keepends=True)[:4]))
+    facts = json.loads(manifest.read_text()) | {"finished": False, "results": None}
+    manifest.write_text(json.dumps(facts))
+    assert run("--resume", out) == 0
+    loaded = reader.load(out)
+    (task,) = loaded.tasks.values()
+    assert [task.samples[i].responses[0] for i in range(3)] == whole
+    assert len(loaded.requests) == 6
+
+
 def test_contexts_with_and_without_a_chat_template():
     from lm_eval.api.instance import Instance
 
