@@ -159,7 +159,7 @@ def _contradictions(config: FlyConfig) -> Iterator[str]:
             f"entropy_thre={config.entropy_thre} with entropy_kind='normalized': a normalized "
             "entropy lies between 0 and 1, so nothing could ever be deferred"
         )
-    if not config.enable_fly and config.verification not in (None, "exact"):
+    if not config.enable_fly and not registry.RULES[config.rule].is_lossless:
         set_back = "set enable_fly to true, or verification to 'exact'"
         yield f"verification={config.verification!r} contradicts enable_fly=false: {set_back}"
     needs_q = registry.RULES[config.rule].needs_q

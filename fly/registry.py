@@ -33,6 +33,7 @@ class RuleEntry:
     where: str  # its class
     settings: str = "fly.settings:Settings"  # its keys in a pair's JSON
     needs_q: bool = False  # it verifies greedy drafts, too, by the draft's probabilities
+    is_lossless: bool = False  # the output is the target's own
 
 
 DRAFTERS = {
@@ -56,7 +57,7 @@ DRAFTERS = {
 }
 RULES = {
     "fly": RuleEntry("fly.speculation.rules.fly:FlyRule", "fly.settings:FlySettings"),
-    "exact": RuleEntry("fly.speculation.rules.exact:ExactRule"),
+    "exact": RuleEntry("fly.speculation.rules.exact:ExactRule", is_lossless=True),
     "typical": RuleEntry(
         "fly.speculation.rules.typical:TypicalRule", "fly.settings:TypicalSettings"
     ),
@@ -81,7 +82,7 @@ RULES = {
             "sglang": "Sglang",
         }.items()
     },
-    "block": RuleEntry("fly.speculation.rules.block:BlockRule"),
+    "block": RuleEntry("fly.speculation.rules.block:BlockRule", is_lossless=True),
 }
 ENGINES: dict[str, str] = {  # by the name that lm-eval registers
     "fly": "fly.harness.hf:FlyLM",

@@ -152,14 +152,15 @@ class Measured(_Stored):
     def leans(self) -> bool:
         """Whether its texts lean towards those of the earlier runs that it drafted from: lossy
         rules let tokens in because they were drafted."""
-        return self.is_from_earlier_runs and self.mode not in _LOSSLESS
+        rule = registry.RULES.get(self.mode)
+        is_lossless = self.mode == "target-only" or (rule is not None and rule.is_lossless)
+        return self.is_from_earlier_runs and not is_lossless
 
     @property
     def has_outputs(self) -> bool:
         return any(task.outputs is not None for task in self.tasks.values())
 
 
-_LOSSLESS = ("exact", "target-only")
 _GENERATES = "generate_until"  # lm-eval's output_type of tasks whose responses are texts
 
 
