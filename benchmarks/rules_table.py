@@ -72,6 +72,7 @@ def make(args: argparse.Namespace, modes: dict[str, str], task: str) -> None:
     words = [sys.executable, "-m", "fly", "compare", "--matrix", "--force", "--modes"]
     words += ["target-only", "exact", "--model_args", f"{common},seed=1", "--tasks", task]
     words += ["--gen_kwargs", gen, "--limit", str(TASKS[task]), "--apply_chat_template"]
+    words += ["--confirm_run_unsafe_code"] if task == "humaneval_instruct" else []
     words += ["--batch_size", str(args.batch_size), "--output_path", str(args.output / task)]
     words += ["--num_fewshot", "0"] if task == "gsm8k_cot" else []
     words += ["--metric", "exact_match,flexible-extract"] if task == "gsm8k_cot" else []

@@ -216,7 +216,7 @@ class Backend(TemplateLM):
             for record in self.decode(missing, wanted, observe):
                 index = order[id(record.request)]
                 texts[index] = response_text(record, self)
-                if places.relax_in != "everywhere":
+                if places.relax_in != "everywhere" and record.text is None:
                     tokens = [*record.request.prompt, *record.tokens]
                     record.unclosed_thinking = places.leave_open(tokens, decode)
                 self.keep(requests[index], texts[index], record, log)

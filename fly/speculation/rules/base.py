@@ -110,26 +110,24 @@ class JudgedBatch:
 
     def split(self) -> list[JudgedDraft]:
         """One judged draft per sequence, on the host, in one copy from the device."""
+        cost = None if self.cost_BK is None else self.cost_BK.float().view(torch.int32)
         parts = {
-            "length": self.length_B[:, None], "draft": self.draft_BK, "matches": self.matches_BK,
-            "deferrable": self.deferrable_BK, "target_tokens": self.target_BK1,
-            "stands": self.stands_BK, "own_tokens": self.own_BK1,
-            "cost": None if self.cost_BK is None else self.cost_BK.float().view(torch.int32),
+            "draft": self.draft_BK, "matches": self.matches_BK, "deferrable": self.deferrable_BK,
+            "target_tokens": self.target_BK1, "stands": self.stands_BK, "own_tokens": self.own_BK1,
+            "cost": cost, "length": self.length_B[:, None],
         }  # fmt: skip
         there = {name: part for name, part in parts.items() if part is not None}
         on_host = torch.cat([part.long() for part in there.values()], dim=1).cpu()
-        columns = dict(zip(there, on_host.split([p.shape[1] for p in there.values()], dim=1)))
-        for name in columns.keys() & {"matches", "deferrable", "stands"}:
-            columns[name] = columns[name].bool()
-        if "cost" in columns:
-            columns["cost"] = columns["cost"].int().view(torch.float32)
-        lengths = columns.pop("length").tolist()
-        rows = zip(*(column.tolist() for column in columns.values()))
-        found = [JudgedDraft(**dict(zip(columns, r))).first(k) for (k,), r in zip(lengths, rows)]
-        return [
-            draft if row in self.judged else replace(draft, stands=None, own_tokens=None)
-            for row, draft in enumerate(found)
-        ]
+        columns = on_host.split([part.shape[1] for part in there.values()], dim=1)
+        as_was = {"cost": lambda column: column.int().view(torch.float32)}
+        as_was |= dict.fromkeys(("matches", "deferrable", "stands"), Tensor.bool)
+        values = [as_was.get(n, Tensor.long)(c).tolist() for n, c in zip(there, columns)]
+        found = []
+        for row, (*own, (length,)) in enumerate(zip(*values)):
+            draft = JudgedDraft(**dict(zip(there, own))).first(length)
+            is_own = row in self.judged
+            found.append(draft if is_own else replace(draft, stands=None, own_tokens=None))
+        return found
 
 
 def verify(

@@ -30,7 +30,9 @@ class Places:
         """Those of a rule's keys; a rule without such keys has none."""
         if not isinstance(settings, PlaceSettings):
             return cls()
-        vocabulary = {} if settings.relax_in == "everywhere" else tokenizer.get_vocab()
+        vocabulary: dict[str, int] = {}
+        if settings.relax_in != "everywhere":
+            vocabulary = getattr(tokenizer, "get_vocab", dict)()
         ids = [vocabulary[token] for token in settings.think_tokens if token in vocabulary]
         return cls(
             settings.exact_first_tokens,
