@@ -124,6 +124,7 @@ def write(
                 record["seconds"] |= {"verify": seconds / 2, "other": seconds / 4, "compile": 0}
                 if ends:
                     record["finish_reason"] = ends[doc_id]
+                    record["unclosed_thinking"] = ends[doc_id] == "length"
                 if drafts:
                     record |= drafted(drafts[doc_id])
                 records.append(record)

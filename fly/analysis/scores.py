@@ -236,8 +236,12 @@ def _cut_off(run: Run) -> str:
     loses scores by that alone."""
     ends = [record.get("finish_reason") for record in run.requests]
     count = ends.count("length")
-    share = f"{count:,} of {len(ends):,} answers ({count / max(1, len(ends)):.0%})"
-    return f"{share} ended at the length limit, where a score says little of the rest" * bool(count)
+    if not count:
+        return ""
+    unclosed = sum(record.get("unclosed_thinking", False) for record in run.requests)
+    more = f"; {unclosed:,} never closed their thoughts" if unclosed else ""
+    share = f"{count:,} of {len(ends):,} answers ({count / len(ends):.0%})"
+    return f"{share} ended at the length limit, where a score says little of the rest{more}"
 
 
 def _tok_s_per_user(run: Run) -> float | None:

@@ -168,6 +168,7 @@ class RequestLine(TypedDict):
     seconds: Seconds
     wall_seconds: NotRequired[NonNegativeFloat | None]
     finish_reason: NotRequired[str]
+    unclosed_thinking: NotRequired[bool]
     sources: NotRequired[Sources]
     positions: NotRequired[ByPosition]
     server: NotRequired[_ServerAnswer]

@@ -84,6 +84,7 @@ def test_answers_that_were_cut_off_are_told(tmp_path, capsys):
     assert fly("compare", base, other) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "fly: 2 of 4 answers (50%) ended at the length limit" in printed
+    assert "; 2 never closed their thoughts" in printed
     assert "target-only: 0 of" not in printed
     assert fly("report", base, other, "--output", tmp_path / "r.html") == 0
     assert "ended at the length limit" in (tmp_path / "r.html").read_text()
