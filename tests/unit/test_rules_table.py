@@ -33,7 +33,10 @@ def test_the_table(script, tmp_path, capsys):
     for task in script.TASKS:
         paths = []
         for name, (scores, rounds, drafted) in runs.items():
-            entry = {"stats": {"rounds": rounds, "drafted": drafted}, "drafter": "model"}
+            seconds = dict.fromkeys(("prefill", "draft", "verify", "other", "compile"), 1.0)
+            stats = {"requests": 20, "emitted": 240, "tau": 1.0, "seconds": seconds}
+            stats |= {"rounds": rounds, "drafted": drafted}
+            entry = {"stats": stats, "drafter": "model"}
             mode = "target-only" if name == "target-only" else "fly"
             entry = entry if mode == "fly" else {**entry, "drafter": None}
             folder = tmp_path / task / name
