@@ -67,9 +67,9 @@ from fly.speculation.drafters.draft import Draft
 from fly.speculation.drafters.draft_model import ModelDrafter
 from fly.speculation.drafters.eagle3 import Eagle3Drafter
 from fly.speculation.engine import Engine
-from fly.speculation.rules.base import Resolution
 from fly.speculation.rules.exact import ExactRule
 from fly.speculation.rules.fly import FlyRule
+from fly.speculation.rules.judged import Resolution
 from fly.speculation.sampling import GREEDY, Sampling
 from fly.speculation.sequence import Request, Sequence, Verdict
 

@@ -54,7 +54,8 @@ def load(args: argparse.Namespace) -> Any:
     if args.engine == "vllm":
         from fly.harness.vllm import FlyVLLM as Engine
 
-        of_engine |= {"max_model_len": args.max_model_len, "enforce_eager": args.eager}
+        of_engine |= {"max_model_len": args.max_model_len, "enforce_eager": args.eager,
+                      "gpu_memory_utilization": args.memory}  # fmt: skip
     else:
         from fly.harness.hf import FlyLM as Engine
 
@@ -167,6 +168,7 @@ def main() -> None:
     parser.add_argument("--batch_size", type=int, default=4)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--max_model_len", type=int, default=1024)
+    parser.add_argument("--memory", type=float, default=0.7, help="vllm: share of it")
     parser.add_argument("--eager", action="store_true", help="vllm: nothing is compiled")
     parser.add_argument(
         "--from_prompts", action="store_true", help="hf: from the prompts alone, as --model hf"

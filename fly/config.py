@@ -119,8 +119,11 @@ class FlyConfig(
         says what is written down of a run."""
         values = self.model_dump(exclude=set(RECORDING_KEYS))
         values["use_ngram"] = bool(self.use_ngram)  # null is decided once the models are loaded
-        if values["vllm_verification"] is None:  # runs of before this key are of the same hash
-            del values["vllm_verification"]
+        for key, unset in (("vllm_verification", None), ("relax_in", "everywhere")):
+            if values[key] == unset:  # runs of before this key are of the same hash
+                del values[key]
+        if "relax_in" not in values:
+            del values["think_tokens"]
         text = json.dumps(values, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -156,9 +159,16 @@ def _contradictions(config: FlyConfig) -> Iterator[str]:
             f"entropy_thre={config.entropy_thre} with entropy_kind='normalized': a normalized "
             "entropy lies between 0 and 1, so nothing could ever be deferred"
         )
-    if not config.enable_fly and config.verification not in (None, "exact"):
+    if not config.enable_fly and not registry.RULES[config.rule].is_lossless:
         set_back = "set enable_fly to true, or verification to 'exact'"
         yield f"verification={config.verification!r} contradicts enable_fly=false: {set_back}"
+    needs_q = registry.RULES[config.rule].needs_q
+    if needs_q and drafter is not None and not registry.DRAFTERS[drafter].has_q:
+        yield (
+            f"verification={config.rule!r} needs the draft's probabilities, which "
+            f"drafter={drafter!r} does not have: set drafter to 'model' or 'cascade', or another "
+            "rule"
+        )
     if config.defer_across_rounds and config.window_rule == "reference":
         yield (
             "defer_across_rounds=true with window_rule='reference': the reference code knows no "
@@ -289,11 +299,11 @@ def _without_effect(config: FlyConfig, own: Mapping[str, Any]) -> Iterator[str]:
     """
     if config.drafter_name is None:
         return
-    in_force = "fly" if config.rule == "exact" else config.rule
-    for rule in registry.RULES:
-        for key in settings_of_rule(rule).model_fields if rule != in_force else ():
-            if key in own:
-                yield f"model_args {key}={own[key]}: verification={config.rule} does not read it"
+    in_force = settings_of_rule("fly" if config.rule == "exact" else config.rule).model_fields
+    of_rules = {key for rule in registry.RULES for key in settings_of_rule(rule).model_fields}
+    for key in own:
+        if key in of_rules - in_force.keys():
+            yield f"model_args {key}={own[key]}: verification={config.rule} does not read it"
     longest = min(config.spd_k, config.num_ngram_pred_tokens)
     from_own_text = config.drafter_name == "ngram" and not config.earlier_runs
     if from_own_text and _wants_room(config) and config.win_len >= longest:
@@ -328,7 +338,7 @@ def coerce(key: str, value: Any) -> Any:
 
 # A key whose value is a list, in a text of several `key=value`: its value ends at the next key.
 _LISTS = re.compile(
-    r"(^|,)(draft_runs|draft_sources|head_layer_ids)=(\[[^\]]*\]|[^=\[\]]*?)(?=,[^,=]+=|$)"
+    r"(^|,)(draft_runs|draft_sources|head_layer_ids|think_tokens)=(\[[^\]]*\]|[^=\[\]]*?)(?=,[^,=]+=|$)"
 )
 
 

@@ -23,6 +23,7 @@ class DrafterEntry:
     from_texts: bool = False  # earlier runs' outputs among them
     head: str | None = None  # its draft's class, if that is a head (fly/execution/heads/base.py)
     of_vllm: bool = False  # vLLM's own, which fly's engine has not
+    has_q: bool = True  # its drafts come with the draft's probabilities
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,17 @@ class RuleEntry:
 
     where: str  # its class
     settings: str = "fly.settings:Settings"  # its keys in a pair's JSON
+    needs_q: bool = False  # it verifies greedy drafts, too, by the draft's probabilities
+    is_lossless: bool = False  # the output is the target's own
 
 
 DRAFTERS = {
     "model": DrafterEntry("fly.speculation.drafters.draft_model:ModelDrafter"),
     "ngram": DrafterEntry(
-        "fly.speculation.drafters.from_texts:TextDrafter", needs_draft_model=False, from_texts=True
+        "fly.speculation.drafters.from_texts:TextDrafter",
+        needs_draft_model=False,
+        from_texts=True,
+        has_q=False,
     ),
     "cascade": DrafterEntry("fly.speculation.drafters.cascade:CascadeDrafter", from_texts=True),
     "eagle3": DrafterEntry(
@@ -51,12 +57,32 @@ DRAFTERS = {
 }
 RULES = {
     "fly": RuleEntry("fly.speculation.rules.fly:FlyRule", "fly.settings:FlySettings"),
-    "exact": RuleEntry("fly.speculation.rules.exact:ExactRule"),
+    "exact": RuleEntry("fly.speculation.rules.exact:ExactRule", is_lossless=True),
     "typical": RuleEntry(
         "fly.speculation.rules.typical:TypicalRule", "fly.settings:TypicalSettings"
     ),
     "top_k": RuleEntry("fly.speculation.rules.top_k:TopKRule", "fly.settings:TopKSettings"),
-    "accept_all": RuleEntry("fly.speculation.rules.accept_all:AcceptAllRule"),
+    "accept_all": RuleEntry(
+        "fly.speculation.rules.accept_all:AcceptAllRule", "fly.settings:PlaceSettings"
+    ),
+    **{
+        name: RuleEntry(
+            f"fly.speculation.rules.{name}:{kind}Rule",
+            f"fly.speculation.rules.settings:{kind}Settings",
+            needs_q=name in ("ensemble", "fsd"),
+        )
+        for name, kind in {
+            "cascade": "Cascade",
+            "ensemble": "Ensemble",
+            "mars": "Mars",
+            "asd": "Asd",
+            "cactus": "Cactus",
+            "fsd": "Fsd",
+            "entropy_ratio": "EntropyRatio",
+            "sglang": "Sglang",
+        }.items()
+    },
+    "block": RuleEntry("fly.speculation.rules.block:BlockRule", is_lossless=True),
 }
 ENGINES: dict[str, str] = {  # by the name that lm-eval registers
     "fly": "fly.harness.hf:FlyLM",

@@ -268,7 +268,8 @@ class RuleSettings(Settings):
         description="Which draft tokens stand. fly: also mismatches that pass the gates and whose "
         "window holds. exact: none but the target's own. typical: Medusa's typical acceptance. "
         "top_k: TensorRT-LLM's relaxed acceptance. accept_all: no verification, the lower bound of "
-        "accuracy. null: fly if enable_fly and no draft_runs, else exact.",
+        "accuracy. block: exact, a draft as a whole when sampling. The others are in "
+        "docs/verification.md. null: fly if enable_fly and no draft_runs, else exact.",
     )
     vllm_verification: Literal["fly", "vllm"] | None = Field(
         None,
@@ -278,7 +279,51 @@ class RuleSettings(Settings):
     )
 
 
-class FlySettings(Settings):
+class PlaceSettings(Settings):
+    """Where lossy rules decide as exact verification does."""
+
+    exact_first_tokens: int = Field(
+        0,
+        ge=0,
+        description="Lossy rules let no mismatch stand at the first so many places of an "
+        "output: they are exact verification's.",
+    )
+    exact_pattern: (
+        Annotated[
+            tuple[Pattern, ...],
+            BeforeValidator(_patterns, json_schema_input_type=list[str] | str),
+        ]
+        | None
+    ) = Field(
+        None,
+        description="Lossy rules let no mismatch stand where the draft's or the target's token "
+        "would be in a match of this in the text so far: numbers, code_fences, a regular "
+        "expression, or a list of these. null: nowhere.",
+    )
+
+    relax_in: Literal["everywhere", "thinking", "answer"] = Field(
+        "everywhere",
+        description="Where lossy rules may let a mismatch stand. thinking: from the model's "
+        "opening to its closing think token, to the end if it closes none. answer: elsewhere. The "
+        "think tokens themselves are exact verification's then.",
+    )
+    think_tokens: Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...],
+        BeforeValidator(_as_tuple, json_schema_input_type=list[str] | str),
+        Field(min_length=2, max_length=2),
+    ] = Field(
+        ("<think>", "</think>"),
+        description="What opens and what closes a thought, for relax_in: tokens of the target, or "
+        "texts.",
+    )
+
+    @property
+    def patterns(self) -> tuple[re.Pattern[str], ...]:
+        """`exact_pattern` as verification uses it."""
+        return tuple(re.compile(EXACT_PATTERNS.get(p, p)) for p in self.exact_pattern or ())
+
+
+class FlySettings(PlaceSettings):
     """The keys of FLy (arXiv 2511.22972, section 3.2): gates and window."""
 
     entropy_thre: float | None = Field(
@@ -328,24 +373,6 @@ class FlySettings(Settings):
         description="paper: win_len following tokens are checked. reference: win_len - 1 are "
         "checked though win_len must follow, as the reference code does; to repeat its runs.",
     )
-    exact_first_tokens: int = Field(
-        0,
-        ge=0,
-        description="No mismatch is deferred at the first so many places of an output: they are "
-        "exact verification's.",
-    )
-    exact_pattern: (
-        Annotated[
-            tuple[Pattern, ...],
-            BeforeValidator(_patterns, json_schema_input_type=list[str] | str),
-        ]
-        | None
-    ) = Field(
-        None,
-        description="No mismatch is deferred where the draft's or the target's token would be in a "
-        "match of this in the text so far: numbers, code_fences, a regular expression, or a list "
-        "of these. null: nowhere.",
-    )
     abla_no_window: bool = Field(
         False, description="Ablation of the reference: accept every mismatch that passes the gate."
     )
@@ -355,13 +382,8 @@ class FlySettings(Settings):
         """W as verification uses it."""
         return 0 if self.abla_no_window else self.win_len
 
-    @property
-    def patterns(self) -> tuple[re.Pattern[str], ...]:
-        """`exact_pattern` as verification uses it."""
-        return tuple(re.compile(EXACT_PATTERNS.get(p, p)) for p in self.exact_pattern or ())
 
-
-class TypicalSettings(Settings):
+class TypicalSettings(PlaceSettings):
     """The keys of typical acceptance (Medusa, arXiv 2401.10774)."""
 
     typical_epsilon: float = Field(
@@ -375,7 +397,7 @@ class TypicalSettings(Settings):
     )
 
 
-class TopKSettings(Settings):
+class TopKSettings(PlaceSettings):
     """The keys of TensorRT-LLM's relaxed acceptance."""
 
     relaxed_top_k: int = Field(

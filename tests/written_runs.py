@@ -73,6 +73,8 @@ def write(
     settings=None,
     entry=None,
     output_type="generate_until",
+    docs=None,
+    ends=None,
 ) -> Path:
     """Write one run; its folder. scores: of the task `sums`; tasks: by task instead.
 
@@ -81,6 +83,7 @@ def write(
     `tokens` in rounds of `round_tokens`.
     drafts: of every document, by its number, (drafted, accepted) per round. responses: likewise.
     machine: what differs from two threads of a CPU and one sequence: keys of `device`, batch_size.
+    docs: further fields of every document; ends: why its answer ended.
     settings: keys of the configuration; entry: of `config.fly`, such as drafter and engine.
     """
     tasks = tasks or {"sums": scores}
@@ -113,17 +116,21 @@ def write(
             how = {"filter_name": filter_name, "repeats": repeats}
             how |= {"response": responses[doc_id]} if responses else {}
             lines.append(sample(doc_id, values, f"{prompt} {doc_id}", **how))
+            lines[-1]["doc"] |= docs[doc_id] if docs else {}
             for _ in range(repeats if mode else 0):
                 record = {"task": task, "doc_id": doc_id, "emitted": tokens}
                 record["rounds"] = tokens // round_tokens
                 record["seconds"] = {"prefill": seconds / 10, "draft": seconds / 4}
                 record["seconds"] |= {"verify": seconds / 2, "other": seconds / 4, "compile": 0}
+                if ends:
+                    record["finish_reason"] = ends[doc_id]
+                    record["unclosed_thinking"] = ends[doc_id] == "length"
                 if drafts:
                     record |= drafted(drafts[doc_id])
                 records.append(record)
         write_lines(folder / f"samples_{task}_{DATE}.jsonl", lines)
         scored = {name: [v for v in values if v is not None] for name, values in by_metric.items()}
-        means = {f"{name},{filter_name}": sum(v) / len(v) for name, v in scored.items()}
+        means = {f"{name},{filter_name}": sum(v) / len(v) for name, v in scored.items() if v}
         results[task] = {**means, **(aggregated or {})}
     if mode:
         write_lines(folder / f"fly_requests_{STARTED}.jsonl", records)

@@ -174,8 +174,7 @@ def compare(
     firsts = {name: first for name, of in chosen.items() if (first := primary(of)) is not None}
     in_mean = _in_overall([first.higher_is_better for first in firsts.values()])
     rows_per_run = sum(map(len, tasks)) + any(in_mean)
-    if others and not tasks:
-        raise FlyError(f"{others[0].name}: no metric to compare ({'; '.join(notes) or 'none'})")
+    notes += _texts_of_unscored(baseline, others, chosen)
     verdicts = len(others) * max(1, rows_per_run)
     compared = [
         _against(baseline, other, found, demand, chosen, verdicts)
@@ -222,6 +221,27 @@ def _choose_metrics(baseline: Measured, wanted: Sequence[str] | None) -> dict[st
         ]
         for name, task in baseline.tasks.items()
     }
+
+
+def _texts_of_unscored(
+    baseline: Measured, others: Sequence[Measured], chosen: dict[str, list[Metric]]
+) -> Iterator[str]:
+    """Notes about tasks without scores, which are compared by speed, acceptance and texts."""
+    for name in (name for name, found in chosen.items() if not found):
+        for other in others:
+            equal = equal_texts(baseline.tasks[name], other.tasks[name])
+            words = "its texts are not known"
+            if equal:
+                words = f"{equal[0]:,} of {equal[1]:,} texts equal {baseline.name}'s"
+            yield f"{other.name}: {name} has no score to compare: {words}"
+
+
+def equal_texts(baseline: Task, other: Task) -> tuple[int, int] | None:
+    """(documents whose responses are equal, all documents); None without both runs' texts."""
+    if not (baseline.texts and other.texts):
+        return None
+    equal = sum(texts == other.texts.get(i) for i, texts in baseline.texts.items())
+    return equal, len(baseline.texts)
 
 
 def _only_in(other: Measured, baseline: Measured) -> list[str]:

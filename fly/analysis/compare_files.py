@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 from xml.etree import ElementTree
@@ -11,7 +12,7 @@ from fly.analysis.compare import Against, Result, ScoreRow
 from fly.analysis.tables import in_words, score_texts, visible
 
 
-def as_json(result: Result) -> str:
+def as_json(result: Result, categories: Sequence[dict[str, Any]] = ()) -> str:
     """Everything that was computed; docs/compare.md defines the keys."""
     entry = {
         "verdict": result.verdict,
@@ -23,6 +24,7 @@ def as_json(result: Result) -> str:
         },
         "others": [against_as_dict(other) for other in result.others],
         "noise_floor": [asdict(row) for row in result.noise],
+        "categories": [*categories],
         "notes": result.notes,
     }
     return json.dumps(entry, indent=2, ensure_ascii=False, allow_nan=False) + "\n"

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, fields
+from typing import Any
 
 from fly.analysis.compare import CurvePoint, Result, ScoreRow, Speed
 from fly.analysis.tables import Table, as_markdown, in_words, print_tables, ratio_text, score_texts
 from fly.runs.records import by_position
 from fly.runs.run_settings import with_drafts
 
+Categories = Sequence[dict[str, Any]]
 # The columns, with their widths where they are fixed.
 _SCORES: dict[str, int | None] = {
     "task": None, "run": 14, "score": 7, "recovery [95 %]": 20, "lost/won": 8, "p": 6,
@@ -23,6 +25,10 @@ _SPEED: dict[str, int | None] = dict.fromkeys(
 _LENGTHS: dict[str, int | None] = dict.fromkeys(
     ("task", "run", "tau", "tau/doc", "AL", "AL/doc", "accepted by position")
 )
+_CATEGORIES: dict[str, int | None] = dict.fromkeys(
+    ("task: category", "run", "score", "recovery", "lost/won", "equal texts", "tau", "AL",
+     "decoding x")
+)  # fmt: skip
 _NOISE: dict[str, int | None] = dict.fromkeys(
     ("task", "run", "documents", "scores: rounding", "run's", "p more", "texts: rounding",
      "the run's", "p more texts")
@@ -34,15 +40,19 @@ _CURVE: dict[str, int | None] = dict.fromkeys(
 )
 
 
-def print_result(result: Result) -> None:
-    """A table of scores per task, one of speeds, and the notes. 100 columns suffice."""
+def print_result(result: Result, categories: Categories = ()) -> None:
+    """A table of scores per task, one of speeds, and the notes. 100 columns suffice. categories:
+    what `categories.rows` gives."""
     scores = _scores(result)
-    print_tables([*scores.groups(), *_others(result)], _notes(result), heading=scores.title)
+    tables = [*scores.groups(), *_others(result, categories)]
+    print_tables(tables, _notes(result), heading=scores.title)
 
 
-def markdown(result: Result) -> str:
+def markdown(result: Result, categories: Categories = ()) -> str:
     """The tables for a pull request or a job's summary."""
-    return as_markdown([_scores(result), *_others(result)], _notes(result))
+    scores = _scores(result)
+    tables = [scores] * bool(scores.rows) + [*_others(result, categories)]
+    return as_markdown(tables, _notes(result))
 
 
 def _scores(result: Result) -> Table:
@@ -55,7 +65,9 @@ def _scores(result: Result) -> Table:
     )
 
 
-def _others(result: Result) -> Iterator[Table]:
+def _others(result: Result, categories: Categories) -> Iterator[Table]:
+    if categories:
+        yield Table("By category", _CATEGORIES, [*_category_rows(categories)])
     if speed := list(_speed_rows(result)):
         yield Table(f"Time x, against {result.baseline}", _SPEED, speed)
         yield Table("Mean acceptance lengths", _LENGTHS, [*_length_rows(result)])
@@ -129,6 +141,18 @@ def _length_rows(result: Result) -> Iterator[list[str]]:
         lengths = (pace.tau, pace.tau_document_mean, pace.al, pace.al_document_mean)
         cells = ["-" if value is None else f"{value:.2f}" for value in lengths]
         yield [label, name, *cells, by_position(pace.positions.unconditional) or "-"]
+
+
+def _category_rows(categories: Categories) -> Iterator[list[str]]:
+    last = ""
+    for row in categories:
+        label = f"{row['task']}: {row['category']} ({row['documents']:,})"
+        changed = "" if row["lost"] is None else f"{row['lost']} / {row['won']}"
+        numbers = [row[key] for key in ("score", "recovery", "tau", "al", "decode_x")]
+        score, recovery, *rest = ("-" if n is None else f"{n:.3g}" for n in numbers)
+        equal = "" if row["equal_texts"] is None else f"{row['equal_texts']:,}"
+        yield ["" if label == last else label, row["run"], score, recovery, changed, equal, *rest]
+        last = label
 
 
 def _noise_rows(result: Result) -> Iterator[list[str]]:

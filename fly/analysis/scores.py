@@ -103,6 +103,7 @@ class Task(_Stored):
     texts: dict[int, tuple[str, ...]] = Field(default_factory=dict, exclude=True)
     # by document id; only where they were asked for
     clusters: dict[int, str] = Field(default_factory=dict, exclude=True)
+    groups: dict[int, str] = Field(default_factory=dict, exclude=True)
     # fields of long texts that several documents have in common
     shared: list[str] = Field(default_factory=list, exclude=True)
 
@@ -140,6 +141,7 @@ class Measured(_Stored):
     config_hash: str | None = Field(default=None, exclude=True)
     # tokens per second of a request of its own, queueing and prompt included; None but for servers
     tok_s_per_user: float | None = Field(default=None, exclude=True)
+    spd_k: int | None = Field(default=None, exclude=True)  # None where nothing is drafted
 
     @property
     def is_from_earlier_runs(self) -> bool:
@@ -150,20 +152,23 @@ class Measured(_Stored):
     def leans(self) -> bool:
         """Whether its texts lean towards those of the earlier runs that it drafted from: lossy
         rules let tokens in because they were drafted."""
-        return self.is_from_earlier_runs and self.mode not in _LOSSLESS
+        rule = registry.RULES.get(self.mode)
+        is_lossless = self.mode == "target-only" or (rule is not None and rule.is_lossless)
+        return self.is_from_earlier_runs and not is_lossless
 
     @property
     def has_outputs(self) -> bool:
         return any(task.outputs is not None for task in self.tasks.values())
 
 
-_LOSSLESS = ("exact", "target-only")
 _GENERATES = "generate_until"  # lm-eval's output_type of tasks whose responses are texts
 
 
-def measure(run: Run, *, with_outputs: bool = False, cluster: str | None = None) -> Measured:
-    """Reduce a finished run. with_outputs: with the token ids that its records hold. cluster: the
-    documents' field by which they form clusters.
+def measure(
+    run: Run, *, with_outputs: bool = False, cluster: str | None = None, by: str | None = None
+) -> Measured:
+    """Reduce a finished run. with_outputs: with the token ids that its records hold. cluster, by:
+    the documents' fields by which they form clusters, and groups.
 
     Raises FlyError if it scored nothing, and if a document lacks the field.
     """
@@ -172,6 +177,8 @@ def measure(run: Run, *, with_outputs: bool = False, cluster: str | None = None)
     for task in run.tasks.values():
         parts_of[task.name].append(task)
     if told := _acceptance(run):
+        notes.append(f"{run.name}: {told}")
+    if told := _cut_off(run):
         notes.append(f"{run.name}: {told}")
     if not parts_of:
         raise FlyError(f"{run.path}: holds no samples: nothing was scored")
@@ -191,7 +198,8 @@ def measure(run: Run, *, with_outputs: bool = False, cluster: str | None = None)
             positions=_positions(chain.from_iterable(requests[name].values())),
             outputs=outputs.get(name),
             texts={i: sample.responses for i, sample in first.samples.items()} if writes else {},
-            clusters=_clusters(name, first, cluster) if cluster else {},
+            clusters=_values(name, first, cluster, "--cluster") if cluster else {},
+            groups=_values(name, first, by, "--by") if by else {},
             shared=_shared_texts(first),
         )
     return Measured(
@@ -205,6 +213,7 @@ def measure(run: Run, *, with_outputs: bool = False, cluster: str | None = None)
         drafts=_drafts(run),
         config_hash=(run.entry or {}).get("config_hash"),
         tok_s_per_user=_tok_s_per_user(run),
+        spd_k=run.entry["config"].get("spd_k") if run.entry and run.entry.get("drafter") else None,
     )
 
 
@@ -222,21 +231,35 @@ def _acceptance(run: Run) -> str:
     return f"the server accepted {accepted:,} of {drafted:,} draft tokens ({share}){more}"
 
 
+def _cut_off(run: Run) -> str:
+    """How many answers the budget ended, in words; empty if none. A rule that makes answers longer
+    loses scores by that alone."""
+    ends = [record.get("finish_reason") for record in run.requests]
+    count = ends.count("length")
+    if not count:
+        return ""
+    unclosed = sum(record.get("unclosed_thinking", False) for record in run.requests)
+    more = f"; {unclosed:,} never closed their thoughts" if unclosed else ""
+    share = f"{count:,} of {len(ends):,} answers ({count / len(ends):.0%})"
+    return f"{share} ended at the length limit, where a score says little of the rest{more}"
+
+
 def _tok_s_per_user(run: Run) -> float | None:
     own = [(r["emitted"], r["server"]["seconds"]) for r in run.requests if r.get("server")]
     seconds = sum(each for _, each in own)
     return sum(tokens for tokens, _ in own) / seconds if seconds else None
 
 
-def _clusters(name: str, task: TaskRun, cluster: str) -> dict[int, str]:
+def _values(name: str, task: TaskRun, field: str, flag: str) -> dict[int, str]:
     """By document, the field's value, as text."""
     for i, sample in task.samples.items():
-        if cluster not in sample.doc:
+        if field not in sample.doc:
             known = ", ".join(sorted(map(str, sample.doc)))
             raise FlyError(
-                f"--cluster {cluster}: {name}, document {i} has no such field: choose from {known}"
+                f"{flag} {field}: {name}, document {i} has no such field: choose from {known}"
             )
-    return {i: json.dumps(sample.doc[cluster]) for i, sample in task.samples.items()}
+    values = {i: sample.doc[field] for i, sample in task.samples.items()}
+    return {i: v if isinstance(v, str) else json.dumps(v) for i, v in values.items()}
 
 
 def _shared_texts(task: TaskRun) -> list[str]:

@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 
 _FILES = ("json", "markdown", "junit", "csv")
 _NOT_OF_MATRIX = (
-    "tasks", "model_args", "modes", "mode", "baseline_run", "baseline", "save_baseline",
-    "with_outputs", "noise_floor", "concurrency", "parallel", "csv", "min_recovery", "confidence",
-    "allow_inconclusive", "junit",
+    "by", "baseline_run", "baseline", "save_baseline", "with_outputs", "noise_floor", "concurrency",
+    "parallel", "csv", "min_recovery", "confidence", "allow_inconclusive", "junit",
 )  # fmt: skip
 STATUS = {"held": 0, "unchanged": 0, "fell": 1, "not enough evidence": 3}
 _USAGE = """fly compare RUN RUN ... [options]
@@ -69,6 +68,18 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help="one more mode: the pair's file with these keys; may be repeated",
     )
     group.add_argument(
+        "--rules",
+        nargs="+",
+        metavar="RULE",
+        help="verification rules as modes, each with the pair's keys, beside target-only",
+    )
+    group.add_argument(
+        "--drafters",
+        nargs="+",
+        metavar="DRAFTER",
+        help="every mode that drafts once with each of these drafters, as MODE-DRAFTER",
+    )
+    group.add_argument(
         "--baseline-run", metavar="NAME", help="default: target-only, else the first"
     )
     group.add_argument(
@@ -86,6 +97,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FIELD",
         help="documents that share this field's value (a passage, a dialogue) are not independent: "
         "take them as one",
+    )
+    group.add_argument(
+        "--by",
+        metavar="FIELD",
+        help="also every value of this field of the documents (category, level) by itself",
     )
     group.add_argument(
         "--noise-floor",
@@ -109,7 +125,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--matrix",
         action="store_true",
-        help="finished runs of several targets, drafters and rules as one matrix, each against the "
+        help="runs of several targets, drafters and rules as one matrix, each against the "
         "target-only run of its own target",
     )
     group.add_argument(
@@ -133,7 +149,15 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _execute(args: argparse.Namespace) -> None:
-    from fly.analysis import comparability, compare, compare_files, compare_table, noise, scores
+    from fly.analysis import (
+        categories,
+        comparability,
+        compare,
+        compare_files,
+        compare_table,
+        noise,
+        scores,
+    )
 
     if args.matrix:
         _matrix(args)
@@ -160,14 +184,15 @@ def _execute(args: argparse.Namespace) -> None:
         scores.check_storable(baseline.mode, f"--save-baseline {args.save_baseline}")
     if others:
         result = compare.compare(baseline, others, demand, args.metric, measured_noise)
+        groups = categories.rows(baseline, others, demand, args.metric) if args.by else []
         _write(
             args,
-            json=lambda: compare_files.as_json(result),
-            markdown=lambda: compare_table.markdown(result),
+            json=lambda: compare_files.as_json(result, groups),
+            markdown=lambda: compare_table.markdown(result, groups),
             junit=lambda: compare_files.as_junit(result, args.allow_inconclusive),
             csv=lambda: compare_table.curve_csv(result),
         )
-        compare_table.print_result(result)
+        compare_table.print_result(result, groups)
     else:
         _check_nothing_else_asked(args, baseline.name)
     if args.save_baseline:  # last: what cannot be stored takes no comparison with it
@@ -220,12 +245,15 @@ def _matrix(args: argparse.Namespace) -> None:
     for name in _NOT_OF_MATRIX:
         if getattr(args, name) not in (None, False, []):
             raise FlyError(
-                f"--matrix: leave --{name.replace('_', '-')} out: a matrix compares finished runs "
-                "(fly compare RUN RUN ... --matrix), each with its own target's, without verdicts"
+                f"--matrix: leave --{name.replace('_', '-')} out: a matrix compares runs with "
+                "their own target's, without verdicts"
             )
-    _check_no_run_flags(args)
     _check_outputs(args)
-    named = [(name or path, path) for name, path in map(reader.named, args.runs)]
+    if args.runs:
+        _check_finished(args)
+        named = [(name or path, path) for name, path in map(reader.named, args.runs)]
+    else:
+        named = [(name, str(path)) for name, path in _make_missing(args, None).items()]
     runs = [(run, scores.measure(run, cluster=args.cluster)) for run in _read(named, [])]
     found = matrix.build(runs, args.metric)
     _write(
@@ -249,11 +277,7 @@ def _write(args: argparse.Namespace, **texts: Callable[[], str]) -> None:
 
 def _read_finished(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
     """The runs that the command names, which are on disk."""
-    if args.tasks or args.model_args or args.modes or args.mode:
-        raise FlyError(
-            f"{args.runs[0]}: finished runs are compared without --tasks, --model_args and --modes"
-        )
-    _check_no_run_flags(args)
+    _check_finished(args)
     needed = 1 if stored or args.save_baseline else 2
     if len(args.runs) < needed:
         raise FlyError(f"fly compare {args.runs[0]}: give at least two runs, or --baseline FILE")
@@ -263,8 +287,14 @@ def _read_finished(args: argparse.Namespace, stored: Measured | None) -> list[Me
     return _load(named, [stored.name] if stored else [], args)
 
 
-def _check_no_run_flags(args: argparse.Namespace) -> None:
-    """Refuse flags of `fly run`, which say how runs are made: these are."""
+def _check_finished(args: argparse.Namespace) -> None:
+    """Refuse flags that say how runs are made: these are."""
+    makes = (args.tasks, args.model_args, args.modes, args.mode, args.rules, args.drafters)
+    if any(makes):
+        raise FlyError(
+            f"{args.runs[0]}: finished runs are compared without --tasks, --model_args, --modes, "
+            "--rules and --drafters"
+        )
     given = [word for word in _run_flags(args) if word.startswith("-") and word not in args.runs]
     if given:
         flag = given[0].partition("=")[0]
@@ -278,7 +308,7 @@ def _load(
     from fly.analysis import scores
 
     return [
-        scores.measure(run, with_outputs=args.with_outputs, cluster=args.cluster)
+        scores.measure(run, with_outputs=args.with_outputs, cluster=args.cluster, by=args.by)
         for run in _read(paths, taken)
     ]
 
@@ -297,6 +327,12 @@ def _read(paths: Sequence[tuple[str | None, str | Path]], taken: list[str]) -> I
 
 def _make_runs(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
     """The modes' runs, made now where they have not been before."""
+    folders = _make_missing(args, stored)
+    return _load(list(folders.items()), [stored.name] if stored else [], args)
+
+
+def _make_missing(args: argparse.Namespace, stored: Measured | None) -> dict[str, Path]:
+    """The folder of every mode's run."""
     from fly.analysis import noise
     from fly.cli import compare_plan, run_modes
     from fly.runs import context
@@ -308,8 +344,7 @@ def _make_runs(args: argparse.Namespace, stored: Measured | None) -> list[Measur
     if len(compared) == 1 and not stored:
         _check_nothing_else_asked(args, *compared)
     context.check_writable(planned.output, "output_path")
-    folders = run_modes.run_missing(planned)
-    return _load(list(folders.items()), [stored.name] if stored else [], args)
+    return run_modes.run_missing(planned)
 
 
 def _run_flags(args: argparse.Namespace) -> list[str]:

@@ -76,6 +76,8 @@ class ComparisonRequest:
     with_outputs: bool
     concurrency: tuple[int, ...] = ()  # requests at once, of every server
     at_once: bool = False  # ask all servers together
+    rules: tuple[str, ...] = ()  # further modes, by verification rule
+    drafters: tuple[str, ...] = ()  # every mode that drafts once with each of them
 
     @classmethod
     def from_flags(
@@ -111,6 +113,8 @@ class ComparisonRequest:
             with_outputs=args.with_outputs,
             concurrency=tuple(args.concurrency or ()),
             at_once=args.parallel,
+            rules=tuple(args.rules or ()),
+            drafters=tuple(args.drafters or ()),
         )
 
 
@@ -131,7 +135,9 @@ def plan_runs(request: ComparisonRequest) -> PlannedRuns:
     engine = registry.IN_PLACE_OF.get(request.model, request.model)
     if engine not in registry.ENGINES:
         raise FlyError(f"--model {request.model}: fly compare makes runs of hf, vllm and server")
-    default = DEFAULT if engine != _SERVER else ()  # servers have no modes but their own
+    default: Sequence[str] = DEFAULT[:1] if request.rules else DEFAULT
+    if engine == _SERVER:  # servers have no modes but their own
+        default = ()
     modes = plan_modes(
         request.modes or [name for name in default if not (stored and name == stored.mode)],
         request.custom_modes,
@@ -139,6 +145,8 @@ def plan_runs(request: ComparisonRequest) -> PlannedRuns:
         request.baseline if stored and stored.has_outputs else None,
         engine,
         request.concurrency,
+        request.rules,
+        request.drafters,
     )
     if len(modes) < (1 if stored or request.save_baseline else 2):
         raise FlyError("--modes: give at least two, or --baseline FILE")
@@ -211,20 +219,30 @@ def plan_modes(
     outputs: Path | None = None,
     engine: str = "fly",
     concurrency: Sequence[int] = (),
+    rules: Sequence[str] = (),
+    drafters: Sequence[str] = (),
 ) -> dict[str, Mode]:
     """The modes by name, checked before anything runs. custom: more of them, NAME=key=value,...
 
     outputs: a baseline file with outputs, from which exact modes draft unless they say otherwise.
     engine: what decodes them, a name in registry.ENGINES. concurrency: each mode once for each, as
-    NAME@N.
+    NAME@N. rules: further modes, by verification rule. drafters: each mode that drafts once for
+    each, as NAME-DRAFTER.
     """
-    overrides = {}
+    overrides = dict[str, dict[str, Any]]()
     for name in names:
         if engine == _SERVER:
             raise FlyError(f"--modes {name}: a server decodes as it was started: --mode NAME=URL")
         if name not in NAMED:
             raise FlyError(f"--modes {name}: choose from {', '.join(NAMED)}, or define a --mode")
         overrides[name] = NAMED[name]
+    for rule in rules:
+        if rule not in registry.RULES or engine == _SERVER:
+            raise FlyError(f"--rules {rule}: choose from {', '.join(registry.RULES)}, or leave out")
+        if rule in overrides:
+            raise FlyError(f"--rules {rule}: --modes has that name: leave one of them out")
+        is_loose = rule != "exact"
+        overrides[rule] = {"use_sd": True, "enable_fly": is_loose, "verification": rule}
     for text in custom:
         name, _, rest = text.partition("=")
         is_named = name in NAMED and engine != _SERVER
@@ -235,6 +253,15 @@ def plan_modes(
         if name in overrides or is_named:
             raise FlyError(f"--mode {text}: the name {name} is taken: choose another")
         overrides[name] = parse_pairs(rest, f"--mode {name}")
+    if drafters:
+        crossed = dict[str, dict[str, Any]]()
+        for name, changes in overrides.items():
+            if name == "hf" or changes.get("use_sd", True) is False:
+                crossed[name] = changes
+                continue
+            for drafter in drafters:
+                crossed[f"{name}-{drafter}"] = {**changes, "drafter": drafter}
+        overrides = crossed
     if concurrency:
         if engine != _SERVER:
             raise FlyError("--concurrency: goes with --model server: leave it out")

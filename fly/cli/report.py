@@ -27,6 +27,7 @@ def add_command(subparsers: Any) -> None:
     parser.add_argument(
         "--output", default="report.html", metavar="FILE", help="default: %(default)s"
     )
+    parser.add_argument("--by", metavar="FIELD", help="as in fly compare")
     outputs.add_force(parser)
     parser.add_argument(
         "--traces",
@@ -49,6 +50,6 @@ def _report(args: argparse.Namespace) -> None:
     paths = [reader.named(text) for text in args.runs]
     loaded = [reader.load(path, name) for name, path in paths]
     # half of a surrogate pair, which a JSON escape may spell, has no UTF-8
-    page = report.page(loaded, max_traces=args.traces).encode(errors="replace")
+    page = report.page(loaded, max_traces=args.traces, by=args.by).encode(errors="replace")
     write_output(output, page, "--output")
     print(f"report: {output} ({len(page) / 1e6:.1f} MB)")

@@ -12,7 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from typing_extensions import Self
 from fly.config import FlyConfig
 from fly.errors import FlyError, reason_of
 from fly.execution.device import device_facts, peak_memory_bytes, timing_facts
-from fly.harness import progress, sandbox
+from fly.harness import progress, sandbox, turns
 from fly.harness.arguments import check_model_args
 from fly.harness.ranks import Ranks
 from fly.harness.requests import (
@@ -34,12 +34,14 @@ from fly.harness.requests import (
     response_text,
     seed_after,
 )
+from fly.models.tokenizers import Texts
 from fly.runs import context, earlier_outputs, output_ids, resume
 from fly.runs.earlier_outputs import EarlierOutputs, Matcher
 from fly.runs.environment import models_of, versions
 from fly.runs.jsonl import JsonLines
 from fly.runs.records import Observer, RequestRecord, RoundRecord, RunStats
 from fly.runs.trace_writer import Trace, check_has_folder
+from fly.speculation.rules import rule_of
 from fly.speculation.sampling import Sampling
 from fly.speculation.sequence import Request
 
@@ -76,6 +78,8 @@ class Backend(TemplateLM):
         self.samplings: set[Sampling] = set()
         self.stats = RunStats()
         self._unshared = RunStats()  # counts that the other processes do not know of yet
+        # the system messages of the chats that lm-eval has made; None without chats
+        self._system: list[dict[str, str]] | None = None
         if config.trace:
             check_has_folder(self.run_context)
 
@@ -163,6 +167,26 @@ class Backend(TemplateLM):
     # ---------------------------------------------------------------- generation
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """One text per request, in order, of all its turns together. All first turns are checked
+        before one is decoded."""
+        further = max((len(turns.further(request)) for request in requests), default=0)
+        most = max(self.processes.exchange(further))
+        if most and self.is_cached:
+            raise FlyError(
+                "--use_cache: it would give a document's first answer for all its turns: leave the "
+                "flag out"
+            )
+        generate = partial(self._generate, disable_tqdm=disable_tqdm)
+        return turns.answer_all(requests, generate, lambda: self._render, most)
+
+    @property
+    def _render(self) -> turns.Render | None:
+        """The chat template behind lm-eval's system message; None if lm-eval applies none."""
+        if (system := self._system) is None:
+            return None
+        return lambda messages: self.apply_chat_template([*system, *messages])
+
+    def _generate(self, requests: list[Instance], disable_tqdm: bool) -> list[str]:
         """One text per request, in order. All requests are checked before the first is decoded."""
         wanted = self.build_requests(requests)
         order = {id(request): index for index, request in enumerate(wanted)}
@@ -186,10 +210,15 @@ class Backend(TemplateLM):
                 observer(record)
 
         local = RunStats()
+        places = rule_of(self.fly_config, self.tokenizer).places
+        decode = Texts(self.tokenizer).decode
         try:
             for record in self.decode(missing, wanted, observe):
                 index = order[id(record.request)]
                 texts[index] = response_text(record, self)
+                if places.relax_in != "everywhere" and record.text is None:
+                    tokens = [*record.request.prompt, *record.tokens]
+                    record.unclosed_thinking = places.leave_open(tokens, decode)
                 self.keep(requests[index], texts[index], record, log)
                 local.add_request(record)
                 bar.on_request(record)
@@ -221,6 +250,8 @@ class Backend(TemplateLM):
 
     def apply_chat_template(self, *args: Any, **kwargs: Any) -> str:
         """Raises FlyError if there is none."""
+        history = args[0] if args else kwargs["chat_history"]
+        self._system = [message for message in history if message["role"] == "system"]
         try:
             text: str = super().apply_chat_template(*args, **kwargs)
         except ValueError as error:
@@ -306,7 +337,8 @@ class Backend(TemplateLM):
             return {}
         asked = [identity(request) for request in wanted]
         if not self.is_cached:
-            finished.note_asked([*chain(*self.processes.exchange(asked))])
+            has_turns = any(turns.further(request.tag) for request in wanted)
+            finished.note_asked([*chain(*self.processes.exchange(asked))], are_all=not has_turns)
         found = {index: finished.text(item) for index, item in enumerate(asked)}
         self.run_context.begin_resumed()
         texts = {index: text for index, text in found.items() if text is not None}

@@ -89,7 +89,7 @@ class EngineFactory:
         return Engine(
             target,
             drafter,
-            rule_of(config),
+            rule_of(config, self.pair.tokenizer),
             draft_length=self._draft_length(config, planned, wanted, costs),
             spd_k=config.spd_k if config.drafter_name else 0,
             eos_ids=self.pair.eos_ids,

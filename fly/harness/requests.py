@@ -23,6 +23,7 @@ from lm_eval.utils import handle_non_serializable, hash_string
 
 from fly.errors import FlyError
 from fly.harness.arguments import check_gen_kwargs
+from fly.speculation.rules import rule_of
 from fly.speculation.sampling import Sampling
 from fly.speculation.sequence import Request
 
@@ -75,6 +76,7 @@ class Asked(Protocol):
     """What a request takes from the model that it is put to (fly.harness.backend.Backend)."""
 
     fly_config: FlyConfig
+    tokenizer: Any
     cache_hook: Any
     truncation: bool
     think_end_token: str | int | None
@@ -241,6 +243,10 @@ def check_decoding(requests: list[Request], lm: Asked) -> None:
             "compare with fly's own target-only run",
             ", ".join(missing),
         )
+    if lm.fly_config.drafter_name is not None:
+        rule = rule_of(lm.fly_config, lm.tokenizer)
+        for sampling in {request.sampling for request in requests}:
+            rule.check(sampling)
     temperature = lm.fly_config.temperature
     greedy_tasks = {r.tag.task_name for r in requests if r.sampling.is_greedy}
     if temperature > 0 and greedy_tasks:

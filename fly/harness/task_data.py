@@ -33,15 +33,25 @@ def human_eval() -> Dataset:
     return _read_jsonl(path, ("task_id", "prompt", "test", "entry_point"))
 
 
+def turns(names: Sequence[str], hub: tuple[str, str] | None = None) -> dict[str, Dataset]:
+    """Prompts of one turn or several, by category, as `from_data_dir_or_hub`. What the user says
+    after the first answer is in the documents' `further_turns` (fly.harness.turns)."""
+    found = from_data_dir_or_hub(names, ("category", "turns"), hub, "test")
+    return {"test": found.map(lambda row: {"further_turns": row["turns"][1:]})}
+
+
 def from_data_dir_or_hub(
-    names: Sequence[str], fields: Sequence[str], hub: tuple[str, str], split: str
+    names: Sequence[str], fields: Sequence[str], hub: tuple[str, str] | None, split: str
 ) -> Dataset:
     """The first of `names` (also with .gz) in FLY_DATA_DIR if that is set, else the hub's split.
 
     Raises FlyError with the fix if the folder, the file or the hub is not there.
     """
     folder = os.environ.get(DATA_DIR)
+    if not folder and hub is None:
+        raise FlyError(f"{names[0]} is not on the hub: set {DATA_DIR} to a folder that holds it")
     if not folder:
+        assert hub is not None
         return _from_hub(*hub, split, names[0])
     if not Path(folder).is_dir():
         raise FlyError(f"{DATA_DIR}={folder}: no such folder: set it to one that holds {names[0]}")

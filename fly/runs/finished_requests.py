@@ -97,11 +97,11 @@ class FinishedRequests:
             )
         return record["text"]
 
-    def note_asked(self, asked: list[dict[str, Any]]) -> None:
+    def note_asked(self, asked: list[dict[str, Any]], *, are_all: bool = True) -> None:
         """These requests are part of the run. Raises FlyError if a record of one of their tasks
-        belongs to none of them."""
+        belongs to none of them, unless more are to come."""
         self._asked.update(_key(item) for item in asked)
-        tasks = {item["task"] for item in asked}
+        tasks = {item["task"] for item in asked if are_all}
         self._check(key for key in self._records if key[0] in tasks)
 
     def check_all_asked(self) -> None:

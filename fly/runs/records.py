@@ -243,12 +243,14 @@ class RequestRecord:
     wall_seconds: float | None = None
     text: str | None = None  # of an engine that has no token ids
     server: dict[str, Any] | None = None  # what a server's answer took and told
+    # whether a thought was not closed; None unless the rule asks where the model thinks
+    unclosed_thinking: bool | None = None
 
     def as_dict(self) -> dict[str, Any]:
         wall = self.wall_seconds
-        of_server = {} if self.server is None else {"server": self.server}
+        told = {"server": self.server, "unclosed_thinking": self.unclosed_thinking}
         return {
-            **of_server,
+            **{key: value for key, value in told.items() if value is not None},
             **self.counts.as_dict(),
             **rates(self.counts, self.seconds),
             "al": _round(Lengths.of(self.counts, self.positions).al),
@@ -270,6 +272,8 @@ class RunStats:
     prompt_tokens: int = 0
     prompt_tokens_reused: int = 0
     peak_memory_bytes: int = 0
+    ended_at_limit: int = 0  # requests whose answers the budget cut off
+    unclosed_thinking: int = 0  # see `RequestRecord`
     counts: Counts = field(default_factory=Counts)
     seconds: dict[str, float] = field(default_factory=zero_seconds)
     sources: CountsBySource = field(default_factory=CountsBySource)
@@ -291,6 +295,8 @@ class RunStats:
             requests=1,
             prompt_tokens=record["prompt_tokens"],
             prompt_tokens_reused=record["prompt_tokens_reused"],
+            ended_at_limit=record.get("finish_reason") == "length",
+            unclosed_thinking=bool(record.get("unclosed_thinking")),
             counts=counts,
             seconds=dict(record["seconds"]),
             sources=CountsBySource.of_line(record.get("sources", {})),
@@ -303,6 +309,8 @@ class RunStats:
         self.requests += other.requests
         self.prompt_tokens += other.prompt_tokens
         self.prompt_tokens_reused += other.prompt_tokens_reused
+        self.ended_at_limit += other.ended_at_limit
+        self.unclosed_thinking += other.unclosed_thinking
         self.peak_memory_bytes = max(self.peak_memory_bytes, other.peak_memory_bytes)
         self.counts.add(other.counts)
         for phase, value in other.seconds.items():
@@ -319,6 +327,8 @@ class RunStats:
             tasks[task].append(lengths)
         return {
             "requests": self.requests,
+            "ended_at_limit": self.ended_at_limit,
+            "unclosed_thinking": self.unclosed_thinking,
             **self.counts.as_dict(),
             **rates(self.counts, self.seconds),
             **mean_lengths(self.documents.values()),

@@ -8,7 +8,7 @@ from typing import Any
 
 from fly.config import FlyConfig
 from fly.runs.reader import Run
-from fly.settings import GONE, settings_of_rule
+from fly.settings import GONE, PlaceSettings, settings_of_rule
 
 _MODES = {"fly": "FLy"}  # names for print; others go by their own
 
@@ -30,7 +30,12 @@ _SHORT = {
     "max_ngram_size": "n-gram", "num_ngram_pred_tokens": "n-gram tokens",
     "draft_runs": "earlier runs", "draft_sources": "texts", "lookup_k": "lookup K",
     "exact_first_tokens": "first exact", "exact_pattern": "exact in",
-    "batch_invariant": "batch invariant",
+    "batch_invariant": "batch invariant", "relax_in": "relaxed in", "cascade_alpha": "alpha",
+    "assistant_ensemble_weight": "weight", "mars_theta": "theta", "asd_budget": "budget",
+    "asd_gap": "gap", "asd_max_mismatches": "mismatches", "cactus_delta": "delta",
+    "fsd_div_threshold": "threshold", "fsd_div_type": "divergence",
+    "posterior_threshold": "threshold", "posterior_alpha": "alpha",
+    "speculative_accept_threshold_single": "single", "speculative_accept_threshold_acc": "acc",
 }  # fmt: skip
 
 
@@ -73,12 +78,14 @@ def of_rule(run: Run) -> dict[str, Any]:
 
 
 def _of_rule(mode: str, config: dict[str, Any]) -> dict[str, Any]:
-    keys = [*settings_of_rule(mode).model_fields]
+    keys = sorted(settings_of_rule(mode).model_fields, key=PlaceSettings.model_fields.__contains__)
     known = {*FlyConfig.model_fields, *GONE}
     keys += [key for key in config if key not in known]  # a further rule's
     found = {key: config[key] for key in keys if key in config and key != "abla_no_window"}
     if config.get("abla_no_window") and "win_len" in found:
         found["win_len"] = 0
+    if found.get("relax_in", "everywhere") == "everywhere":
+        found.pop("think_tokens", None)
     return found
 
 

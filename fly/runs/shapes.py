@@ -167,6 +167,8 @@ class RequestLine(TypedDict):
     rounds: NonNegativeInt
     seconds: Seconds
     wall_seconds: NotRequired[NonNegativeFloat | None]
+    finish_reason: NotRequired[str]
+    unclosed_thinking: NotRequired[bool]
     sources: NotRequired[Sources]
     positions: NotRequired[ByPosition]
     server: NotRequired[_ServerAnswer]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from fly.speculation.sampling import Noise, alike, draw, rejection_sample, seen_tokens
+from fly.speculation.rules.base import JudgedBatch, Rule, verify
+from fly.speculation.sampling import Noise, alike, certain, draw, like, seen_tokens
 from fly.speculation.sequence import Sequence
 
 
@@ -18,33 +20,37 @@ class Chains(Protocol):
         """The longest of these chains, or more."""
 
     def is_drawn(self, slot: int) -> bool:
-        """Whether its tokens were drawn from `probabilities`."""
+        """Whether it has `probabilities`."""
 
     def probabilities(self, slots: list[int]) -> Tensor:
-        """What the tokens of these chains were drawn from, if they were: [len(slots), K, V]."""
+        """What the tokens of these chains were drawn from, or are the likeliest of, if greedy:
+        [len(slots), K, V]."""
 
 
 def judge_chains(
     running: list[Sequence],
     chains: Chains,
     draft_BK: Tensor,
+    length_B: Tensor,
     raw_BKV: Tensor,
-    *,
-    gates_decide: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(logits, matches_BK, target_BK1) with penalties and sampling applied, for `verify`.
+    rule: Rule,
+) -> tuple[JudgedBatch, Tensor]:
+    """(every position judged by itself, the logits that were judged, [B, K + 1, V]).
 
-    draft_BK: -1 past a chain's end. Sequences that only take the largest logit need nothing; if all
-    are such, the last two are None. gates_decide: the rule does not ask the rejection sampler.
+    draft_BK: -1 past a chain's end, at length_B. Penalties and sampling are applied to the logits
+    of the sequences that have any.
     """
-    if all(sequence.request.sampling.is_plain for sequence in running):
-        return raw_BKV, None, None
+    judges_all = rule.judges == "all"
+    if not judges_all and all(sequence.request.sampling.is_plain for sequence in running):
+        return verify(draft_BK, length_B, raw_BKV, rule.gates, cost=rule.cost), raw_BKV
     logits_BKV = raw_BKV.to(torch.float32, copy=True)
     target_BK1 = logits_BKV.argmax(dim=-1)
     matches_BK = draft_BK == target_BK1[:, :-1]
+    stands_BK, own_BK1, judged = matches_BK.clone(), target_BK1.clone(), set[int]()
     kinds = [(s.request.sampling, chains.is_drawn(slot)) for slot, s in enumerate(running)]
     for (sampling, is_drawn), slots, rows in alike(kinds, logits_BKV.device):
-        if sampling.is_plain:
+        is_judged = is_drawn if judges_all else rule.judges == "samples" and not sampling.is_greedy
+        if sampling.is_plain and not is_judged:
             continue
         k, seen_BNV = chains.width(slots), None
         scores_BNV, drafted_BK = raw_BKV[rows, : k + 1], draft_BK[rows, :k]
@@ -53,17 +59,28 @@ def judge_chains(
             seen_BNV = seen_tokens(before, drafted_BK, scores_BNV.shape[-1])
         scores_BNV = sampling.process(scores_BNV, seen_BNV)
         own_BN = scores_BNV.argmax(dim=-1)
-        equal_BK = drafted_BK == own_BN[:, :k]
+        equal_BK, noise = drafted_BK == own_BN[:, :k], None
+        if is_judged or not sampling.is_greedy:
+            p_BNV = torch.softmax(scores_BNV, dim=-1)
+            q_BKV = chains.probabilities(slots) if is_drawn else None
         if not sampling.is_greedy:
             noise = Noise.together([running[slot].noise(k) for slot in slots], own_BN.device)
-            p_BNV = torch.softmax(scores_BNV, dim=-1)
-            if gates_decide:
+            if rule.decides_alone:
                 own_BN = draw(p_BNV, noise.target)
                 # a match always stands, so that nothing is drawn in its place
                 own_BN[:, :k] = torch.where(equal_BK, drafted_BK, own_BN[:, :k])
             else:
-                q_BKV = chains.probabilities(slots) if is_drawn else None
-                equal_BK, own_BN = rejection_sample(p_BNV, q_BKV, drafted_BK, noise)
+                equal_BK, own_BN = rule.sample(p_BNV, q_BKV, drafted_BK, noise)
         logits_BKV[rows, : k + 1], target_BK1[rows, : k + 1] = scores_BNV, own_BN
         matches_BK[rows, :k] = equal_BK
-    return logits_BKV, matches_BK, target_BK1
+        if is_judged:
+            q_BKV = certain(drafted_BK, p_BNV) if q_BKV is None else like(p_BNV, q_BKV)
+            stands, own = rule.judge(p_BNV, q_BKV, drafted_BK, noise)
+            stands_BK[rows, :k], own_BK1[rows, : k + 1] = stands, own
+            judged.update(slots)
+    found = verify(
+        draft_BK, length_B, logits_BKV, rule.gates, matches_BK, target_BK1, cost=rule.cost
+    )
+    if judged:
+        found = replace(found, stands_BK=stands_BK, own_BK1=own_BK1, judged=frozenset(judged))
+    return found, logits_BKV

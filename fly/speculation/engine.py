@@ -20,7 +20,7 @@ from fly.speculation.draft_length import DraftLength
 from fly.speculation.drafters.base import Drafter
 from fly.speculation.drafters.draft import Draft
 from fly.speculation.phase_timer import PhaseTimer
-from fly.speculation.rules.base import Rule, verify
+from fly.speculation.rules.base import Rule
 from fly.speculation.rules.gates import entropy
 from fly.speculation.scheduler import Scheduler
 from fly.speculation.sequence import Request, Sequence, Verdict
@@ -75,6 +75,7 @@ class Engine:
         used = {*target.devices, *drafter.devices}
         self._timer = PhaseTimer([device for device in used if device.type == "cuda"])
         drafter.prefilling = lambda sequence: self._timer.timed("prefill", [sequence])
+        drafter.keeps_q = rule.judges == "all"
         target.hidden_layers = drafter.wants_features
 
     def run(self, requests: Iterable[Request]) -> Iterator[RequestRecord]:
@@ -192,10 +193,7 @@ class Engine:
         """
         raw_BKV = draft.score(self._target, [sequence.tokens[-1] for sequence in running])
         draft_BK, length_B = draft.padded(raw_BKV.device)
-        logits_BKV, matches_BK, target_BK1 = judge_chains(
-            running, draft, draft_BK, raw_BKV, gates_decide=self._rule.decides_alone
-        )
-        judged = verify(draft_BK, length_B, logits_BKV, self._rule.gates, matches_BK, target_BK1)
+        judged, logits_BKV = judge_chains(running, draft, draft_BK, length_B, raw_BKV, self._rule)
         judged = replace(judged, target_BK1=mask_nonfinite(judged.target_BK1, raw_BKV))
         verdicts = []
         for slot, (sequence, of_sequence) in enumerate(zip(running, judged.split())):

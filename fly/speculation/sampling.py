@@ -214,6 +214,18 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, at, right=True)[..., 0]
 
 
+def like(p: Tensor, q: Tensor) -> Tensor:
+    """q on p's device and as wide. Models of one tokenizer pad their vocabularies differently;
+    runners cut what p does not have."""
+    return pad(q.to(p.device), (0, p.shape[-1] - q.shape[-1]))
+
+
+def certain(draft: Tensor, p: Tensor) -> Tensor:
+    """The distributions of a draft [..., K] that was not drawn, as wide as p: all on its tokens."""
+    q = p.new_zeros(*draft.shape, p.shape[-1])
+    return q.scatter_(-1, draft.clamp(min=0)[..., None], 1.0)
+
+
 def rejection_sample(
     p: Tensor, q: Tensor | None, draft: Tensor, noise: Noise
 ) -> tuple[Tensor, Tensor]:
@@ -226,8 +238,7 @@ def rejection_sample(
     if q is None:  # drawing first and comparing stands with probability p(token) just the same
         target = draw(p, noise.target)
         return target[..., :k] == draft, target
-    # models of one tokenizer pad their vocabularies differently; runners cut what p does not have
-    q = pad(q.to(p.device), (0, p.shape[-1] - q.shape[-1], 0, 1))
+    q = pad(like(p, q), (0, 0, 0, 1))
     own, token = pad(draft, (0, 1), value=-1), draft.clamp(min=0)[..., None]
     p_token, q_token = (each[..., :k, :].gather(-1, token)[..., 0] for each in (p, q))
     matches = (noise.accept * q_token < p_token) & (draft >= 0)

@@ -19,7 +19,8 @@ from fly.runs.records import (
     RoundRecord,
     zero_seconds,
 )
-from fly.speculation.rules.base import JudgedDraft, Resolution, Rule
+from fly.speculation.rules.base import Rule
+from fly.speculation.rules.judged import JudgedDraft, Resolution
 from fly.speculation.running_text import RunningText
 from fly.speculation.sampling import GREEDY, Noise, NoiseStream, Sampling
 from fly.speculation.stop_strings import BROKEN, Decode, StopMatcher
@@ -131,6 +132,8 @@ class Sequence:
         self._text = RunningText(decode_lines or stops.decode)
         self._prompt_text: str | None = None  # once a rule has asked
         self._stream = None if request.sampling.is_greedy else NoiseStream(request.seed)
+        self._found: dict[tuple[int, ...], tuple[int, int | None]] = {}  # see `_last_of`
+        self._rule_state: Any = None  # what the rule has kept of the last round
         self._skipped = 0  # places whose random numbers are not those of an output's token
 
     @property
@@ -170,7 +173,7 @@ class Sequence:
     def judge(self, rule: Rule, judged: JudgedDraft, by: str | None = None) -> Verdict:
         """What the rule decides of a draft, given this sequence's ends and its open deferral.
 
-        judged: its last five fields are filled in here. by: who drafted each
+        judged: what it says of the sequence is filled in here. by: who drafted each
         token; the draft model by default.
         """
         resolution = rule.resolve(
@@ -181,10 +184,16 @@ class Sequence:
                 open_matches=None if self.open is None else self.open.matches,
                 start=len(self.generated),
                 texts=self._texts,
+                last_of=self._last_of,
+                state=self._rule_state,
             )
         )
         by = "d" * len(judged.draft) if by is None else by
-        return Verdict(judged.draft, judged.matches, judged.target_tokens, resolution, by)
+        self._rule_state, targets = resolution.state, judged.target_tokens
+        if resolution.recovered is not None:
+            at = resolution.accepted
+            targets = [*targets[:at], resolution.recovered, *targets[at + 1 :]]
+        return Verdict(judged.draft, judged.matches, targets, resolution, by)
 
     def _texts(self, tokens: list[int]) -> tuple[str, str]:
         """Of the prompt, and of the output with these tokens behind it."""
@@ -193,6 +202,15 @@ class Sequence:
             self._prompt_text = self._text.of(prompt, len(prompt)).rstrip(BROKEN)
         whole = self._text.of([*self.tokens, *tokens], self.final_length)
         return self._prompt_text, whole[len(self._prompt_text) :]
+
+    def _last_of(self, ids: tuple[int, ...]) -> int | None:
+        """The last of the tokens that is one of these. Final ones are looked at once."""
+        count, last = self._found.get(ids, (0, None))
+        for token in self.tokens[count : self.final_length]:
+            last = token if token in ids else last
+        self._found[ids] = (self.final_length, last)
+        provisional = reversed(self.tokens[self.final_length :])
+        return next((token for token in provisional if token in ids), last)
 
     def begin_with(self, token: int) -> None:
         """The output's first token where the prefill pass gives one: the target's own, of no round
@@ -218,8 +236,8 @@ class Sequence:
         self._count(counts, verdict.by)
         self._count_positions(before, len(verdict.draft))
         self.counts.add(counts)
-        if self.sources[-1] is Source.ROLLBACK:
-            # numbers of the tokens after it have decided that it is rolled back: they are spent
+        if self.sources[-1] is Source.ROLLBACK or verdict.resolution.spends_draft:
+            # numbers of the tokens after it have decided, too: they are spent
             self._skipped += before + len(verdict.draft) + 1 - len(self.generated)
         return counts
 

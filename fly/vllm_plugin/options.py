@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fly import config as fly_config
+from fly import registry
 from fly.config import FlyConfig
 from fly.errors import FlyError
 
@@ -57,4 +58,9 @@ def check(config: FlyConfig) -> None:
         raise FlyError(
             "defer_across_rounds=True: vLLM gives tokens away at the end of each round: set it to "
             "false (win_len must be below spd_k then), or use --model hf"
+        )
+    if registry.RULES[config.rule].needs_q:
+        raise FlyError(
+            f"verification={config.rule}: vLLM drafts without the draft's probabilities: set "
+            "another rule, or use --model hf"
         )

@@ -79,9 +79,10 @@ def _install(wrapper: Any, init_device: Callable[[], None]) -> None:
     from fly.vllm_plugin.verifier import Verifier
 
     record = found.additional_config.get(options.RECORD_KEY)
+    tokenizer = cached_tokenizer_from_config(model)
     verifier = Verifier(
-        rule_of(config),
-        Texts(cached_tokenizer_from_config(model)),
+        rule_of(config, tokenizer),
+        Texts(tokenizer),
         keeps_rounds=bool(record),
         traced=config.entropy_kind if config.trace else None,
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from fly.errors import FlyError
 from fly.runs.records import Observer
-from fly.speculation.rules.base import Resolution
+from fly.speculation.rules.judged import Resolution
 from fly.speculation.sequence import Sequence, Verdict
 from fly.vllm_plugin.verifier import verdict_of
 

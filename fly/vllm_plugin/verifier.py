@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -19,8 +18,9 @@ from fly.models.tokenizers import Texts
 from fly.settings import EntropyKind
 from fly.speculation.chains import judge_chains
 from fly.speculation.drafters.ngram import until_eos
-from fly.speculation.rules.base import JudgedDraft, Resolution, Rule, verify
+from fly.speculation.rules.base import Rule
 from fly.speculation.rules.gates import entropy
+from fly.speculation.rules.judged import JudgedDraft, Resolution
 from fly.speculation.sampling import Sampling
 from fly.speculation.sequence import Request, Sequence, Verdict
 from fly.speculation.stop_strings import StopMatcher
@@ -56,19 +56,12 @@ class _ServedSequence(Sequence):
 
     def until_end(self, judged: JudgedDraft) -> JudgedDraft:
         """As fly's drafters, which draft nothing past an EOS: it could fill a window."""
-        k = len(until_eos(judged.draft, self._eos_ids))
-        return replace(
-            judged,
-            draft=judged.draft[:k],
-            matches=judged.matches[:k],
-            deferrable=judged.deferrable[:k],
-            target_tokens=judged.target_tokens[: k + 1],
-        )
+        return judged.first(len(until_eos(judged.draft, self._eos_ids)))
 
     def block(self, verdict: Verdict) -> list[int]:
         """The tokens that the round adds to the output."""
         accepted = verdict.accepted
-        if verdict.resolution.rolled_back:  # as in `commit`: these numbers have decided it
+        if verdict.resolution.rolled_back or verdict.resolution.spends_draft:  # as in `commit`
             self._skipped += len(verdict.draft) - accepted
         return [*verdict.draft[:accepted], verdict.target_tokens[accepted]]
 
@@ -131,10 +124,9 @@ class Verifier:
         draft_BK = draft_BK.masked_fill(past_BK, -1)
         # vLLM has applied the penalties
         chains = _ServedChains(lengths, None if q_NV is None else q_NV.split(counts))
-        logits_BKV, matches_BK, target_BK1 = judge_chains(
-            [*sequences], chains, draft_BK, logits_BKV, gates_decide=self._rule.decides_alone
+        judged, logits_BKV = judge_chains(
+            [*sequences], chains, draft_BK, length_B, logits_BKV, self._rule
         )
-        judged = verify(draft_BK, length_B, logits_BKV, self._rule.gates, matches_BK, target_BK1)
         entropies = entropy(logits_BKV, self._traced).tolist() if self._traced else None
         blocks = []
         for slot, (request, sequence, own) in enumerate(zip(requests, sequences, judged.split())):

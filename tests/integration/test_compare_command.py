@@ -544,3 +544,44 @@ def test_the_ci_examples_parse_and_their_commands_run(
     ):
         given = HarnessCLI()._parser.parse_args(["run", *shlex.split(text)])
         assert (ROOT / given.model_args["config_path"]).is_file()
+
+
+def test_rules_by_drafters_are_one_matrix(
+    forked, saved_pair, config_file, graded_tasks, tmp_path, capfd
+):
+    """The target alone is decoded once; Holm over all cells; answers cut off are told."""
+    common = flags(saved_pair, config_file, graded_tasks, tmp_path / "out")
+    found = tmp_path / "matrix.json"
+    assert (
+        run(
+            *common, "--limit", "3", "--rules", "exact", "cascade", "asd", "--matrix",
+            "--drafters", "model", "ngram", "--json", found,
+            "--mode", "loose=verification=cascade,cascade_alpha=0.9",
+        )
+        == 0
+    )  # fmt: skip
+    modes = {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()}
+    crossed = {f"{m}-{d}" for m in ("exact", "cascade", "asd", "loose") for d in ("model", "ngram")}
+    assert modes == {"target-only", *crossed}
+    cells = json.loads(found.read_text())["cells"]
+    primary = [cell for cell in cells if cell["task"] == cells[0]["task"]]
+    assert {(cell["rule"].split(",")[0], cell["drafter"].split(",")[0]) for cell in primary} == {
+        (rule, drafter) for rule in ("exact", "cascade", "asd") for drafter in ("model", "ngram")
+    }
+    assert len(primary) == 8
+    assert json.loads(found.read_text())["tests"] == len(cells)
+    printed = " ".join(capfd.readouterr().out.split())
+    assert "target-only: 3 of 3 answers (100%) ended at the length limit" in printed
+
+
+def test_rules_that_cannot_be_are_refused_before_anything_runs(
+    saved_pair, config_file, graded_tasks, tmp_path, capfd
+):
+    common = flags(saved_pair, config_file, graded_tasks, tmp_path / "out")
+    for more, told in [
+        (("--rules", "casacde"), "--rules casacde: choose from fly, exact"),
+        (("--rules", "exact", "--modes", "exact"), "--rules exact: --modes has that name"),
+        (("--rules", "fsd", "--drafters", "ngram"), "needs the draft's probabilities"),
+    ]:
+        assert run(*common, *more) == 2
+        assert told in capfd.readouterr().err

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fly.speculation.rules.fly import FlyRule
+from fly.speculation.rules.places import Places
 from fly.speculation.sequence import Request
 from tests import tiny
 from tests.integration.test_lm import PROMPTS, fly_lm, instances
@@ -19,7 +20,7 @@ VOCAB = tiny.TOKENIZER_VOCAB
 def rule(across, window, exact_first=0, patterns=()):
     """Every gate open."""
     made = tiny.fly_rule((), window, None if across else window)
-    made.exact_first, made.patterns = exact_first, patterns
+    made.places = Places(exact_first, patterns)
     return made
 
 

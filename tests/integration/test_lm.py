@@ -138,7 +138,7 @@ def test_model_info_is_plain_json_with_the_documented_names(saved_pair):
     names = "requests rounds drafted native_accepted deferred_accepted deferred_rolled_back"
     names += " corrections bonus emitted discarded tau decode_tok_s end_to_end_tok_s prompt_tokens"
     names += " prompt_tokens_reused peak_memory_bytes seconds sources positions al tasks"
-    names += " tau_document_mean al_document_mean"
+    names += " tau_document_mean al_document_mean ended_at_limit unclosed_thinking"
     assert set(names.split()) == set(entry["stats"])
     assert set(entry["stats"]["seconds"]) == set(PHASES)
     assert entry["stats"]["requests"] == len(PROMPTS)

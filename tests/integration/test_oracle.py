@@ -20,6 +20,7 @@ from fly.speculation.drafters.draft import DeviceDraft, HostDraft
 from fly.speculation.engine import Engine
 from fly.speculation.rules.fly import FlyRule
 from fly.speculation.rules.gates import EntropyGate
+from fly.speculation.rules.places import Places
 from fly.speculation.running_text import RunningText
 from fly.speculation.sequence import Request, Sequence
 from tests import tiny
@@ -181,8 +182,8 @@ def rule_of(rule):
         return tiny.EXACT
     gates = () if rule.theta is None else (EntropyGate(rule.theta),)
     made = tiny.fly_rule(gates, rule.window, rule.lookahead)
-    made.exact_first = rule.exact_first
-    made.patterns = () if rule.pattern is None else (re.compile(rule.pattern),)
+    patterns = () if rule.pattern is None else (re.compile(rule.pattern),)
+    made.places = Places(rule.exact_first, patterns)
     return made
 
 
@@ -447,7 +448,7 @@ def first_place_counted_by_round(rule, judged):
 
 
 def pattern_not_looked_at(rule, judged):
-    return resolve(changed(rule, patterns=()), judged)
+    return resolve(changed(rule, places=Places(rule.places.first)), judged)
 
 
 def pattern_blind_to_the_target(rule, judged):

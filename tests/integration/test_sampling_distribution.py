@@ -18,11 +18,21 @@ import pytest
 import torch
 
 from fly.execution.model_runner import ModelRunner
+from fly.settings import Settings
 from fly.speculation.drafters.base import NoDrafter
 from fly.speculation.drafters.cascade import CascadeDrafter
 from fly.speculation.drafters.draft_model import ModelDrafter
+from fly.speculation.rules.base import Rule
+from fly.speculation.rules.block import BlockRule
 from fly.speculation.rules.gates import RankGate
-from fly.speculation.sampling import Noise, Sampling, draw, rejection_sample, seen_tokens
+from fly.speculation.sampling import (
+    Noise,
+    NoiseStream,
+    Sampling,
+    draw,
+    rejection_sample,
+    seen_tokens,
+)
 from fly.speculation.sequence import Request, Sequence
 from tests import heads, tiny
 
@@ -230,6 +240,42 @@ def test_every_drafter_leaves_the_distribution_as_it_is(name, draft, k):
     assert ("e" in sources) == ("runs" in name)
 
 
+@pytest.mark.parametrize("name", ["model", "cascade", "ngram"])
+def test_block_verification_leaves_the_distribution_as_it_is(name):
+    """And accepts more than token by token, as its paper proves."""
+    requests = table_requests(int(SCALE * 168), 125, seed=9)
+    records, exact = (
+        list(table_engine(name, ANOTHER, k=4, rule=rule).run(requests))
+        for rule in (BlockRule(Settings()), tiny.EXACT)
+    )
+    assert transitions(records).p_value > HONEST
+    assert settled(records)
+    assert tiny.total(records, "rounds") < tiny.total(exact, "rounds") or name == "ngram"
+
+
+@pytest.mark.parametrize("is_mutant", [False, True], ids=["honest", "mutant"])
+def test_numbers_of_rejected_tokens_that_decided_are_spent(is_mutant, monkeypatch):
+    """No round draws with numbers that an earlier one's acceptance looked at. (The bias is too
+    small for the counts above.)"""
+    taken, honest = [], NoiseStream.at
+
+    def at(self, start, count):
+        taken.append((start, count))
+        return honest(self, start, count)
+
+    monkeypatch.setattr(NoiseStream, "at", at)
+    if is_mutant:
+        monkeypatch.setattr(BlockRule, "resolve", Rule.resolve)
+    (record,) = table_engine("model", ANOTHER, k=4, slots=1, rule=BlockRule(Settings())).run(
+        table_requests(1, 60)
+    )
+    assert settled([record])
+    rounds = [*dict.fromkeys(taken)]  # drafter and rule ask for the same
+    starts = sorted({start for start, _ in rounds})
+    ends = [max(start + count for start, count in rounds if start == at) for at in starts]
+    assert all(end < start for end, start in zip(ends, starts[1:])) != is_mutant
+
+
 # Mutants of exact verification
 
 
@@ -271,7 +317,7 @@ def drawn_colder(q_NV, uniform_N):
 
 
 IN_ENGINE, IN_DRAFTER = (
-    "fly.speculation.chains.rejection_sample",
+    "fly.speculation.rules.base.rejection_sample",
     "fly.speculation.drafters.draft_model.draw",
 )
 MUTANTS = [
@@ -458,8 +504,8 @@ def varied_requests():
 
 @pytest.mark.parametrize(
     "rule",
-    [tiny.EXACT, tiny.relaxed(2, 0.3), tiny.relaxed(2, 0.3, across=True)],
-    ids=["exact", "within", "across"],
+    [tiny.EXACT, tiny.relaxed(2, 0.3), tiny.relaxed(2, 0.3, across=True), BlockRule(Settings())],
+    ids=["exact", "within", "across", "block"],
 )
 @pytest.mark.parametrize("name", ["none", "model", "ngram", "cascade"])
 def test_tokens_do_not_depend_on_other_sequences(target, draft, name, rule):

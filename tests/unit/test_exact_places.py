@@ -11,12 +11,20 @@ from fly import config
 from fly.errors import FlyError
 from fly.models.tokenizers import Texts
 from fly.settings import FlySettings
-from fly.speculation.rules.base import JudgedDraft
 from fly.speculation.rules.fly import FlyRule
+from fly.speculation.rules.judged import JudgedDraft
+from fly.speculation.rules.places import Places
 from fly.speculation.running_text import RunningText
 from tests import tiny
 
 WORDS = ["yes", "no", " ", "7", ".", "a", "\n", "```", "`", "py", "x", "12,5", "3\n"]
+
+
+def rule_with(**keys):
+    keys = FlySettings(win_len=0, **keys)
+    rule = FlyRule(keys)
+    rule.places = Places.of(keys)
+    return rule
 
 
 def is_deferred(before, drafted, own, patterns, prompt="", **settings):
@@ -26,7 +34,7 @@ def is_deferred(before, drafted, own, patterns, prompt="", **settings):
         [0], [False], [True], [1, 1],
         texts=lambda tokens: (prompt, before + "".join(vocabulary[token] for token in tokens)),
     )  # fmt: skip
-    rule = FlyRule(FlySettings(exact_pattern=patterns, win_len=0, **settings))
+    rule = rule_with(exact_pattern=patterns, **settings)
     return rule.resolve(judged).deferred == (0,)
 
 
@@ -132,7 +140,7 @@ def test_no_deferred_token_is_in_a_match_of_the_whole_text(name, words, data):
 
 
 def test_the_first_places_are_of_the_output():
-    rule = FlyRule(FlySettings(exact_first_tokens=3, win_len=0))
+    rule = rule_with(exact_first_tokens=3)
     judged = JudgedDraft([1, 2, 3], [True, False, False], [True] * 3, [1, 5, 5, 5], start=1)
     assert rule.resolve(judged).accepted == 1
     later = JudgedDraft([1, 2, 3], [True, False, False], [True] * 3, [1, 5, 5, 5], start=2)

@@ -7,7 +7,7 @@ from fly.runs.records import Counts
 from fly.speculation.acceptance import DRAFT_MODEL, START, AcceptanceEstimate
 from fly.speculation.drafters.lookup import Choice
 from fly.speculation.drafters.texts import EarlierRuns, OwnText, Proposal
-from fly.speculation.rules.base import Resolution
+from fly.speculation.rules.judged import Resolution
 from fly.speculation.sequence import Request, Sequence, Verdict
 from fly.speculation.stop_strings import StopMatcher
 from tests import tiny

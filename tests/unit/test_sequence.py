@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fly.speculation.rules.base import Resolution
+from fly.speculation.rules.judged import Resolution
 from fly.speculation.sampling import Sampling
 from fly.speculation.sequence import Request, Sequence, Verdict
 from fly.speculation.stop_strings import StopMatcher

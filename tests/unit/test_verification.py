@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fly.settings import FlySettings, Settings
 from fly.speculation.rules.accept_all import AcceptAllRule
-from fly.speculation.rules.base import JudgedDraft, Resolution, verify
+from fly.speculation.rules.base import verify
 from fly.speculation.rules.fly import FlyRule
 from fly.speculation.rules.gates import (
     DistanceGate,
@@ -23,6 +23,7 @@ from fly.speculation.rules.gates import (
     full_entropy,
     top_k_entropy,
 )
+from fly.speculation.rules.judged import JudgedDraft, Resolution
 from tests import tiny
 
 V = 8

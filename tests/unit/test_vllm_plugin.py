@@ -31,6 +31,9 @@ RULES = {
     "typical": {"verification": "typical"},
     "top_k": {"verification": "top_k", "relaxed_top_k": 4},
     "accept_all": {"verification": "accept_all"},
+    "cascade": {"verification": "cascade", "cascade_alpha": 0.9},
+    "mars": {"verification": "mars", "mars_theta": 0.5},
+    "asd": {"verification": "asd", "asd_budget": 9.0, "asd_max_mismatches": 3},
 }
 
 
@@ -81,8 +84,9 @@ def slow(rule_, served, draft, logits_NV):
         draft = draft[: draft.index(EOS) + 1]
     k = len(draft)
     judged = verify(
-        torch.tensor([draft]).view(1, k), torch.tensor([k]), logits_NV[None, : k + 1], rule_.gates
-    )
+        torch.tensor([draft]).view(1, k), torch.tensor([k]), logits_NV[None, : k + 1], rule_.gates,
+        cost=rule_.cost,
+    )  # fmt: skip
     texts = Texts(Letters())
     sequence = Sequence(
         Request(tuple(served.prompt_token_ids), 99),
@@ -277,6 +281,7 @@ def test_options_are_the_keys_of_a_pair(tmp_path):
         ({"fly": {"win_len": 8}}, 8, "0.32.0", "win_len=8 needs spd_k >= 9, got 8"),
         ({"fly": {"win_lem": 8}}, 8, "0.32.0", "unknown key 'win_lem'"),
         ({"fly": {"defer_across_rounds": True}}, 8, "0.32.0", "vLLM gives tokens away"),
+        ({"fly": {"verification": "fsd"}}, 8, "0.32.0", "vLLM drafts without the draft's prob"),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_one_line(additional, drafts, version, said):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fly.analysis import matrix
+from fly.analysis import categories, matrix
 from fly.analysis.comparability import explain_refusal
 from fly.analysis.compare import Against, compare
 from fly.analysis.compare_files import against_as_dict
@@ -40,6 +40,12 @@ def against_first(runs: Sequence[Measured]) -> tuple[list[dict[str, Any]], list[
     return found, notes
 
 
+def by_category(runs: Sequence[Measured]) -> list[dict[str, Any]]:
+    """`fly compare --by`'s rows, of the runs that compare."""
+    baseline, *others = runs
+    return categories.rows(baseline, [r for r in others if not explain_refusal(baseline, r)])
+
+
 def of_families(
     runs: Sequence[matrix.Scored],
 ) -> tuple[dict[str, Any] | None, list[matrix.Cell]]:
@@ -72,7 +78,9 @@ def of_families(
 
 
 def _entry(against: Against, demand: Demand) -> dict[str, Any]:
-    main = against.overall or next(row for row in against.rows if row.primary)
+    main = against.overall or next((row for row in against.rows if row.primary), None)
+    if main is None:
+        return {"name": against.name, "refused": "its tasks have no score to compare"}
     deciding = main
     if main.verdict != against.verdict:  # without any such row, nothing is judged
         deciding = next((r for r in against.all_rows if r.verdict == against.verdict), main)

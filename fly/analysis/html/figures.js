@@ -146,6 +146,16 @@ function comparisonFigure({ runs: [base], comparisons, notes }) {
   return made;
 }
 
+/** Every value of the field of `--by`: scores and acceptance. Null without any. */
+function categoryFigure({ categories }) {
+  if (!categories.length) return null;
+  const shown = categories.map((row) => [`${row.task}: ${row.category} (${row.documents})`, row.run, three(row.score), percent(row.recovery),
+    isNumber(row.lost) ? `${row.lost} / ${row.won}` : NONE, isNumber(row.equal_texts) ? whole(row.equal_texts) : NONE, fixed(row.tau), fixed(row.al), times(row.decode_x)]);
+  return figure("By category", "Recovery against the first run, in pairs of the same documents; p is not corrected for the number of categories.", {
+    shown: table(["task: category", "run", "score", "recovery", "lost / won", "equal texts", "tau", "AL", "decoding x"], shown, "By category"),
+    ...plain(categories, { task: "task", category: "category", documents: "documents", run: "run", model: "model", K: "k", metric: "metric", score: "score", recovery: "recovery", "95 % interval": "interval", lost: "lost", won: "won", p: "p", "equal texts": "equal_texts", tau: "tau", AL: "al", "decoding x": "decode_x" }) });
+}
+
 /** Columns and rows of numbers that are saved as they are. names: keys of the values, by column. */
 function plain(values, names) {
   return { columns: Object.keys(names).map((name) => [name, text]), rows: values.map((value) => Object.values(names).map((key) => value[key])) };

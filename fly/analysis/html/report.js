@@ -116,7 +116,7 @@ function build() {
   const charts = [...positionFigures(summary), blockFigure(summary), ...entropyFigures(summary)].filter(Boolean);
   const untraced = summary.runs.filter((run) => !run.traced).map((run) => run.name);
   const sections = [
-    section("scores", "Scores", comparisonFigure(summary), el("div", { class: "grid" }, scoreFigures(summary))),
+    section("scores", "Scores", comparisonFigure(summary), categoryFigure(summary), el("div", { class: "grid" }, scoreFigures(summary))),
     matrixSection(summary),
     section("speed", "Speed", el("div", { class: "grid" }, speedFigure(summary), timeFigure(summary), lengthFigure(summary), draftLengthFigures(summary), throughputFigures(summary))),
     section("drafts", "What was drafted, and what stood",

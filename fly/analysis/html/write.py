@@ -12,13 +12,16 @@ from fly.analysis.html.page import render
 from fly.runs.reader import Run
 
 
-def page(runs: list[Run], max_traces: int = 200) -> str:
+def page(runs: list[Run], max_traces: int = 200, by: str | None = None) -> str:
     """The whole file's text. The others are compared with the target-only run, else the first.
 
-    max_traces: how many documents' traces the page holds; its charts use every trace.
+    max_traces: how many documents' traces the page holds; its charts use every trace. by: the
+    documents' field by whose values they are compared, too.
     """
     named = zip(runs, summary.distinct_names(runs))
-    found = [(run, scores.measure(run).model_copy(update={"name": name})) for run, name in named]
+    found = [
+        (run, scores.measure(run, by=by).model_copy(update={"name": name})) for run, name in named
+    ]
     baseline = choose_baseline([measured for _, measured in found])
     found.sort(key=lambda each: each[1] is not baseline)
     runs, measured = [run for run, _ in found], [measured for _, measured in found]
@@ -44,6 +47,7 @@ def page(runs: list[Run], max_traces: int = 200) -> str:
                 "scores": summary.scores(runs),
                 "comparisons": comparisons,
                 "notes": notes,
+                "categories": comparison.by_category(measured) if by else [],
                 "matrix": matrix,
                 "frontier": points.frontier(cells),
                 "points": points.of_runs(found, cells),

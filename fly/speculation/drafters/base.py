@@ -45,7 +45,8 @@ class Drafter:
     side by side, [.., F]. Prefixes are then computed, not copied. runner: the draft's, which
     follows the slots; None without one. longest: drafts that cost no pass may have so many tokens,
     whatever the limits. prefilling: what a prefill that `admit` put off has to run within, so that
-    its seconds are that sequence's prefill, not drafting.
+    its seconds are that sequence's prefill, not drafting. keeps_q: greedy drafts, too, come with
+    the draft's probabilities, at temperature 1 and without filters.
     """
 
     prefilling: Callable[[Sequence], AbstractContextManager[None]] = staticmethod(
@@ -55,6 +56,7 @@ class Drafter:
     wants_features: tuple[int, ...] = ()
     runner: SlotRunner | None = None
     longest: int = 0
+    keeps_q: bool = False
 
     @classmethod
     def create(cls, context: DrafterContext) -> Drafter:

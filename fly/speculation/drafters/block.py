@@ -63,7 +63,7 @@ class BlockDrafter(Drafter):
             return HostDraft([[] for _ in running])
         last, sampler = (
             [s.tokens[-1] for s in running],
-            DraftSampler(running, steps, self._eos.device),
+            DraftSampler(running, steps, self._eos.device, self.keeps_q),
         )
         states_BKD = self.runner.draft(last)[:, :steps]
         logits_BKD = self.runner.logits(states_BKD)

@@ -42,10 +42,12 @@ class Draft(ABC):
         """The longest of these chains, or more."""
 
     def is_drawn(self, slot: int) -> bool:
+        """Whether it has `probabilities`."""
         return False
 
     def probabilities(self, slots: list[int]) -> Tensor:
-        """What the tokens of these chains were drawn from, if they were: [len(slots), K, V]."""
+        """What the tokens of these chains were drawn from, or are the likeliest of, if greedy:
+        [len(slots), K, V]."""
         raise NotImplementedError
 
     def is_free(self, slot: int) -> bool:

@@ -105,7 +105,7 @@ class ModelDrafter(Drafter):
         if not (self.drafts_alone and self.runner.chains and steps):
             return None
         feeds = [self._unseen(slot, sequence) for slot, sequence in enumerate(running)]
-        sampler = DraftSampler(running, steps, self.runner.device)
+        sampler = DraftSampler(running, steps, self.runner.device, self.keeps_q)
         return sampler.draft(self.runner.chain(feeds, steps, sampler), limits, self._eos)
 
     def _unseen(self, slot: int, sequence: Sequence) -> list[int]:
@@ -127,11 +127,11 @@ class ModelDrafter(Drafter):
         logits_BQV = self.runner.extend(feeds)
         own_tokens = mask_nonfinite(greedy(logits_BQV), logits_BQV).tolist()
         for slot, sequence in enumerate(running):
-            if unseen[slot] and not sequence.request.sampling.is_plain:
+            if unseen[slot] and (self.keeps_q or not sequence.request.sampling.is_plain):
                 last = len(unseen[slot]) - 1
                 logits_NV = logits_BQV[slot, last : last + len(guesses[slot]) + 1]
                 own_tokens[slot][last : last + len(logits_NV)] = _own_draws(
-                    sequence, self._chains[slot], logits_NV, guesses[slot]
+                    sequence, self._chains[slot], logits_NV, guesses[slot], self.keeps_q
                 )
         for slot, (fed, guess) in enumerate(zip(unseen, guesses)):
             if not fed:
@@ -171,21 +171,25 @@ class DraftSampler(Chooser):
     request says; for one draft of up to `steps` tokens.
 
     Sequences that all sample in one way may share a graph, unless a penalty looks at their tokens.
+    keeps_q: the drafter's.
     """
 
-    def __init__(self, running: list[Sequence], steps: int, device: torch.device) -> None:
+    def __init__(
+        self, running: list[Sequence], steps: int, device: torch.device, keeps_q: bool = False
+    ) -> None:
         samplings = [sequence.request.sampling for sequence in running]
         is_one = len({*samplings}) == 1
         all_rows = (samplings[0], [*range(len(running))], slice(None))
         self._groups = [all_rows] if is_one else [*alike(samplings, device)]
-        self._drawn = [not sampling.is_greedy for sampling in samplings]
-        if any(self._drawn):
+        self._keeps_q = keeps_q
+        self._drawn = [keeps_q or not sampling.is_greedy for sampling in samplings]
+        if not all(sampling.is_greedy for sampling in samplings):
             uniform_BK = torch.zeros(len(running), steps, dtype=torch.float64)
             for slot, sequence in enumerate(running):
-                if self._drawn[slot]:
+                if not samplings[slot].is_greedy:
                     uniform_BK[slot] = sequence.noise(steps).draft
             self.inputs = (uniform_BK.to(device, non_blocking=True),)
-        if not all(sampling.is_plain for sampling in samplings):
+        if keeps_q or not all(sampling.is_plain for sampling in samplings):
             self.key = samplings[0] if is_one else None
         self._before: list[list[int]] = []
         if any(sampling.is_penalised for sampling in samplings):
@@ -197,7 +201,7 @@ class DraftSampler(Chooser):
         if any(self._drawn):
             q_BV = torch.zeros_like(logits_BV, dtype=torch.float32)
         for sampling, slots, rows in self._groups:
-            if sampling.is_plain:
+            if sampling.is_plain and not self._keeps_q:
                 continue
             logits_MV, seen_MV = logits_BV[rows], None
             if sampling.is_penalised:
@@ -208,9 +212,10 @@ class DraftSampler(Chooser):
                 seen_MV = self._seen[slots[0]]
             scores_MV = sampling.process(logits_MV, seen_MV)
             own_M = scores_MV.argmax(dim=-1)
-            if q_BV is not None and not sampling.is_greedy:
+            if q_BV is not None and (self._keeps_q or not sampling.is_greedy):
                 q_BV[rows] = q_MV = torch.softmax(scores_MV, dim=-1)
-                own_M = draw(q_MV, inputs[0][rows, step])
+                if not sampling.is_greedy:
+                    own_M = draw(q_MV, inputs[0][rows, step])
             if seen_MV is not None:
                 seen_MV.scatter_(1, own_M.clamp(max=seen_MV.shape[1] - 1)[:, None], True)
             token_B[rows] = own_M
@@ -235,9 +240,9 @@ class DraftSampler(Chooser):
 
 
 def _own_draws(
-    sequence: Sequence, chain: Chain, logits_NV: Tensor, guess: Seq[int] = ()
+    sequence: Sequence, chain: Chain, logits_NV: Tensor, guess: Seq[int], keeps_q: bool
 ) -> list[int]:
-    """The draft's own tokens at the chain's end and after each guessed token, sampled.
+    """The draft's own tokens at the chain's end and after each guessed token, sampled or greedy.
 
     Each place in the chain has one random number, so that a guess, which stands if it is what
     was drawn there, changes neither the tokens nor their distribution q.
@@ -248,11 +253,12 @@ def _own_draws(
         guess_1K = guess_1K.to(logits_NV.device)
         seen_NV = seen_tokens([before], guess_1K, logits_NV.shape[-1])[0]
     scores_NV = sampling.process(logits_NV, seen_NV)
+    if keeps_q or not sampling.is_greedy:
+        q_NV = torch.softmax(scores_NV, dim=-1)
+        chain.q.extend(q_NV)
     if sampling.is_greedy:
         own_N = scores_NV.argmax(dim=-1)
     else:
-        q_NV = torch.softmax(scores_NV, dim=-1)
-        chain.q.extend(q_NV)
         uniform_N = sequence.noise(len(chain.tokens) + len(q_NV)).draft[len(chain.tokens) :]
         own_N = draw(q_NV, uniform_N.to(q_NV.device))
     result: list[int] = mask_nonfinite(own_N, logits_NV).tolist()

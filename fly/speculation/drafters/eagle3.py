@@ -93,7 +93,8 @@ class Eagle3Drafter(Drafter):
         limits = [self._limit(sequence, limit) for sequence, limit in zip(running, limits)]
         if not (steps := max(limits)):
             return HostDraft([[] for _ in running])
-        sampler, drafted = DraftSampler(running, steps, self._eos.device), list[Drafted]()
+        sampler = DraftSampler(running, steps, self._eos.device, self.keeps_q)
+        drafted = list[Drafted]()
         logits_BD, states_BH = self.runner.extend(*self._true_pairs(running, limits))
         ended_B = torch.zeros(len(running), dtype=torch.bool, device=self._eos.device)
         for step in range(steps):

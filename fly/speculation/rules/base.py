@@ -11,48 +11,19 @@ Shapes: B sequences, K draft positions (padded), V vocabulary, M any positions. 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from fly.errors import FlyError
 from fly.execution.argmax import greedy
 from fly.settings import Settings
 from fly.speculation.rules.gates import Gate, all_pass
-
-
-@dataclass(frozen=True)
-class JudgedDraft:
-    """One sequence's draft, every position judged by itself. On the host."""
-
-    draft: list[int]
-    # the draft token is what the target's own decoding accepts there: its argmax (greedy), or what
-    # the rejection sampler accepts (sampling)
-    matches: list[bool]
-    deferrable: list[bool]  # a mismatch that the rule's gates let in
-    target_tokens: list[int]  # the target's own, one more than the draft
-    eos_ids: frozenset[int] = frozenset()  # of the target
-    # finds how many draft tokens complete the first stop string, if all stand; None without
-    stop_at: Callable[[], int | None] = lambda: None
-    # matches that the window of a deferral left open by earlier rounds has seen; None without one
-    open_matches: int | None = None
-    start: int = 0  # tokens of the output before the draft
-    # of the prompt and of the output, if these tokens follow; special tokens are line breaks there
-    texts: Callable[[list[int]], tuple[str, str]] = lambda tokens: ("", "")
-
-
-@dataclass(frozen=True)
-class Resolution:
-    """What becomes of one sequence's draft."""
-
-    accepted: int  # leading draft tokens that stay, provisional ones included
-    deferred: tuple[int, ...] = ()  # positions among them that are deferred mismatches
-    rolled_back: bool = False  # the position at `accepted` was deferred first
-    # the open deferral of an earlier round is rolled back, and with it this whole draft
-    rolls_back_earlier: bool = False
-    # the deferral still open: its position in this draft; -1: it is the earlier round's
-    open_at: int | None = None
-    open_matches: int | None = None  # how many matches its window has seen; both None without one
+from fly.speculation.rules.judged import JudgedDraft, Resolution
+from fly.speculation.rules.places import Places
+from fly.speculation.sampling import Noise, Sampling, rejection_sample
 
 
 class Rule:
@@ -60,23 +31,67 @@ class Rule:
 
     A rule is made from its settings, which fly/registry.py names with it.
     gates: what a mismatch must pass; None lets no mismatch in. decides_alone: under sampling the
-    gates alone decide, and the rejection sampler is not asked.
+    gates alone decide, and the rejection sampler is not asked. judges: which requests' drafts
+    `judge` is asked about; `all` needs the draft's probabilities even of greedy drafts. places:
+    where it decides as exact verification does.
     """
 
     decides_alone = True
+    judges: Literal["none", "samples", "all"] = "none"
+    requests: Literal["all", "greedy", "samples"] = "all"  # that it is made for
+    cost: Callable[[Tensor, Tensor], Tensor] | None = None  # (logits_MV, token_M) -> [M], counted
+    name = ""
+    places = Places()
 
     def __init__(self, settings: Settings) -> None:
         self.gates: tuple[Gate, ...] | None = ()
 
+    def check(self, sampling: Sampling) -> None:
+        """Raise FlyError if requests that are decoded so are not what the rule is made for."""
+        is_greedy, where = sampling.is_greedy, f"temperature={sampling.temperature:g}"
+        if self.requests == ("samples" if is_greedy else "greedy"):
+            wanted = "a temperature above 0" if is_greedy else "temperature 0"
+            raise FlyError(
+                f"verification={self.name} with {where}: it is defined for {wanted}: set that "
+                "(gen_kwargs come first), or another rule"
+            )
+        if self.decides_alone and not is_greedy and not self.places.are_all_relaxed:
+            raise FlyError(
+                f"verification={self.name} with {where}: it has no exact places when sampling: "
+                "leave exact_first_tokens, exact_pattern and relax_in out, or set temperature 0"
+            )
+
+    def sample(
+        self, p_BNV: Tensor, q_BKV: Tensor | None, draft_BK: Tensor, noise: Noise
+    ) -> tuple[Tensor, Tensor]:
+        """(matches_BK, target_BN): exact verification of drafts that were drawn from q; without q,
+        by a rule."""
+        return rejection_sample(p_BNV, q_BKV, draft_BK, noise)
+
+    def judge(
+        self, p_BNV: Tensor, q_BKV: Tensor, draft_BK: Tensor, noise: Noise | None
+    ) -> tuple[Tensor, Tensor]:
+        """(stands_BK, own_BN): which draft tokens the rule lets stand, and its own tokens in the
+        place of the others. q_BKV: all on the draft's token where nothing was drawn. noise: None
+        for greedy requests.
+        """
+        raise NotImplementedError
+
     def resolve(self, judged: JudgedDraft) -> Resolution:
         """Walk one draft in order."""
-        accepted = 0
-        while accepted < len(judged.draft) and (
-            judged.matches[accepted] or judged.deferrable[accepted]
-        ):
-            accepted += 1
-        deferred = [position for position in range(accepted) if not judged.matches[position]]
-        return Resolution(accepted, tuple(deferred))
+        deferred: list[int] = []
+        for position, matches in enumerate(judged.matches):
+            if judged.stands is None:
+                stands = matches or judged.deferrable[position]
+            else:
+                stands = judged.stands[position]
+            is_exact = not (matches and stands) and self.places.are_exact(judged, position)
+            if not (matches if is_exact else stands):
+                own = None if is_exact or judged.own_tokens is None else judged.own_tokens[position]
+                return Resolution(position, tuple(deferred), recovered=own)
+            if not matches:
+                deferred.append(position)
+        return Resolution(len(judged.draft), tuple(deferred))
 
 
 @dataclass(frozen=True)
@@ -88,24 +103,31 @@ class JudgedBatch:
     matches_BK: Tensor  # bool
     deferrable_BK: Tensor  # bool
     target_BK1: Tensor  # K + 1 tokens
+    stands_BK: Tensor | None = None  # both None unless the rule judges some of these drafts by
+    own_BK1: Tensor | None = None  # itself: those of the rows in `judged`
+    judged: frozenset[int] = frozenset()
+    cost_BK: Tensor | None = None
 
     def split(self) -> list[JudgedDraft]:
         """One judged draft per sequence, on the host, in one copy from the device."""
-        parts = (
-            self.length_B[:, None], self.draft_BK, self.matches_BK, self.deferrable_BK,
-            self.target_BK1,
-        )  # fmt: skip
-        on_host = torch.cat([part.long() for part in parts], dim=1).cpu()
-        columns = on_host.split([part.shape[1] for part in parts], dim=1)
-        return [
-            JudgedDraft(
-                draft[:k],
-                [bool(match) for match in matches[:k]],
-                [bool(passes) for passes in deferrable[:k]],
-                targets[: k + 1],
-            )
-            for (k,), draft, matches, deferrable, targets in zip(*(c.tolist() for c in columns))
-        ]
+        cost = None if self.cost_BK is None else self.cost_BK.float().view(torch.int32)
+        parts = {
+            "draft": self.draft_BK, "matches": self.matches_BK, "deferrable": self.deferrable_BK,
+            "target_tokens": self.target_BK1, "stands": self.stands_BK, "own_tokens": self.own_BK1,
+            "cost": cost, "length": self.length_B[:, None],
+        }  # fmt: skip
+        there = {name: part for name, part in parts.items() if part is not None}
+        on_host = torch.cat([part.long() for part in there.values()], dim=1).cpu()
+        columns = on_host.split([part.shape[1] for part in there.values()], dim=1)
+        as_was = {"cost": lambda column: column.int().view(torch.float32)}
+        as_was |= dict.fromkeys(("matches", "deferrable", "stands"), Tensor.bool)
+        values = [as_was.get(n, Tensor.long)(c).tolist() for n, c in zip(there, columns)]
+        found = []
+        for row, (*own, (length,)) in enumerate(zip(*values)):
+            draft = JudgedDraft(**dict(zip(there, own))).first(length)
+            is_own = row in self.judged
+            found.append(draft if is_own else replace(draft, stands=None, own_tokens=None))
+        return found
 
 
 def verify(
@@ -115,12 +137,13 @@ def verify(
     gates: tuple[Gate, ...] | None,
     matches_BK: Tensor | None = None,
     target_BK1: Tensor | None = None,
+    cost: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> JudgedBatch:
     """Judge every position by itself.
 
     draft_BK: padded past `length_B`. logits_BKV: K + 1 positions. gates: None lets nothing be
     deferred. matches_BK, target_BK1: given where sequences sample; else `draft == argmax` and the
-    argmax.
+    argmax. cost: the rule's.
     """
     k = draft_BK.shape[1]
     if target_BK1 is None:
@@ -132,7 +155,10 @@ def verify(
     deferrable_BK = torch.zeros_like(matches_BK)
     if gates is not None and k > 0:
         deferrable_BK = _gate(logits_BKV[:, :k], draft_BK, valid_BK & ~matches_BK, gates)
-    return JudgedBatch(draft_BK, length_B, matches_BK, deferrable_BK, target_BK1)
+    cost_BK = None
+    if cost is not None and k > 0:
+        cost_BK = cost(logits_BKV[:, :k].flatten(0, 1), draft_BK.flatten()).view(draft_BK.shape)
+    return JudgedBatch(draft_BK, length_B, matches_BK, deferrable_BK, target_BK1, cost_BK=cost_BK)
 
 
 def _gate(

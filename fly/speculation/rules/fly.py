@@ -11,7 +11,7 @@ open           a deferred mismatch whose window the round's draft did not fill. 
 from __future__ import annotations
 
 from fly.settings import FlySettings
-from fly.speculation.rules.base import JudgedDraft, Resolution, Rule
+from fly.speculation.rules.base import Rule
 from fly.speculation.rules.gates import (
     AnyGate,
     EntropyGate,
@@ -20,22 +20,18 @@ from fly.speculation.rules.gates import (
     RankGate,
     RatioGate,
 )
-from fly.speculation.stop_strings import BROKEN
+from fly.speculation.rules.judged import JudgedDraft, Resolution
 
 
 class FlyRule(Rule):
     """window: W, how many following tokens must all match; 0 accepts at once. lookahead: how many
     draft tokens must follow a deferral in its round; None lets the window stay open across rounds.
-    exact_first: at so many first places of an output nothing is deferred; patterns: nor in what
-    they match.
     """
 
     decides_alone = False
 
     def __init__(self, settings: FlySettings) -> None:
         self.gates = gates(settings)
-        self.exact_first = settings.exact_first_tokens
-        self.patterns = settings.patterns
         self.window = settings.window
         self.lookahead = None if settings.defer_across_rounds else self.window
         if settings.window_rule == "reference" and self.window:
@@ -75,30 +71,7 @@ class FlyRule(Rule):
             return False  # nothing can follow a deferred EOS, so its window could not be filled
         if self.lookahead is not None and position + 1 + self.lookahead > count:
             return False
-        if judged.start + position < self.exact_first:
-            return False
-        return not (self.patterns and self._is_in_match(judged, position))
-
-    def _is_in_match(self, judged: JudgedDraft, position: int) -> bool:
-        """Whether the draft's or the target's token would be in a match of a pattern."""
-        chain = judged.draft[:position]
-        prompt, output = judged.texts(chain)
-        start = len(output.rstrip(BROKEN))  # the token may complete a character
-        outputs = [
-            judged.texts([*chain, tokens[position]])[1]
-            for tokens in (judged.draft, judged.target_tokens)
-        ]
-        if any(text.endswith(BROKEN) for text in outputs):
-            return True  # nobody knows yet of which character it is a part
-        # an output may begin a line, though nothing says so: "[/INST]```python"
-        befores = {prompt, f"{prompt}\n" if prompt and not prompt.endswith("\n") else prompt}
-        return any(
-            match.end() > len(before) + start and match[0]
-            for before in befores
-            for text in outputs
-            for pattern in self.patterns
-            for match in pattern.finditer(before + text)
-        )
+        return not self.places.are_exact(judged, position)
 
     def _judged_length(self, judged: JudgedDraft) -> int:
         """Draft tokens that count. Across rounds, what is drafted past the end of the output must

@@ -90,7 +90,7 @@ class RatioGate:
 
     def passes(self, logits_MV: Tensor, token_M: Tensor) -> Tensor:
         logits_MV = logits_MV.float()
-        return (_of(token_M, logits_MV) - logits_MV.amax(-1)).exp() >= self.threshold
+        return (values_of(token_M, logits_MV) - logits_MV.amax(-1)).exp() >= self.threshold
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class RankGate:
     rank: int
 
     def passes(self, logits_MV: Tensor, token_M: Tensor) -> Tensor:
-        likelier_M = (logits_MV > _of(token_M, logits_MV)[:, None]).sum(-1)
+        likelier_M = (logits_MV > values_of(token_M, logits_MV)[:, None]).sum(-1)
         return likelier_M < self.rank
 
 
@@ -116,7 +116,7 @@ class DistanceGate:
 
     def passes(self, logits_MV: Tensor, token_M: Tensor) -> Tensor:
         p_MV = torch.softmax(logits_MV.float(), dim=-1)
-        return p_MV.amax(-1) - _of(token_M, p_MV) <= self.threshold
+        return p_MV.amax(-1) - values_of(token_M, p_MV) <= self.threshold
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class TypicalGate:
     def passes(self, logits_MV: Tensor, token_M: Tensor) -> Tensor:
         p_MV = torch.softmax(logits_MV.float(), dim=-1)
         bar_M = (self.delta * (-full_entropy(logits_MV)).exp()).clamp(max=self.epsilon)
-        return _of(token_M, p_MV) > bar_M
+        return values_of(token_M, p_MV) > bar_M
 
 
 def all_pass(gates: Sequence[Gate], logits_MV: Tensor, token_M: Tensor) -> Tensor:
@@ -140,12 +140,12 @@ def all_pass(gates: Sequence[Gate], logits_MV: Tensor, token_M: Tensor) -> Tenso
     if not gates:
         return torch.ones_like(token_M, dtype=torch.bool)
     logits_MV = logits_MV.float()
-    result_M = _of(token_M, logits_MV) > -math.inf
+    result_M = values_of(token_M, logits_MV) > -math.inf
     for gate in gates:
         result_M &= gate.passes(logits_MV, token_M)
     return result_M
 
 
-def _of(token_M: Tensor, values_MV: Tensor) -> Tensor:
+def values_of(token_M: Tensor, values_MV: Tensor) -> Tensor:
     """Each position's value of its own token. [M]."""
     return values_MV.gather(-1, token_M.clamp(min=0)[:, None])[:, 0]

@@ -1,0 +1,162 @@
+"""Every training-free rule at two or three settings on one pair: one table, Holm over all of it.
+
+    python benchmarks/rules_table.py --training FOLDER --output FOLDER \\
+        --passes TARGET_MS DRAFT_MS
+
+HumanEval's problems 0 to 39 and GSM8K's training questions 0 to 99 (`--training`: a folder whose
+gsm8k_test.jsonl holds them), under batch_invariant, each mode by `fly compare` into
+OUTPUT/<task>/<mode>: a run that is cut short goes on with the same command. `--temperature` takes
+the rules that are for sampling instead. `--report` prints the table of what is there.
+
+Time x is predicted for one sequence from counts: rounds and draft tokens, each at --passes
+milliseconds, against the target alone. `*`: no other setting has more of time x and of recovery
+(the mean of both tasks). The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from provenance import commit
+
+from fly.analysis.statistics import holm
+from fly.runs import reader
+
+GUARDED = "exact_first_tokens=16,exact_pattern=numbers"
+GREEDY = {  # besides exact verification
+    "fly": "verification=fly",
+    "fly-guarded": f"verification=fly,defer_across_rounds=true,{GUARDED}",
+    "typical": "verification=typical",
+    "top-k": "verification=top_k",
+    **{f"cascade-{a}": f"verification=cascade,cascade_alpha={a}" for a in (0.1, 0.3, 0.5)},
+    **{
+        f"ensemble-{w}": f"verification=ensemble,assistant_ensemble_weight={w}"
+        for w in (0.9, 0.7, 0.5)
+    },
+    **{f"mars-{t}": f"verification=mars,mars_theta={t}" for t in (0.98, 0.95, 0.9)},
+    **{
+        f"asd-{b}-{m}": f"verification=asd,asd_budget={b},asd_max_mismatches={m}"
+        for b, m in ((2, 1), (8, 1), (8, 2))
+    },
+    **{
+        f"fsd-{kind}-{t}": f"verification=fsd,fsd_div_type={kind},fsd_div_threshold={t}"
+        for kind, t in (("js_div", 0.05), ("js_div", 0.15), ("kl_div", 0.3), ("tv_div", 0.3))
+    },
+}
+SAMPLED = {
+    "block": "verification=block",
+    **{f"cactus-{d}": f"verification=cactus,cactus_delta={d}" for d in (0.02, 0.1, 0.3)},
+    **{f"entropy-ratio-{a}": f"verification=entropy_ratio,posterior_alpha={a}" for a in (0.4, 1.0)},
+    **{
+        f"sglang-{t}": f"verification=sglang,speculative_accept_threshold_acc={t}"
+        for t in (0.8, 0.5)
+    },
+    **{f"cascade-{a}": f"verification=cascade,cascade_alpha={a}" for a in (0.1, 0.3)},
+    **{f"ensemble-{w}": f"verification=ensemble,assistant_ensemble_weight={w}" for w in (0.9, 0.7)},
+}
+TASKS = {"humaneval_instruct": 40, "gsm8k_cot": 100}
+
+
+def make(args: argparse.Namespace, modes: dict[str, str], task: str) -> None:
+    """The task's runs and their matrix, in a process of their own."""
+    gen = f"max_gen_toks={args.max_gen_toks}"
+    if args.temperature:
+        gen += f",do_sample=True,temperature={args.temperature},top_k=0"
+    common = f"config_path={args.config},batch_invariant=true,draft_policy=fixed,spd_k={args.k}"
+    words = [sys.executable, "-m", "fly", "compare", "--matrix", "--force", "--modes"]
+    words += ["target-only", "exact", "--model_args", f"{common},seed=1", "--tasks", task]
+    words += ["--gen_kwargs", gen, "--limit", str(TASKS[task]), "--apply_chat_template"]
+    words += ["--confirm_run_unsafe_code"] if task == "humaneval_instruct" else []
+    words += ["--batch_size", str(args.batch_size), "--output_path", str(args.output / task)]
+    words += ["--num_fewshot", "0"] if task == "gsm8k_cot" else []
+    words += ["--metric", "exact_match,flexible-extract"] if task == "gsm8k_cot" else []
+    words += ["--json", str(args.output / f"{task}.json")]
+    for name, keys in modes.items():
+        words += ["--mode", f"{name}={keys}"]
+    environment = {**os.environ, "FLY_DATA_DIR": str(args.training)}
+    subprocess.run(words, check=True, env=environment)
+
+
+def milliseconds(folder: Path, passes: tuple[float, float]) -> float:
+    """What the counts of a run take, one sequence at a time."""
+    entry = reader.load(folder).entry
+    assert entry is not None
+    return float(entry["stats"]["rounds"] * passes[0] + entry["stats"]["drafted"] * passes[1])
+
+
+def collect(args: argparse.Namespace) -> list[dict[str, Any]]:
+    cells = []
+    for task in TASKS:
+        found = json.loads((args.output / f"{task}.json").read_text(encoding="utf-8"))["cells"]
+        cells += [cell for cell in found if cell["task"] == task]
+    for cell, p in zip(cells, holm([cell["p_uncorrected"] for cell in cells])):
+        cell["p"] = p
+    rows: dict[str, dict[str, Any]] = {}
+    for cell in cells:
+        row = rows.setdefault(cell["run"], {"run": cell["run"], "rule": cell["rule"]})
+        row[cell["task"]] = cell
+    for row in rows.values():
+        own = [row[task] for task in TASKS]
+        row["recovery"] = sum(cell["recovery"] for cell in own) / len(own)
+        if args.passes:
+            took = [
+                sum(milliseconds(args.output / t / run, args.passes) for t in TASKS)
+                for run in ("target-only", row["run"])
+            ]
+            row["time_x"] = took[0] / took[1]
+    for row in rows.values():
+        row["on_frontier"] = "time_x" in row and not any(
+            (o["time_x"], o["recovery"]) != (row["time_x"], row["recovery"])
+            and o["time_x"] >= row["time_x"]
+            and o["recovery"] >= row["recovery"]
+            for o in rows.values()
+        )
+    return sorted(rows.values(), key=lambda row: -row.get("time_x", 0))
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    heads = [f"{task}: {what}" for task in TASKS for what in ("tau", "lost / won", "p")]
+    print("| setting | time x | recovery | " + " | ".join(heads) + " |")
+    print("|---" * (3 + len(heads)) + "|")
+    for row in rows:
+        time_x = f"{row['time_x']:.2f}" if "time_x" in row else "-"
+        cells = [f"{row['run']}{' *' if row['on_frontier'] else ''}", time_x]
+        cells.append(f"{row['recovery']:.3f}")
+        for cell in (row[task] for task in TASKS):
+            tau = cell["speed"]["pace"]["tau"]
+            cells += [f"{tau:.2f}", f"{cell['lost']} / {cell['won']}", f"{cell['p']:.2f}"]
+        print(f"| {' | '.join(cells)} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", default="qwen2.5-coder.json")
+    parser.add_argument("--training", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--k", type=int, default=8)
+    parser.add_argument("--batch_size", type=int, default=8)
+    parser.add_argument("--max_gen_toks", type=int, default=384)
+    parser.add_argument("--passes", type=float, nargs=2, metavar=("TARGET_MS", "DRAFT_MS"))
+    parser.add_argument("--only", nargs="+", help="only these settings")
+    parser.add_argument("--report", action="store_true")
+    args = parser.parse_args()
+    modes = SAMPLED if args.temperature else GREEDY
+    modes = {name: keys for name, keys in modes.items() if not args.only or name in args.only}
+    args.output.mkdir(parents=True, exist_ok=True)
+    for task in TASKS if not args.report else ():
+        make(args, modes, task)
+    rows = collect(args)
+    print_table(rows)
+    facts = {name: str(value) for name, value in vars(args).items()}
+    print(json.dumps({"commit": commit(), "arguments": facts, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Where in an output a rule decides as exact verification does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fly.settings import PlaceSettings, Settings
+from fly.speculation.rules.judged import JudgedDraft
+from fly.speculation.stop_strings import BROKEN, Decode
+
+
+@dataclass(frozen=True)
+class Places:
+    """first: how many places at an output's start are exact. patterns: what they match is, too.
+    relax_in: what the model thinks between its `think_tokens`, or what it does not; the other, and
+    these tokens, are exact. think_ids: their ids, where each is a token; else texts are searched.
+    """
+
+    first: int = 0
+    patterns: tuple[re.Pattern[str], ...] = ()
+    relax_in: Literal["everywhere", "thinking", "answer"] = "everywhere"
+    think_tokens: tuple[str, ...] = ("", "")
+    think_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, settings: Settings, tokenizer: Any = None) -> Places:
+        """Those of a rule's keys; a rule without such keys has none."""
+        if not isinstance(settings, PlaceSettings):
+            return cls()
+        vocabulary: dict[str, int] = {}
+        if settings.relax_in != "everywhere":
+            vocabulary = getattr(tokenizer, "get_vocab", dict)()
+        ids = [vocabulary[token] for token in settings.think_tokens if token in vocabulary]
+        return cls(
+            settings.exact_first_tokens,
+            settings.patterns,
+            settings.relax_in,
+            settings.think_tokens,
+            tuple(ids) if len(ids) == 2 else (),
+        )
+
+    @property
+    def are_all_relaxed(self) -> bool:
+        return not (self.first or self.patterns or self.relax_in != "everywhere")
+
+    def leave_open(self, tokens: Sequence[int], decode: Decode) -> bool:
+        """Whether prompt and output together open a thought that they do not close."""
+        if self.think_ids:
+            last = next((t for t in reversed(tokens) if t in self.think_ids), None)
+            return last == self.think_ids[0]
+        return self._is_open(decode(tokens))
+
+    def are_exact(self, judged: JudgedDraft, position: int) -> bool:
+        """Whether the rule must decide as exact verification at this position of the draft."""
+        if judged.start + position < self.first:
+            return True
+        if self.relax_in != "everywhere":
+            before, wanted = judged.draft[:position], self.relax_in == "thinking"
+            either = (judged.draft[position], judged.target_tokens[position])
+            tails = (before, *([*before, token] for token in either))
+            if any(self._is_thinking(judged, tail) != wanted for tail in tails):
+                return True
+        return bool(self.patterns) and self._is_in_match(judged, position)
+
+    def _is_thinking(self, judged: JudgedDraft, tail: list[int]) -> bool:
+        """Whether a thought is open after these tokens of the draft."""
+        if not self.think_ids:
+            return self._is_open("".join(judged.texts(tail)))
+        last = next((t for t in reversed(tail) if t in self.think_ids), None)
+        return (judged.last_of(self.think_ids) if last is None else last) == self.think_ids[0]
+
+    def _is_open(self, text: str) -> bool:
+        opening, closing = self.think_tokens
+        return text.rfind(opening) > text.rfind(closing)
+
+    def _is_in_match(self, judged: JudgedDraft, position: int) -> bool:
+        """Whether the draft's or the target's token would be in a match of a pattern."""
+        chain = judged.draft[:position]
+        prompt, output = judged.texts(chain)
+        start = len(output.rstrip(BROKEN))  # the token may complete a character
+        outputs = [
+            judged.texts([*chain, tokens[position]])[1]
+            for tokens in (judged.draft, judged.target_tokens)
+        ]
+        if any(text.endswith(BROKEN) for text in outputs):
+            return True  # nobody knows yet of which character it is a part
+        # an output may begin a line, though nothing says so: "[/INST]```python"
+        befores = {prompt, f"{prompt}\n" if prompt and not prompt.endswith("\n") else prompt}
+        return any(
+            match.end() > len(before) + start and match[0]
+            for before in befores
+            for text in outputs
+            for pattern in self.patterns
+            for match in pattern.finditer(before + text)
+        )

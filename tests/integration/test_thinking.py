@@ -1,0 +1,148 @@
+"""`relax_in`: where a tiny model with think tokens is relaxed."""
+
+import pytest
+
+from fly import config
+from fly.speculation.rules import rule_of
+from fly.speculation.rules.judged import JudgedDraft
+from fly.speculation.sequence import Request
+from tests import tiny
+
+OPEN, CLOSE, BUDGET = 7, 8, 60
+
+
+class Vocabulary:
+    def get_vocab(self):
+        return {"<think>": OPEN, "</think>": CLOSE}
+
+
+class NoVocabulary:
+    def get_vocab(self):
+        return {}
+
+
+def made(relax_in, tokenizer=None, **keys):
+    base = {"target_model_path": "x", "draft_model_path": "y", "win_len": 0, "entropy_thre": None}
+    found = config.build({**base, "relax_in": relax_in, **keys}, "here")
+    return rule_of(found, tokenizer or Vocabulary())
+
+
+@pytest.fixture(scope="module")
+def thinker(target):
+    """A target that writes both think tokens now and then."""
+    import copy
+
+    import torch
+
+    found = copy.deepcopy(target)
+    with torch.no_grad():
+        for token, like in ((OPEN, 40), (CLOSE, 44)):
+            found.lm_head.weight[token] = found.lm_head.weight[like] * 1.3
+    return found
+
+
+def decoded(target, rule, slots=2, prefix=()):
+    """(tokens by prompt, {tag: places of deferred tokens that stand})"""
+    deferred = {}
+
+    def observe(record):
+        kept = deferred.setdefault(record.request.tag, set())
+        kept.update(place for place in record.deferred if place < record.length)
+
+    draft = tiny.noisy_copy(target, 0.06)
+    engine = tiny.engine(
+        target, tiny.drafter("model", slots, draft), 4, rule, slots, observer=observe
+    )
+    requests = [Request((*p, *prefix), BUDGET, tag=i) for i, p in enumerate(tiny.prompts(8))]
+    return {r.request.tag: [*r.tokens] for r in engine.run(requests)}, deferred
+
+
+def thinks(prompt, output):
+    """Per place of the output: whether a thought is open before it."""
+    found, is_open = [], False
+    for token in [*prompt, *output]:
+        found.append(is_open)
+        is_open = token == OPEN or (is_open and token != CLOSE)
+    return found[len(prompt) :]
+
+
+def inside_and_outside(outputs, deferred, prefix):
+    counts = [0, 0]
+    for tag, places in deferred.items():
+        is_thought = thinks((*tiny.prompts(8)[tag], *prefix), outputs[tag])
+        for place in places:
+            if place < len(is_thought):
+                counts[is_thought[place]] += 1
+    return counts[1], counts[0]
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("keys", [{}, {"win_len": 2, "defer_across_rounds": True}])
+def test_only_thoughts_are_relaxed(thinker, keys, slots):
+    """`everywhere` is the mutant: it relaxes both."""
+    for prefix in ((), (OPEN,)):
+        found = {
+            where: inside_and_outside(*decoded(thinker, made(where, **keys), slots, prefix), prefix)
+            for where in ("everywhere", "thinking", "answer")
+        }
+        assert min(found["everywhere"]) > 0
+        assert found["thinking"][0] > 0 == found["thinking"][1]
+        assert found["answer"][0] == 0 < found["answer"][1]
+
+
+def test_slots_do_not_matter(thinker):
+    found = [decoded(thinker, made("thinking"), slots)[0] for slots in (1, 3)]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("rule", ["cascade", "ensemble", "asd", "typical"])
+def test_published_rules_know_it_too(thinker, rule):
+    keys = {"cascade": {"cascade_alpha": 0.6}, "ensemble": {"assistant_ensemble_weight": 0.3},
+            "asd": {"asd_budget": 50.0, "asd_max_mismatches": 9},
+            "typical": {"typical_epsilon": 0.01}}[rule]  # fmt: skip
+    relaxed = decoded(thinker, made("thinking", verification=rule, **keys), prefix=(OPEN,))
+    inside, outside = inside_and_outside(*relaxed, (OPEN,))
+    assert inside > 0 == outside
+
+
+@pytest.mark.parametrize("relax_in", ["thinking", "answer"])
+@pytest.mark.parametrize("before", [OPEN, CLOSE])
+@pytest.mark.parametrize(("drafted", "own"), [(CLOSE, 20), (20, CLOSE), (OPEN, 20), (20, OPEN)])
+def test_tokens_that_open_or_close_are_exact(relax_in, before, drafted, own):
+    judged = JudgedDraft([drafted], [False], [True], [own, 3], last_of=lambda ids: before)
+    opens_or_closes = (before == OPEN) == (CLOSE in (drafted, own))
+    is_relaxed_region = (before == OPEN) == (relax_in == "thinking")
+    is_exact = made(relax_in).places.are_exact(judged, 0)
+    assert is_exact == (opens_or_closes or not is_relaxed_region)
+
+
+def test_texts_where_the_tokenizer_has_no_such_tokens():
+    rule = made("thinking", NoVocabulary(), think_tokens=["[T]", "[/T]"])
+    assert rule.places.think_ids == ()
+
+    def exact(text):
+        vocabulary = [" a", " b", "]"]
+        judged = JudgedDraft(
+            [0], [False], [True], [1, 1],
+            texts=lambda tail: ("say", text + "".join(vocabulary[token] for token in tail)),
+        )  # fmt: skip
+        return rule.places.are_exact(judged, 0)
+
+    assert exact(" x")
+    assert not exact(" x [T] y")
+    assert exact(" x [T] y [/T] z")
+    assert rule.places.leave_open([1], lambda ids: "[T] on and on")
+    assert not rule.places.leave_open([1], lambda ids: "[T] on [/T] 7")
+
+
+def test_unclosed_thoughts_by_ids():
+    places = made("thinking").places
+    assert places.leave_open([1, OPEN, 5, CLOSE, OPEN, 6], str)
+    assert not places.leave_open([1, OPEN, 5, CLOSE, 6], str)
+    assert not places.leave_open([1, 2], str)
+
+
+def test_runs_of_before_the_key_have_their_hash():
+    base = config.build({"target_model_path": "x", "use_sd": False}, "here")
+    assert base.hash() == "263c700415d2"
+    assert base.model_copy(update={"relax_in": "answer"}).hash() != base.hash()

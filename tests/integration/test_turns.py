@@ -1,0 +1,116 @@
+"""Tasks of several turns: every further turn is a request with the answers before it."""
+
+# ruff: noqa: F811  fixtures by their names
+
+import json
+
+import pytest
+
+from fly.errors import FlyError
+from fly.harness import task_data, turns
+from fly.runs import reader
+from tests.integration.test_cli import config_file, run  # noqa: F401  fixtures
+
+ROWS = [
+    {"question_id": 1, "category": "writing", "turns": ["say a ", "say b "]},
+    {"question_id": 2, "category": "qa", "turns": ["say c "]},
+    {"question_id": 3, "category": "writing", "turns": ["say d ", "say e ", "say f "]},
+]
+
+
+@pytest.fixture
+def questions(tmp_path, monkeypatch):
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS)
+    (tmp_path / "spec_bench.jsonl").write_text(lines)
+    monkeypatch.setenv("FLY_DATA_DIR", str(tmp_path))
+
+
+def command(saved_pair, config_file, out, *more):
+    pair = f"pretrained={saved_pair / 'draft'},config_path={config_file},dtype=float32"
+    return [
+        "--model", "hf", "--model_args", pair, "--tasks", "spec_bench", "--device", "cpu",
+        "--gen_kwargs", "max_gen_toks=6", "--output_path", out, "--log_samples", *more,
+    ]  # fmt: skip
+
+
+def test_every_turn_follows_the_answers_before_it(
+    saved_pair, config_file, questions, tmp_path, capfd
+):
+    """Records of six requests, three responses; a batch changes nothing; compared by category."""
+    found = []
+    for batch in ("1", "3"):
+        out = tmp_path / f"out{batch}"
+        assert run(*command(saved_pair, config_file, out, "--batch_size", batch)) == 0
+        loaded = reader.load(out)
+        by_turn = {(r["doc_id"], r["idx"]): r for r in loaded.outputs}
+        assert set(by_turn) == {(0, 0), (0, 1), (1, 0), (2, 0), (2, 1), (2, 2)}
+        (task,) = loaded.tasks.values()
+        texts = [task.samples[i].responses[0] for i in range(3)]
+        lines = [json.loads(line) for line in next(out.rglob("fly_requests*")).open()]
+        for doc_id, text in enumerate(texts):
+            own = sorted((r for r in lines if r["doc_id"] == doc_id), key=lambda r: r["idx"])
+            assert text == "\n\n".join(r["text"] for r in own)
+            grows = [r["prompt_tokens"] for r in own]
+            assert grows == sorted(set(grows))
+        found.append(texts)
+    assert found[0] == found[1]
+    capfd.readouterr()
+    assert run("compare", tmp_path / "out1", tmp_path / "out3", "--by", "category") == 0
+    printed = " ".join(capfd.readouterr().out.split())
+    assert "spec_bench has no score to compare: 3 of 3 texts equal" in printed
+    assert "spec_bench: writing (2)" in printed
+
+
+def test_a_run_that_was_cut_off_between_turns_goes_on(saved_pair, config_file, questions, tmp_path):
+    """Records of second turns are no requests of another run."""
+    out = tmp_path / "out"
+    assert run(*command(saved_pair, config_file, out)) == 0
+    (task,) = reader.load(out).tasks.values()
+    whole = [task.samples[i].responses[0] for i in range(3)]
+    for path in (*out.rglob("results_*"), *out.rglob("samples_*")):
+        path.unlink()
+    (records,), (manifest,) = out.rglob("fly_requests_*"), out.rglob("fly_run_*")
+    records.write_text("".join(records.read_text().splitlines(keepends=True)[:4]))
+    facts = json.loads(manifest.read_text()) | {"finished": False, "results": None}
+    manifest.write_text(json.dumps(facts))
+    assert run("--resume", out) == 0
+    loaded = reader.load(out)
+    (task,) = loaded.tasks.values()
+    assert [task.samples[i].responses[0] for i in range(3)] == whole
+    assert len(loaded.requests) == 6
+
+
+def test_contexts_with_and_without_a_chat_template():
+    from lm_eval.api.instance import Instance
+
+    doc = {"turns": ["a", "b", "c"], turns.FIELD: ["b", "c"]}
+    instance = Instance("generate_until", doc, ("a", {}), 0, metadata=("t", 7, 1))
+    seen = []
+
+    def generate(asked):
+        seen.extend((each.doc_id, each.idx, each.args[0]) for each in asked)
+        return [f"<{each.args[0]}>" for each in asked]
+
+    assert turns.answer_all([instance], generate, lambda: None, 1) == ["<a>\n\n<a<a>\n\nb\n\n>"]
+    assert seen == [(7, 0, "a"), (7, 1, "a<a>\n\nb\n\n")]
+    seen.clear()
+
+    def render(messages):
+        return " ".join(f"{m['role'][0]}:{m['content']}" for m in messages)
+
+    turns.answer_all([instance], lambda asked: generate(asked), lambda: render, 2)
+    assert [context for *_, context in seen][1:] == [
+        "u:a a:<a> u:b", "u:a a:<a> u:b a:<u:a a:<a> u:b> u:c",
+    ]  # fmt: skip
+
+
+def test_data_that_is_not_there_is_one_line(monkeypatch, tmp_path):
+    monkeypatch.delenv("FLY_DATA_DIR", raising=False)
+    with pytest.raises(FlyError, match=r"spec_bench\.jsonl is not on the hub: set FLY_DATA_DIR"):
+        task_data.turns(("spec_bench.jsonl",))
+
+
+def test_the_cache_is_refused(saved_pair, config_file, questions, tmp_path, capfd):
+    more = ("--use_cache", str(tmp_path / "cache"))
+    assert run(*command(saved_pair, config_file, tmp_path / "out", *more)) == 2
+    assert "--use_cache: it would give a document's first answer" in capfd.readouterr().err
