@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import webbrowser
+from pathlib import Path
 from typing import Any
 
 from fly.cli import outputs
@@ -33,8 +35,10 @@ def add_command(subparsers: Any) -> None:
         type=int,
         default=200,
         metavar="N",
-        help="documents whose traces the page holds (default: %(default)s); the charts use all",
+        help="documents whose traces the page holds, those that changed first "
+        "(default: %(default)s); the charts use all",
     )
+    parser.add_argument("--open", action="store_true", help="open the page in a browser")
     parser.set_defaults(func=_report)
 
 
@@ -48,7 +52,14 @@ def _report(args: argparse.Namespace) -> None:
     outputs.check(args, {"--output": output})
     paths = [reader.named(text) for text in args.runs]
     loaded = [reader.load(path, name) for name, path in paths]
-    # half of a surrogate pair, which a JSON escape may spell, has no UTF-8
-    page = report.page(loaded, max_traces=args.traces).encode(errors="replace")
+    page = report.page(loaded, max_traces=args.traces)
     write_output(output, page, "--output")
     print(f"report: {output} ({len(page) / 1e6:.1f} MB)")
+    if args.open:
+        show(output)
+
+
+def show(page: Path) -> None:
+    """Open a page in the user's browser; a machine may have none."""
+    if not webbrowser.open(page.resolve().as_uri()):
+        print("--open: no browser was found here: open the file yourself")

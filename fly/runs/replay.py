@@ -17,7 +17,7 @@ from fly.runs.shapes import RoundLine
 MATCHES = {"d": "draft", "n": "ngram", "e": "earlier", "s": "sibling", "o": "other"}
 
 
-@dataclass
+@dataclass(slots=True)
 class Token:
     """One token of a generation.
 
@@ -75,9 +75,9 @@ def generations(
 ) -> Iterator[Generation]:
     """Every request of a trace, whose lines may be interleaved, in the order in which they end.
 
-    vocabulary: bytes by token id; without it texts are ids. window: how many tokens after a
-    deferral must match, which only the run's configuration says. Requests that were cut short by
-    the run's end come last.
+    vocabulary: bytes by token id; without it there are no texts before `set_texts`. window: how
+    many tokens after a deferral must match, which only the run's configuration says. Requests that
+    were cut short by the run's end come last.
     """
     unfinished: dict[tuple[str, int, int], list[RoundLine]] = {}
     for line in lines:
@@ -106,7 +106,8 @@ def replay(
             f"({error}): remove its lines, or run it again"
         ) from None
     _set_windows(shown, window)
-    _set_texts(shown, vocabulary or {})
+    if vocabulary is not None:
+        set_texts(shown, vocabulary)
     return Generation(
         task=first["task_name"],
         doc_id=first["doc_id"],
@@ -123,21 +124,27 @@ def add_round(shown: list[Token], line: RoundLine) -> None:
     Only a request's last line removes tokens. Raises ValueError or IndexError if the line does not
     follow, or its lists do not fit together.
     """
-    if line["start"] != sum(token.stands for token in shown):
+    if line["start"] != _length(shown):
         raise ValueError(f"request {line['request']}: round {line['round']} does not follow")
     if line["rolled_back"] is None:
         _accept(shown, line)
     else:
         _roll_back(shown, line, line["rolled_back"])
-    # a request's end cuts off all that follows it, provisional tokens of earlier rounds included
-    shown[:] = [token for token in shown if not token.stands or token.index < line["length"]]
+    if line["length"] < _length(shown):
+        # a request's end cuts off what follows it, provisional tokens of earlier rounds included
+        shown[:] = [token for token in shown if not token.stands or token.index < line["length"]]
+
+
+def _length(shown: list[Token]) -> int:
+    """How many tokens stand: their indexes count them."""
+    return next((token.index + 1 for token in reversed(shown) if token.stands), 0)
 
 
 def _accept(shown: list[Token], line: RoundLine) -> None:
     draft, deferred = _draft_tokens(line), line["deferred"]
     mismatches = (token for token in draft if not token.matches_target)
     rejected = next((token for token in mismatches if token.index not in deferred), None)
-    accepted = len(draft) if rejected is None else draft.index(rejected)
+    accepted = len(draft) if rejected is None else rejected.index - line["start"]
     target_id, entropy = line["choice"][accepted], line.get("entropy")
     shown += draft[:accepted]
     shown.append(
@@ -205,8 +212,9 @@ def _set_windows(shown: list[Token], window: int) -> None:
             deferral = token.index
 
 
-def _set_texts(shown: list[Token], vocabulary: Mapping[int, bytes]) -> None:
-    """Standing tokens are decoded as one stream of bytes: a character may span several tokens."""
+def set_texts(shown: list[Token], vocabulary: Mapping[int, bytes]) -> None:
+    """Give every token its text; one that the vocabulary lacks gets its id. Standing tokens are
+    decoded as one stream of bytes: a character may span several tokens."""
 
     def piece(token: int) -> bytes:
         return vocabulary.get(token, f"<{token}>".encode())
