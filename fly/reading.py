@@ -124,6 +124,15 @@ def check_shape(value: Any, shape: Any, where: str) -> None:
         raise FlyError(problem(error, where)) from None
 
 
+def parse_as(text: str, shape: Any) -> Any:
+    """The value of a JSON text of this shape, with the keys that the shape names alone; None where
+    `parse` and `check_shape` have to say what is wrong."""
+    try:
+        return _adapter(shape).validate_json(text, strict=True)
+    except ValidationError:
+        return None
+
+
 @cache
 def _adapter(shape: Any) -> TypeAdapter[Any]:
     return shape if isinstance(shape, TypeAdapter) else TypeAdapter(shape)

@@ -134,7 +134,7 @@ class Run:
         """The trace, one line per request and round, read as it is asked for: it may be larger than
         the memory. Empty without trace=true."""
         for path in self._files("fly_trace"):
-            yield from iterate_lines(path, shapes.RoundLine)
+            yield from iterate_lines(path, shapes.RoundLine, keep_others=False)
 
     @cached_property
     def vocabulary(self) -> dict[int, bytes]:
@@ -170,8 +170,11 @@ def read_lines(path: Path, shape: type[_Line]) -> list[_Line]:
     return [*iterate_lines(path, shape)]
 
 
-def iterate_lines(path: Path, shape: type[_Line]) -> Iterator[_Line]:
-    """`read_lines`, one at a time."""
+def iterate_lines(
+    path: Path, shape: type[_Line], *, keep_others: bool = True
+) -> Iterator[_Line]:
+    """`read_lines`, one at a time. keep_others: with the keys that the shape does not name, too;
+    without them reading takes a third of the time."""
     for number, line in enumerate(reading.iterate_lines(path), 1):
         where = f"{path}, line {number}"
         if not line.endswith("\n"):  # the last: it may still be a whole one
@@ -179,6 +182,9 @@ def iterate_lines(path: Path, shape: type[_Line]) -> Iterator[_Line]:
                 json.loads(line)
             except ValueError:
                 return
+        if not keep_others and (found := reading.parse_as(line, shape)) is not None:
+            yield found
+            continue
         record = reading.parse(line.removesuffix("\n"), where)
         reading.check_shape(record, shape, where)
         yield record

@@ -141,29 +141,28 @@ def _length(shown: list[Token]) -> int:
 
 
 def _accept(shown: list[Token], line: RoundLine) -> None:
-    draft, deferred = _draft_tokens(line), line["deferred"]
-    mismatches = (token for token in draft if not token.matches_target)
-    rejected = next((token for token in mismatches if token.index not in deferred), None)
-    accepted = len(draft) if rejected is None else rejected.index - line["start"]
-    target_id, entropy = line["choice"][accepted], line.get("entropy")
-    shown += draft[:accepted]
+    draft, start, entropy = line["draft"], line["start"], line.get("entropy")
+    mismatches = (at for at, match in enumerate(line["native"]) if match == "0")
+    accepted = next((at for at in mismatches if start + at not in line["deferred"]), len(draft))
+    target_id, is_whole = line["choice"][accepted], accepted == len(draft)
+    shown += _draft_tokens(line, accepted)
     shown.append(
         Token(
             id=target_id,
-            source="bonus" if rejected is None else "recovered",
-            index=line["start"] + accepted,
+            source="bonus" if is_whole else "recovered",
+            index=start + accepted,
             round=line["round"],
             target_id=target_id,
             matches_target=True,
             entropy=entropy[accepted] if entropy else None,
-            replaced=None if rejected is None else rejected.id,
+            replaced=None if is_whole else draft[accepted],
         )
     )
 
 
 def _roll_back(shown: list[Token], line: RoundLine, at: int) -> None:
     """Mark what is rolled back with the deferral at `at`; append the recovered token."""
-    for token in _draft_tokens(line):  # up to the mismatch that rolled the deferral back
+    for token in _draft_tokens(line, len(line["draft"])):  # up to the mismatch that rolled the deferral back
         if token.index > at and not token.matches_target:
             break
         shown.append(token)
@@ -180,11 +179,13 @@ def _roll_back(shown: list[Token], line: RoundLine, at: int) -> None:
     shown.append(recovered)
 
 
-def _draft_tokens(line: RoundLine) -> list[Token]:
-    """The draft, as if all of it was accepted."""
+def _draft_tokens(line: RoundLine, count: int) -> list[Token]:
+    """The first so many tokens of the draft, as if all of them were accepted."""
     draft = line["draft"]
     entropy: Sequence[float | None] = line.get("entropy") or [None] * (len(draft) + 1)
-    columns = zip(draft, line["by"], line["native"], line["choice"][:-1], entropy[:-1], strict=True)
+    if {*map(len, (line["by"], line["native"], line["choice"][1:], entropy[1:]))} != {len(draft)}:
+        raise ValueError("its lists differ in length")
+    columns = zip(draft[:count], line["by"], line["native"], line["choice"], entropy)
     return [
         Token(
             id=token,
