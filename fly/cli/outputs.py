@@ -15,8 +15,9 @@ from fly.runs import context
 _BEGINNINGS = {
     "--json": rb'{\n  "(verdict|tests)": ',
     "--markdown": rb"### ",
-    "--csv": rb"run,concurrency,",
+    "--csv": rb"(run,concurrency|series,title|task,document),",
     "--junit": rb"<\?xml version='1.0' encoding='[\w-]+'\?>\n<testsuites name=\"fly compare\"",
+    "--history": rb'{"format":1,"date":',
     "--save-baseline": rb'{"format":1,"name":',
     "--output": rb"<!doctype html>\n(<.*>\n){3}<meta http-equiv=\"Content-Security-Policy\"",
 }

@@ -170,9 +170,7 @@ def read_lines(path: Path, shape: type[_Line]) -> list[_Line]:
     return [*iterate_lines(path, shape)]
 
 
-def iterate_lines(
-    path: Path, shape: type[_Line], *, keep_others: bool = True
-) -> Iterator[_Line]:
+def iterate_lines(path: Path, shape: type[_Line], *, keep_others: bool = True) -> Iterator[_Line]:
     """`read_lines`, one at a time. keep_others: with the keys that the shape does not name, too;
     without them reading takes a third of the time."""
     for number, line in enumerate(reading.iterate_lines(path), 1):

@@ -162,7 +162,8 @@ def _accept(shown: list[Token], line: RoundLine) -> None:
 
 def _roll_back(shown: list[Token], line: RoundLine, at: int) -> None:
     """Mark what is rolled back with the deferral at `at`; append the recovered token."""
-    for token in _draft_tokens(line, len(line["draft"])):  # up to the mismatch that rolled the deferral back
+    # up to the mismatch that rolled the deferral back
+    for token in _draft_tokens(line, len(line["draft"])):
         if token.index > at and not token.matches_target:
             break
         shown.append(token)

@@ -11,7 +11,7 @@ import hashlib
 import html
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +28,18 @@ SCRIPTS = (
 )
 
 
-def render(title: str, blocks: dict[str, Any]) -> bytes:
-    """The page. blocks: JSON values by the id of their script element; lists may be iterators."""
+def render(title: str, blocks: dict[str, Any], scripts: Sequence[str] = SCRIPTS) -> bytes:
+    """The page. title: "fly COMMAND" or "fly COMMAND: more". blocks: JSON values by the id of their
+    script element; lists may be iterators."""
     style = _read("report.css")
-    script = "\n".join(_read(name) for name in SCRIPTS)
+    script = "\n".join(_read(name) for name in scripts)
     parts: dict[str, Iterable[str]] = {
         "policy": [
             f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
             "base-uri 'none'; form-action 'none'"
         ],
         "title": [html.escape(title)],
+        "brand": [html.escape(title.partition(":")[0])],
         "style": [style],
         "data": _data(blocks),
         "script": [script],

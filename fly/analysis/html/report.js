@@ -6,10 +6,6 @@ const NO_TRACE = "No run has a trace. Run with trace=true in model_args and --ou
 
 const LINKS = { scores: "Scores", matrix: "Matrix", speed: "Speed", drafts: "Drafts", traces: "Tokens", documents: "Documents", runs: "Runs" };
 
-function section(id, title, ...content) {
-  return el("section", { id, "aria-labelledby": `${id}-title` }, el("h2", { id: `${id}-title` }, title), content);
-}
-
 function documentName(row) {
   return `${row.task}, document ${row.doc}`;
 }
@@ -123,22 +119,6 @@ function scoreTable(found) {
     summary.runs[number].name, filter.name, el("code", { class: "answer" }, filter.answer.length > 200 ? `${filter.answer.slice(0, 200)}\u2026` : filter.answer),
     Object.entries(filter.scores).map(([metric, value]) => `${metric} ${score(value)}`).join(", ") || NONE]) : []);
   return table(["run", "filter", "answer", "scores"], lines, "Scores of this document");
-}
-
-function theme() {
-  const toggle = document.getElementById("theme"), dark = matchMedia("(prefers-color-scheme: dark)");
-  let chosen = null;
-  const apply = () => {
-    const isDark = chosen ?? dark.matches;
-    document.documentElement.dataset.theme = isDark ? "dark" : "light";
-    toggle.setAttribute("aria-pressed", String(isDark));
-    toggle.textContent = isDark ? "Light theme" : "Dark theme";
-  };
-  toggle.addEventListener("click", () => { chosen = document.documentElement.dataset.theme !== "dark"; apply(); });
-  dark.addEventListener("change", apply);
-  addEventListener("beforeprint", () => { document.documentElement.dataset.theme = "light"; });
-  addEventListener("afterprint", apply);
-  apply();
 }
 
 /** j and k go through the documents; closing one takes it out of the address. */
