@@ -21,7 +21,7 @@ _FILES = ("json", "markdown", "junit", "csv")
 _NOT_OF_MATRIX = (
     "tasks", "model_args", "modes", "mode", "baseline_run", "baseline", "save_baseline",
     "with_outputs", "noise_floor", "concurrency", "csv", "min_recovery", "confidence",
-    "allow_inconclusive", "junit", "history", "min_tau", "min_time_x", "min_decoding_x",
+    "allow_inconclusive", "junit", "history", "link", "min_tau", "min_time_x", "min_decoding_x",
 )  # fmt: skip
 STATUS = {"held": 0, "unchanged": 0, "fell": 1, "not enough evidence": 3}
 _USAGE = """fly compare RUN RUN ... [options]
@@ -133,6 +133,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--history", type=Path, metavar="FILE", help="append the runs there (fly history FILE)"
     )
+    group.add_argument(
+        "--link", metavar="URL", help="where the report will lie, for the links of --markdown"
+    )
     for name in _FILES:
         group.add_argument(f"--{name}", type=Path, metavar="FILE", help=f"write {name} there")
     outputs.add_force(group)
@@ -140,6 +143,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def _execute(args: argparse.Namespace) -> None:
     from fly.analysis import (
+        comment,
         comparability,
         compare,
         compare_files,
@@ -183,7 +187,7 @@ def _execute(args: argparse.Namespace) -> None:
         _write(
             args,
             json=lambda: compare_files.as_json(result),
-            markdown=lambda: compare_table.markdown(result),
+            markdown=lambda: comment.markdown(result, [baseline, *others], args.link),
             junit=lambda: compare_files.as_junit(result, args.allow_inconclusive),
             csv=lambda: compare_table.curve_csv(result),
         )

@@ -1,5 +1,6 @@
 """`fly report`: the file's content, for one run, two and several, with and without traces."""
 
+import csv
 import json
 import re
 
@@ -261,6 +262,24 @@ def test_half_a_surrogate_pair_does_not_stop_the_report(tmp_path, capsys):
     folder = traced_runs.write(tmp_path / "a", "fly", (1,), ["\ud83d"])
     assert run("report", folder, "--output", tmp_path / "r.html") == 0
     assert blocks((tmp_path / "r.html").read_text())["texts"][0]["runs"][0]["responses"] == ["?"]
+
+
+def test_the_documents_as_csv(tmp_path):
+    """A line per document and run, in the table's order; it is replaced by the same flag alone."""
+    base = traced_runs.write(tmp_path / "a", "target-only", (1, 1))
+    own = traced_runs.write(tmp_path / "b", "fly", (1, 0))
+    table, page = tmp_path / "t.csv", tmp_path / "r.html"
+    for _ in range(2):
+        assert run("report", base, own, "--output", page, "--csv", table) == 0
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["document"], row["run"], row["change"]) for row in rows] == [
+        ("1", "target-only", "same"), ("1", "fly", "lost"),
+        ("0", "target-only", "same"), ("0", "fly", "same"),
+    ]  # fmt: skip
+    assert rows[1]["score"] == "0.0"
+    table.write_text("mine")
+    assert run("report", base, own, "--output", page, "--csv", table) == 2
 
 
 def test_the_page_is_opened(tmp_path, monkeypatch, capsys):

@@ -18,9 +18,11 @@ _ORDER = ("lost", "mixed", "won", "another text", "same")
 ByFilter = dict[str, Sample]  # one run's samples of a document; empty if it did not score it
 
 
-def collect(
-    runs: list[Run], scores: list[Measured]
-) -> tuple[dict[Key, list[ByFilter]], list[dict[str, Any]]]:
+Documents = dict[Key, list[ByFilter]]
+Rows = list[dict[str, Any]]
+
+
+def collect(runs: list[Run], scores: list[Measured]) -> tuple[Documents, Rows]:
     """Every document that any of the runs scored, with all runs' samples of it; the table's rows.
 
     What changed comes first: lost, mixed, won, another text; then task by task. The first run is

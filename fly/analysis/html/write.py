@@ -8,9 +8,37 @@ from typing import Any
 import fly
 from fly.analysis import acceptance, scores
 from fly.analysis.compare import choose_baseline
+from fly.analysis.csv_files import as_csv
 from fly.analysis.html import comparison, documents, points, summary, traces
 from fly.analysis.html.page import render
+from fly.analysis.matrix import Scored
 from fly.runs.reader import Run
+
+_COLUMNS = ("score", "change", "same", "parts", "length", "tokens", "tau", "seconds")
+
+
+def _collect(runs: list[Run]) -> tuple[list[Scored], documents.Documents, documents.Rows]:
+    """The runs with their scores, the one that others are compared with first; their documents,
+    and the table's rows."""
+    named = zip(runs, summary.distinct_names(runs))
+    found = [(run, scores.measure(run).model_copy(update={"name": name})) for run, name in named]
+    baseline = choose_baseline([measured for _, measured in found])
+    found.sort(key=lambda each: each[1] is not baseline)
+    return found, *documents.collect([run for run, _ in found], [own for _, own in found])
+
+
+def csv(runs: list[Run]) -> str:
+    """The documents' table: a line per document and run."""
+    found, _, table = _collect(runs)
+    return as_csv(
+        {
+            "task": row["task"], "document": row["doc"], "run": measured.name,
+            **dict.fromkeys(_COLUMNS), **cell,
+        }
+        for row in table
+        for (_, measured), cell in zip(found, row["runs"])
+        if cell
+    )  # fmt: skip
 
 
 def page(runs: list[Run], max_traces: int = 200) -> bytes:
@@ -19,12 +47,8 @@ def page(runs: list[Run], max_traces: int = 200) -> bytes:
     max_traces: how many documents' traces the page holds, those that changed before others; its
     charts use every trace.
     """
-    named = zip(runs, summary.distinct_names(runs))
-    found = [(run, scores.measure(run).model_copy(update={"name": name})) for run, name in named]
-    baseline = choose_baseline([measured for _, measured in found])
-    found.sort(key=lambda each: each[1] is not baseline)
+    found, samples, table = _collect(runs)
     runs, measured = [run for run, _ in found], [measured for _, measured in found]
-    samples, table = documents.collect(runs, measured)
     shown, summaries = traces.Shown(runs, max_traces), list[dict[str, Any]]()
     for number, (run, own) in enumerate(zip(runs, measured)):
         requests = shown.keep(number, documents.row_numbers(samples, number))
