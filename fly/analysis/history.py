@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,6 +77,13 @@ class Line(BaseModel):
     settings: dict[str, str]  # those in force, without models and machine
     machine: dict[str, str]
     tasks: dict[str, OfTask]
+
+    @property
+    def models(self) -> tuple[str | None, str | None]:
+        """What the series is called by: target and draft, or the name that the run was given, so
+        that models may lie in another folder every night."""
+        is_given = not re.fullmatch(rf"{re.escape(self.mode)}(-\d+)?", self.name)
+        return (self.name, None) if is_given else (self.target, self.draft)
 
     @property
     def place(self) -> tuple[str, str]:
@@ -198,7 +206,7 @@ def group(
     groups: dict[Any, list[Line]] = defaultdict(list)
     for line in sorted(lines, key=lambda line: line.place):
         for name, task in line.tasks.items():
-            pair = (line.target, line.draft, line.mode, *sorted(line.settings.items()))
+            pair = (*line.models, line.mode, *sorted(line.settings.items()))
             key = (pair, name, task.metric, task.documents)
             if not groups[key] or groups[key][-1] != line:  # a merge may hold a line twice
                 groups[key].append(line)
@@ -228,10 +236,11 @@ def level_at(runs: int, confidence: float) -> float:
     """The p that a series of so many runs must reach, so that a series that is tested after every
     run raises a false alarm with a chance of at most 1 - confidence.
 
-    Every doubling of the length spends 1 / (j (j + 1)) of it, for some four independent looks.
+    Every doubling of the length, from the second on, spends 1 / (j (j - 1)) of it, for some four
+    independent looks.
     """
     doublings = int(math.log2(runs))
-    return (1 - confidence) / (4 * doublings * (doublings + 1))
+    return (1 - confidence) / (4 * doublings * (doublings - 1))
 
 
 def find_trend(scores_RN: NDArray[np.float64], demand: Demand = DEFAULT_DEMAND) -> Trend:

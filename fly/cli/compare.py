@@ -194,7 +194,12 @@ def _execute(args: argparse.Namespace) -> None:
         compare_table.print_result(result)
         if args.history:
             against = {each.name: each for each in result.others}
-            lines = [history.line_of(run, own, against.get(own.name)) for run, own in args.measured]
+            told = {baseline.name, *against}  # not the noise run
+            lines = [
+                history.line_of(run, own, against.get(own.name))
+                for run, own in args.measured
+                if own.name in told
+            ]
             history.append(args.history, lines)
             print(f"history: {args.history}")
     else:

@@ -1,12 +1,12 @@
 // The history's page: for every series its verdict, its figures over the runs, and its newest runs.
 
 const NUMBERS = [
-  ["score", "Score", three], ["recovery", "Recovery against the night\u2019s own baseline", percent], ["tau", "Mean acceptance length (tau)", fixed],
+  ["score", "Score", three], ["recovery", "Recovery against the night\u2019s own baseline", percent, (value) => percent(value, 0)], ["tau", "Mean acceptance length (tau)", fixed],
   ["time_x", "Time x, end to end", times], ["tok_s", "Tokens per second, end to end", (value) => fixed(value, 1)], ["truncated", "Answers cut at the length limit", percent],
 ];
 const NEWEST = 50;
 
-function overTime({ title, runs, rows, trend }, [key, name, format], first) {
+function overTime({ title, runs, rows, trend }, [key, name, format, onAxis = format], first) {
   const there = rows.map((row, at) => ({ ...row, at: first + at })).filter((row) => isNumber(row[key]));
   if (!there.length) return null;
   const interval = (row) => key === "recovery" && isNumber(row.recovery_low) ? { low: row.recovery_low, high: row.recovery_high } : null;
@@ -16,8 +16,8 @@ function overTime({ title, runs, rows, trend }, [key, name, format], first) {
   const dates = new Map(there.map((row) => [row.at, row.date.slice(0, 10)]));
   const every = Math.max(1, Math.ceil(there.length / 5)), marks = there.filter((_, at) => at % every === 0).map((row) => row.at);
   const x = { ...range(points.map((point) => point.x), false), name: `runs, ${first + 1} to ${runs}`, format: (at) => dates.get(at) ?? "", marks };
-  return figure(`${name}: ${title}`, null, {
-    draw: (width) => scatter(width, [{ kind: "s0", isJoined: true, points }], x, { ...range(values, false), name, format }, `${name}: ${title}`),
+  return figure(name, null, {
+    draw: (width) => scatter(width, [{ kind: "s0", isJoined: true, points }], x, { ...range(values, false), name: "", format: onAxis }, `${name}: ${title}`),
     columns: [["date", text], ["run", text], ["commit", text], ["revision", text], [name, format]],
     rows: there.map((row) => [row.date, row.run, row.commit, row.revision, row[key]]) });
 }
