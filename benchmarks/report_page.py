@@ -76,9 +76,10 @@ def write_run(folder: Path, mode: str, documents: int) -> Path:
             question = random.Random(doc_id)
             prompt = "".join(question.choices(WORDS, k=200))
             answer = "".join(question.choices(WORDS, k=TOKENS))
+            score = int(question.random() < 0.6)
             if rng.random() < 0.3:
                 answer = answer[: len(answer) // 2] + "".join(rng.choices(WORDS, k=TOKENS // 2))
-            score = int(rng.random() < 0.6)
+                score = int(rng.random() < 0.6)
             score_sum += score
             line = {
                 "doc_id": doc_id, "doc": {"question": prompt}, "target": "42",
