@@ -12,11 +12,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from scipy import stats
 
 from fly import reading
@@ -44,7 +44,8 @@ class OfTask(BaseModel):
     higher_is_better: bool
     documents: str  # hash of the documents and their prompts
     ids: list[int] | None = None  # the documents' numbers; None: from 0 on
-    scores: str | list[float]  # by document; a digit each where all are 0 or 1
+    # by document; a digit each where all are 0 or 1
+    scores: Annotated[str, Field(pattern="^[01]+$")] | Annotated[list[float], Field(min_length=1)]
     recovery: float | None = None  # against the comparison's baseline
     interval: tuple[float, float] | None = None
     tau: float | None = None
@@ -215,8 +216,13 @@ def group(
     found = []
     for (pair, name, metric, _), own in groups.items():
         start = next((at for at, line in enumerate(own) if good and _is_named(line, good)), 0)
-        scores = np.array([line.tasks[name].values for line in own[start:]])
-        task = own[0].tasks[name]
+        values = [line.tasks[name].values for line in own]
+        if odd := next((at for at, each in enumerate(values) if len(each) != len(values[0])), 0):
+            raise FlyError(
+                f"{own[odd].date} {own[odd].name}: {name} has {len(values[odd])} scores, and "
+                f"{len(values[0])} in {own[0].date}, of the same documents: remove one of the lines"
+            )
+        scores, task = np.array(values[start:]), own[0].tasks[name]
         trend = find_trend(scores if task.higher_is_better else -scores, demand)
         if trend.first_lost:
             doc, run = trend.first_lost
@@ -251,8 +257,9 @@ def find_trend(scores_RN: NDArray[np.float64], demand: Demand = DEFAULT_DEMAND) 
     many runs follow.
     """
     runs, documents = scores_RN.shape
-    if runs < _FEWEST:
-        return Trend("not enough evidence", f"{runs} of at least {_FEWEST} runs")
+    if runs < _FEWEST or documents < 2:
+        why = f"{runs} of at least {_FEWEST} runs, {documents} of at least 2 documents"
+        return Trend("not enough evidence", why)
     if not np.ptp(scores_RN, axis=0).any():
         return Trend("unchanged", "every document scored the same in all runs", p=1.0, change=0.0)
     times = np.arange(runs) - (runs - 1) / 2

@@ -224,6 +224,7 @@ def _check_nothing_else_asked(args: argparse.Namespace, baseline: str) -> None:
             "min_recovery",
             "confidence",
             "allow_inconclusive",
+            "history",
             "noise_floor",
             "min_tau",
             "min_time_x",

@@ -212,6 +212,15 @@ def test_what_is_no_history_is_refused_in_one_line(tmp_path, capsys, text, messa
     assert "h.jsonl, line 1" in error
 
 
+def test_scores_that_are_not_of_their_documents(tmp_path, capsys):
+    file = tmp_path / "h.jsonl"
+    history.append(file, [line(0, "111"), line(1, "11")])
+    assert run("history", file, "--output", tmp_path / "h.html") == 2
+    assert "sums has 2 scores, and 3 in 2026-01-01" in capsys.readouterr().err
+    file.write_text(line(0, "111").model_dump_json().replace('"111"', '"1x1"'))
+    assert run("history", file, "--output", tmp_path / "h.html") == 2
+
+
 def test_a_history_is_not_appended_to_another_file(folders, tmp_path):
     file = tmp_path / "notes.txt"
     file.write_text("mine\n")
