@@ -16,6 +16,7 @@ from fly.analysis.statistics import Ratio, Verdict
 from fly.errors import FlyError
 
 Kind = Literal["tau", "time x", "decoding x"]
+_FEWEST = 10  # documents: the interval of fewer covers too little
 Works = Mapping[Any, Work]  # by task and document
 FLAGS: dict[Kind, str] = {
     "tau": "--min-tau", "time x": "--min-time-x", "decoding x": "--min-decoding-x",
@@ -89,8 +90,9 @@ def judge(
         name = "decode" if gate.kind == "decoding x" else "end_to_end"
         value = statistics.compare_rates([(getattr(a, name), getattr(b, name)) for a, b in pairs],
                                          tails=tails)  # fmt: skip
-    if value is None or value.interval is None:
-        return GateRow(gate, value, "not enough evidence", "too few documents with records")
+    if value is None or value.interval is None or len(pairs) < _FEWEST:
+        why = f"{len(pairs)} of at least {_FEWEST} documents with records"
+        return GateRow(gate, value, "not enough evidence", why)
     if value.interval.low >= gate.least:
         return GateRow(gate, value, "held")
     if value.interval.high < gate.least:

@@ -45,9 +45,16 @@ def test_three_answers(gate, verdict, value):
 
 
 def test_where_documents_differ_too_much_there_is_not_enough_evidence():
-    own = [(t, r, s / (1 if i % 2 else 4)) for i, (t, r, s) in enumerate(BASE)][:8]
-    row = judged(Gate("time x", 1.6), BASE[:8], own)
+    own = [(t, r, s / (1 if i % 2 else 4)) for i, (t, r, s) in enumerate(BASE)][:12]
+    row = judged(Gate("time x", 1.6), BASE[:12], own)
     assert (row.verdict, row.reason) == ("not enough evidence", "the documents do not tell")
+
+
+def test_few_documents_decide_nothing():
+    """Two that are twice as fast by chance had an interval without width."""
+    row = judged(Gate("time x", 3.0), BASE[:9], OWN[:9])
+    assert row.verdict == "not enough evidence"
+    assert row.reason == "9 of at least 10 documents with records"
 
 
 def test_other_machines_withhold_times_and_not_tau():
