@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,7 +44,7 @@ def parse(text: str, where: str) -> Any:
     reads, and for nesting that is too deep for it.
     """
     try:
-        return json.loads(text, object_pairs_hook=_unrepeated)
+        return _decoder.decode(text)
     except json.JSONDecodeError as error:
         place = f"column {error.colno}"
         if "\n" in text:
@@ -74,15 +74,37 @@ def bytes_of(path: Path, where: str) -> bytes:
         raise FlyError(f"{where}: cannot be read: {error.strerror}") from None
 
 
-def text_of(path: Path, where: str, *, may_be_torn: bool = False) -> str:
-    """A file's text, which must be UTF-8. may_be_torn: its last character may be incomplete."""
-    data = bytes_of(path, where)
+_decoder = json.JSONDecoder(object_pairs_hook=_unrepeated)
+
+
+def text_of(path: Path, where: str) -> str:
+    """A file's text, which must be UTF-8."""
+    return _decode(bytes_of(path, where), where)
+
+
+def iterate_lines(path: Path) -> Iterator[str]:
+    """A file's lines with their line breaks, read as they are asked for. The last one may lack its
+    line break; its last character may be incomplete, and is left out then."""
+    start = 0
+    try:
+        with open(path, "rb") as file:
+            for line in file:
+                is_whole = line.endswith(b"\n")
+                yield _decode(line, str(path), start, may_be_torn=not is_whole)
+                start += len(line)
+    except OSError as error:
+        raise FlyError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _decode(data: bytes, where: str, start: int = 0, *, may_be_torn: bool = False) -> str:
+    """start: where the data begins in its file."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         if may_be_torn and error.reason == "unexpected end of data":
             return data[: error.start].decode("utf-8")
-        raise FlyError(f"{where}: cannot be read: not UTF-8 at byte {error.start}") from None
+        at = start + error.start
+        raise FlyError(f"{where}: cannot be read: not UTF-8 at byte {at}") from None
 
 
 def read_object(path: Path, where: str | None = None) -> dict[str, Any]:
@@ -100,6 +122,15 @@ def check_shape(value: Any, shape: Any, where: str) -> None:
         _adapter(shape).validate_python(value, strict=True)
     except ValidationError as error:
         raise FlyError(problem(error, where)) from None
+
+
+def parse_as(text: str, shape: Any) -> Any:
+    """The value of a JSON text of this shape, with the keys that the shape names alone; None where
+    `parse` and `check_shape` have to say what is wrong."""
+    try:
+        return _adapter(shape).validate_json(text, strict=True)
+    except ValidationError:
+        return None
 
 
 @cache

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from fly.runs.records import Positions
-from fly.runs.replay import Generation, Token
+from fly.runs.replay import Generation
 
 
 @dataclass
@@ -15,6 +15,7 @@ class Acceptance:
     """How drafts fared. A mismatch that was dropped only because it was in another deferral's
     window is in none of the entropies."""
 
+    requests: int = 0
     positions: Positions = field(default_factory=Positions)
     deferred: Counter[int] = field(default_factory=Counter)  # mismatches that stood, by position
     blocks: Counter[int] = field(default_factory=Counter)  # rounds by tokens that stood
@@ -25,24 +26,30 @@ class Acceptance:
 
 
 def measure(generations: Iterable[Generation]) -> Acceptance:
-    """Add up whole requests; one that was cut short (finish None) is left out."""
+    """Add up whole requests; one that was cut short (finish None) only counts as a request."""
     result = Acceptance()
+    rounds = Counter[tuple[int, int]]()  # by tokens that were drafted, and that stood
     for generation in generations:
+        result.requests += 1
         if generation.finish is not None:
-            _add(result, generation)
+            _add(result, rounds, generation)
+    for (drafted, accepted), count in rounds.items():
+        result.positions.add_round(drafted, accepted, count)
     return result
 
 
-def _add(result: Acceptance, generation: Generation) -> None:
-    per_round: dict[int, list[Token]] = defaultdict(list)
-    for token in generation.tokens:
-        per_round[token.round].append(token)
+def _add(result: Acceptance, rounds: Counter[tuple[int, int]], generation: Generation) -> None:
+    tokens, accepted = Counter[int](), Counter[int]()  # by round
+    for token in generation.shown:
+        if token.stands:
+            tokens[token.round] += 1
+            if token.position is not None:
+                accepted[token.round] += 1
+                if token.source == "deferred":
+                    result.deferred[token.position] += 1
     for line in generation.rounds:
-        tokens = per_round[line["round"]]
-        result.blocks[len(tokens)] += 1
-        drafted = [(t.position, t.source) for t in tokens if t.position is not None]
-        result.positions.add_round(len(line["draft"]), len(drafted))
-        result.deferred.update(at for at, source in drafted if source == "deferred")
+        result.blocks[tokens[line["round"]]] += 1
+        rounds[len(line["draft"]), accepted[line["round"]]] += 1
     _add_entropies(result, generation)
 
 

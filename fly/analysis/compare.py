@@ -13,6 +13,8 @@ from fly.analysis.comparability import (
     Subject,
     check_comparable,
 )
+from fly.analysis.gates import FLAGS, Gate, GateRow
+from fly.analysis.gates import judge as judge_gate
 from fly.analysis.noise import NoiseRow, check_noise, noise_rows
 from fly.analysis.scores import Measured, Metric, Task, Work
 from fly.analysis.statistics import DEFAULT_DEMAND, Comparison, Demand, Ratio, Verdict
@@ -96,10 +98,12 @@ class Against:
     speeds: list[Speed]
     # what a reader of its scores and its time x has to know
     notes: list[str] = field(default_factory=list)
+    gates: list[GateRow] = field(default_factory=list)
 
     @property
     def verdict(self) -> Verdict:
-        return weakest(row.scores.verdict for row in self.all_rows if row.is_judged)
+        verdicts = [row.scores.verdict for row in self.all_rows if row.is_judged]
+        return weakest([*verdicts, *(row.verdict for row in self.gates)])
 
     @property
     def all_rows(self) -> list[ScoreRow]:
@@ -158,9 +162,10 @@ def compare(
     demand: Demand = DEFAULT_DEMAND,
     metrics: Sequence[str] | None = None,
     noise: Measured | None = None,
+    gates: Sequence[Gate] = (),
 ) -> Result:
     """Compare every run with the baseline. metrics: only these, by name or `name,filter`. noise:
-    the baseline's decoding again, rounded otherwise.
+    the baseline's decoding again, rounded otherwise. gates: for every run that may draft.
 
     Raises FlyError if documents, prompts, targets or task versions differ, naming the first.
     """
@@ -175,9 +180,12 @@ def compare(
     in_mean = _in_overall([first.higher_is_better for first in firsts.values()])
     rows_per_run = sum(map(len, tasks)) + any(in_mean)
     notes += _texts_of_unscored(baseline, others, chosen)
-    verdicts = len(others) * max(1, rows_per_run)
+    verdicts = len(others) * (max(1, rows_per_run) + len(gates))
     compared = [
-        _against(baseline, other, found, demand, chosen, verdicts)
+        replace(
+            _against(baseline, other, found, demand, chosen, verdicts),
+            gates=[*_gates(baseline, other, found, demand, gates, verdicts)],
+        )
         for other, found in zip(others, reasons)
     ]
     notes += dict.fromkeys(note for each in compared for note in each.notes)
@@ -425,6 +433,26 @@ def _speed(
         ),
         tokens=tokens,
     )
+
+
+def _gates(
+    baseline: Measured,
+    other: Measured,
+    reasons: list[Reason],
+    demand: Demand,
+    gates: Sequence[Gate],
+    verdicts: int,
+) -> Iterator[GateRow]:
+    withheld = _why_withheld(reasons, "withhold times")
+    for gate in gates if other.mode != "target-only" else ():
+        if gate.task is not None and gate.task not in baseline.tasks:
+            raise FlyError(
+                f"{FLAGS[gate.kind]} {gate.task}: no such task: choose from "
+                f"{', '.join(baseline.tasks)}"
+            )
+        names = [*baseline.tasks] if gate.task is None else [gate.task]
+        base, own = _work_of(baseline, names), _work_of(other, names)
+        yield judge_gate(gate, base, own, withheld, demand.confidence, verdicts)
 
 
 def _work_of(run: Measured, names: list[str]) -> dict[tuple[str, int], Work]:

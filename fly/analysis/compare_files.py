@@ -9,7 +9,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 from fly.analysis.compare import Against, Result, ScoreRow
-from fly.analysis.tables import in_words, score_texts, visible
+from fly.analysis.gates import GateRow
+from fly.analysis.tables import in_words, ratio_text, score_texts, visible
 
 
 def as_json(result: Result, categories: Sequence[dict[str, Any]] = ()) -> str:
@@ -45,7 +46,9 @@ def as_junit(result: Result, allow_inconclusive: bool) -> str:
         suite = ElementTree.SubElement(root, "testsuite", name=f"{other.name} vs {result.baseline}")
         for row in other.all_rows:
             _add_test(suite, row, other.name, result, allow_inconclusive)
-        suite.set("tests", str(len(other.all_rows)))
+        for gate in other.gates:
+            _add_gate(suite, gate, other.name, allow_inconclusive)
+        suite.set("tests", str(len(suite)))
         suite.set("failures", str(len(suite.findall("testcase/failure"))))
         suite.set("skipped", str(len(suite.findall("testcase/skipped"))))
     for element in root.iter():  # names come from files, too
@@ -53,6 +56,22 @@ def as_junit(result: Result, allow_inconclusive: bool) -> str:
         element.text = element.text and visible(element.text)
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="utf-8", xml_declaration=True).decode() + "\n"
+
+
+def _add_gate(suite: ElementTree.Element, row: GateRow, run: str, allow: bool) -> None:
+    classname = f"{run}.{row.gate.task or 'overall'}"
+    case = ElementTree.SubElement(
+        suite, "testcase", classname=classname, name=row.gate.label, time="0"
+    )
+    value = ratio_text(row.value)
+    if row.verdict == "held":
+        ElementTree.SubElement(case, "system-out").text = value
+    else:
+        is_skipped = allow and row.verdict != "fell"
+        message = {"message": f"{row.verdict}: {row.reason or value}"}
+        kind = {} if is_skipped else {"type": row.verdict}
+        name = "skipped" if is_skipped else "failure"
+        ElementTree.SubElement(case, name, message | kind).text = value
 
 
 def _add_test(

@@ -68,6 +68,9 @@ def _scores(result: Result) -> Table:
 def _others(result: Result, categories: Categories) -> Iterator[Table]:
     if categories:
         yield Table("By category", _CATEGORIES, [*_category_rows(categories)])
+    if gates := list(_gate_rows(result)):
+        title = f"Gates, with confidence {result.demand.confidence:g}"
+        yield Table(title, dict.fromkeys(("task", "run", "gate", "value", "verdict")), gates)
     if speed := list(_speed_rows(result)):
         yield Table(f"Time x, against {result.baseline}", _SPEED, speed)
         yield Table("Mean acceptance lengths", _LENGTHS, [*_length_rows(result)])
@@ -91,6 +94,14 @@ def _curve_rows(result: Result) -> Iterator[list[str]]:
     for point in result.curve:
         rates = [f"{point.tok_s:.1f}", f"{point.tok_s_per_user:.1f}"]
         yield [point.run, str(point.concurrency), *rates, point.verdict]
+
+
+def _gate_rows(result: Result) -> Iterator[list[str]]:
+    for other in result.others:
+        for row in other.gates:
+            verdict = row.verdict + (f": {row.reason}" if row.reason else "")
+            value = ratio_text(row.value)
+            yield [row.gate.task or "overall", other.name, row.gate.label, value, verdict]
 
 
 def _score_rows(result: Result) -> Iterator[list[str]]:

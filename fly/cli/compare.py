@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 _FILES = ("json", "markdown", "junit", "csv")
 _NOT_OF_MATRIX = (
     "by", "baseline_run", "baseline", "save_baseline", "with_outputs", "noise_floor", "concurrency",
-    "parallel", "csv", "min_recovery", "confidence", "allow_inconclusive", "junit",
+    "parallel", "csv", "min_recovery", "confidence", "allow_inconclusive", "junit", "history",
+    "link", "min_tau", "min_time_x", "min_decoding_x",
 )  # fmt: skip
 STATUS = {"held": 0, "unchanged": 0, "fell": 1, "not enough evidence": 3}
 _USAGE = """fly compare RUN RUN ... [options]
@@ -28,8 +29,8 @@ _USAGE = """fly compare RUN RUN ... [options]
        fly compare --model_args config_path=<pair>.json --tasks <task> ... --output_path <folder>
                    [options] [any flag of fly run]"""
 _DESCRIPTION = """Compare runs on the same documents: scores, recovery, time x, and a verdict per
-task (docs/compare.md). With --min-recovery, --confidence or --allow-inconclusive the exit status
-is the verdict: 0 held or unchanged, 1 fell, 3 not enough evidence; 2: bad usage or a failed run."""
+task (docs/compare.md). With --min-..., --confidence or --allow-inconclusive the exit status is the
+verdict: 0 held or unchanged, 1 fell, 3 not enough evidence; 2: bad usage or a failed run."""
 
 
 def add_command(subparsers: Any) -> None:
@@ -140,8 +141,22 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="how sure a verdict must be (default: 0.95)",
     )
+    for flag, what in (
+        ("--min-tau", "mean acceptance length; 97%% is a share of the baseline's"),
+        ("--min-time-x", "time x, end to end"),
+        ("--min-decoding-x", "time x of decoding alone"),
+    ):
+        group.add_argument(
+            flag, nargs="+", metavar="[TASK=]VALUE", help=f"least {what}, in all tasks or in one"
+        )
     group.add_argument(
         "--allow-inconclusive", action="store_true", help="exit status 0 without enough evidence"
+    )
+    group.add_argument(
+        "--history", type=Path, metavar="FILE", help="append the runs there (fly history FILE)"
+    )
+    group.add_argument(
+        "--link", metavar="URL", help="where the report will lie, for the links of --markdown"
     )
     for name in _FILES:
         group.add_argument(f"--{name}", type=Path, metavar="FILE", help=f"write {name} there")
@@ -151,10 +166,13 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 def _execute(args: argparse.Namespace) -> None:
     from fly.analysis import (
         categories,
+        comment,
         comparability,
         compare,
         compare_files,
         compare_table,
+        gates,
+        history,
         noise,
         scores,
     )
@@ -169,6 +187,11 @@ def _execute(args: argparse.Namespace) -> None:
         if args.baseline_run:
             raise FlyError("--baseline-run contradicts --baseline: the file is the baseline")
     _check_outputs(args)
+    limits = [
+        gate
+        for kind, flag in gates.FLAGS.items()
+        for gate in gates.parse(kind, getattr(args, flag[2:].replace("-", "_")) or ())
+    ]
     found = _read_finished(args, stored) if args.runs else _make_runs(args, stored)
     measured_noise = None
     if args.noise_floor:
@@ -183,16 +206,26 @@ def _execute(args: argparse.Namespace) -> None:
     if args.save_baseline:
         scores.check_storable(baseline.mode, f"--save-baseline {args.save_baseline}")
     if others:
-        result = compare.compare(baseline, others, demand, args.metric, measured_noise)
+        result = compare.compare(baseline, others, demand, args.metric, measured_noise, limits)
         groups = categories.rows(baseline, others, demand, args.metric) if args.by else []
         _write(
             args,
             json=lambda: compare_files.as_json(result, groups),
-            markdown=lambda: compare_table.markdown(result, groups),
+            markdown=lambda: comment.markdown(result, [baseline, *others], args.link, groups),
             junit=lambda: compare_files.as_junit(result, args.allow_inconclusive),
             csv=lambda: compare_table.curve_csv(result),
         )
         compare_table.print_result(result, groups)
+        if args.history:
+            against = {each.name: each for each in result.others}
+            told = {baseline.name, *against}  # not the noise run
+            lines = [
+                history.line_of(run, own, against.get(own.name))
+                for run, own in args.measured
+                if own.name in told
+            ]
+            history.append(args.history, lines)
+            print(f"history: {args.history}")
     else:
         _check_nothing_else_asked(args, baseline.name)
     if args.save_baseline:  # last: what cannot be stored takes no comparison with it
@@ -200,9 +233,9 @@ def _execute(args: argparse.Namespace) -> None:
         print(f"baseline {baseline.name} saved: {args.save_baseline}")
     if not others:
         return
-    gates = args.min_recovery is not None or args.confidence is not None or args.allow_inconclusive
+    is_gate = args.min_recovery is not None or args.confidence is not None or limits
     inconclusive = result.verdict == "not enough evidence"
-    if gates and not (inconclusive and args.allow_inconclusive):
+    if (is_gate or args.allow_inconclusive) and not (inconclusive and args.allow_inconclusive):
         sys.exit(STATUS[result.verdict])
 
 
@@ -210,7 +243,17 @@ def _check_nothing_else_asked(args: argparse.Namespace, baseline: str) -> None:
     """Refuse a lone baseline wherever a comparison was asked for, too."""
     asked = [
         f"--{name.replace('_', '-')}"
-        for name in (*_FILES, "min_recovery", "confidence", "allow_inconclusive", "noise_floor")
+        for name in (
+            *_FILES,
+            "min_recovery",
+            "confidence",
+            "allow_inconclusive",
+            "history",
+            "noise_floor",
+            "min_tau",
+            "min_time_x",
+            "min_decoding_x",
+        )
         if getattr(args, name)
     ]
     if asked or not args.save_baseline:
@@ -234,7 +277,7 @@ def _check_outputs(args: argparse.Namespace) -> None:
             "--with-outputs: says what a stored baseline holds: add --save-baseline FILE"
         )
     files = {f"--{name}": getattr(args, name) for name in _FILES}
-    outputs.check(args, {**files, "--save-baseline": args.save_baseline})
+    outputs.check(args, {**files, "--history": args.history, "--save-baseline": args.save_baseline})
 
 
 def _matrix(args: argparse.Namespace) -> None:
@@ -307,10 +350,14 @@ def _load(
     """The scores of the runs at these paths, as `_read` names them."""
     from fly.analysis import scores
 
-    return [
-        scores.measure(run, with_outputs=args.with_outputs, cluster=args.cluster, by=args.by)
+    args.measured = [
+        (
+            run,
+            scores.measure(run, with_outputs=args.with_outputs, cluster=args.cluster, by=args.by),
+        )
         for run in _read(paths, taken)
     ]
+    return [measured for _, measured in args.measured]
 
 
 def _read(paths: Sequence[tuple[str | None, str | Path]], taken: list[str]) -> Iterator[Run]:

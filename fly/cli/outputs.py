@@ -14,9 +14,10 @@ from fly.runs import context
 # How what each flag writes begins. No file of a run does, nor does a pair's JSON.
 _BEGINNINGS = {
     "--json": rb'{\n  "(verdict|tests)": ',
-    "--markdown": rb"### ",
-    "--csv": rb"run,concurrency,",
+    "--markdown": rb"(### |<!-- fly compare -->)",
+    "--csv": rb"(run,concurrency|series,title|task,document),",
     "--junit": rb"<\?xml version='1.0' encoding='[\w-]+'\?>\n<testsuites name=\"fly compare\"",
+    "--history": rb'{"format":1,"date":',
     "--save-baseline": rb'{"format":1,"name":',
     "--output": rb"<!doctype html>\n(<.*>\n){3}<meta http-equiv=\"Content-Security-Policy\"",
 }

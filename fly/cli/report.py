@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import webbrowser
+from pathlib import Path
 from typing import Any
 
 from fly.cli import outputs
@@ -20,7 +22,7 @@ def add_command(subparsers: Any) -> None:
     )
     parser.add_argument(
         "runs",
-        nargs="+",
+        nargs="*",
         metavar="RUN",
         help="folder or results file of a finished run; NAME=PATH names it",
     )
@@ -34,7 +36,20 @@ def add_command(subparsers: Any) -> None:
         type=int,
         default=200,
         metavar="N",
-        help="documents whose traces the page holds (default: %(default)s); the charts use all",
+        help="documents whose traces the page holds, those that changed first "
+        "(default: %(default)s); the charts use all",
+    )
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the documents' table there")
+    parser.add_argument("--open", action="store_true", help="open the page in a browser")
+    parser.add_argument(
+        "--watch",
+        type=Path,
+        metavar="DIR",
+        help="serve the page of the run in this folder to this machine alone while it goes on, "
+        "beside those of RUN, until Ctrl-C; nothing is written",
+    )
+    parser.add_argument(
+        "--port", type=int, default=0, metavar="N", help="of --watch (default: any that is free)"
     )
     parser.set_defaults(func=_report)
 
@@ -45,11 +60,49 @@ def _report(args: argparse.Namespace) -> None:
 
     if args.traces < 0:
         raise FlyError(f"--traces {args.traces}: must be at least 0")
+    if args.watch:
+        _watch(args, args.watch.expanduser())
+        return
+    if not args.runs:
+        raise FlyError("fly report: name a finished run, or a running one with --watch DIR")
     output = expanded(args.output)
-    outputs.check(args, {"--output": output})
+    outputs.check(args, {"--output": output, "--csv": args.csv})
     paths = [reader.named(text) for text in args.runs]
     loaded = [reader.load(path, name) for name, path in paths]
-    # half of a surrogate pair, which a JSON escape may spell, has no UTF-8
-    page = report.page(loaded, max_traces=args.traces, by=args.by).encode(errors="replace")
+    page = report.page(loaded, max_traces=args.traces, by=args.by)
     write_output(output, page, "--output")
+    if args.csv:
+        write_output(args.csv, report.csv(loaded), "--csv")
+        print(f"csv: {args.csv}")
     print(f"report: {output} ({len(page) / 1e6:.1f} MB)")
+    if args.open:
+        show(output.resolve().as_uri())
+
+
+def _watch(args: argparse.Namespace, folder: Path) -> None:
+    from fly.analysis.html import write as report
+    from fly.cli import watch
+    from fly.runs import reader, unfinished
+
+    others = [reader.load(path, name) for name, path in map(reader.named, args.runs)]
+
+    def page() -> tuple[bytes, bool]:
+        going = unfinished.read(folder)
+        own = going or reader.load(folder)
+        if not own.tasks:
+            raise FlyError(f"{folder}: no request has ended yet")
+        return report.page([*others, own], max_traces=args.traces, by=args.by), going is None
+
+    with watch.server(folder, page, args.port) as server:
+        host, port = server.server_address[:2]
+        address = f"http://{host!s}:{port}/"
+        print(f"watching {folder}: {address} (Ctrl-C ends it)", flush=True)
+        if args.open:
+            show(address)
+        server.serve_forever()
+
+
+def show(address: str) -> None:
+    """Open a page in the user's browser; a machine may have none."""
+    if not webbrowser.open(address):
+        print(f"--open: no browser was found here: open {address} yourself")

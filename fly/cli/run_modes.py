@@ -123,7 +123,7 @@ def _find_begun(folder: Path, before: Sequence[str]) -> tuple[reader.Run | None,
 def _lacking(mode: Mode, run: reader.Run) -> str:
     """In words, the records that are asked for now and that a finished run did not write."""
     has = {
-        "a trace": not mode.records.get("trace") or run.rounds,
+        "a trace": not mode.records.get("trace") or any(True for _ in run.rounds),
         "records of its requests": not mode.records.get("enable_statistics") or run.requests,
     }
     missing = [what for what, there in has.items() if not there]

@@ -109,11 +109,12 @@ class Positions:
     # where this one was, too: matches, and deferrals that stand
     accepted: list[int] = field(default_factory=list)
 
-    def add_round(self, drafted: int, accepted: int) -> None:
-        """A round of so many draft tokens, whose first `accepted` stand in the output."""
+    def add_round(self, drafted: int, accepted: int, rounds: int = 1) -> None:
+        """So many rounds of so many draft tokens, whose first `accepted` stand in the output."""
         if not 0 <= accepted <= drafted:
             raise ValueError(f"accepted={accepted} of {drafted} draft tokens: must be within them")
-        self.add(Positions([1] * drafted, [1] * min(drafted, accepted + 1), [1] * accepted))
+        reached = min(drafted, accepted + 1)
+        self.add(Positions([rounds] * drafted, [rounds] * reached, [rounds] * accepted))
 
     def add(self, other: Positions) -> None:
         for item in fields(self):

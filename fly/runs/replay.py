@@ -17,7 +17,7 @@ from fly.runs.shapes import RoundLine
 MATCHES = {"d": "draft", "n": "ngram", "e": "earlier", "s": "sibling", "o": "other"}
 
 
-@dataclass
+@dataclass(slots=True)
 class Token:
     """One token of a generation.
 
@@ -75,9 +75,9 @@ def generations(
 ) -> Iterator[Generation]:
     """Every request of a trace, whose lines may be interleaved, in the order in which they end.
 
-    vocabulary: bytes by token id; without it texts are ids. window: how many tokens after a
-    deferral must match, which only the run's configuration says. Requests that were cut short by
-    the run's end come last.
+    vocabulary: bytes by token id; without it there are no texts before `set_texts`. window: how
+    many tokens after a deferral must match, which only the run's configuration says. Requests that
+    were cut short by the run's end come last.
     """
     unfinished: dict[tuple[str, int, int], list[RoundLine]] = {}
     for line in lines:
@@ -106,7 +106,8 @@ def replay(
             f"({error}): remove its lines, or run it again"
         ) from None
     _set_windows(shown, window)
-    _set_texts(shown, vocabulary or {})
+    if vocabulary is not None:
+        set_texts(shown, vocabulary)
     return Generation(
         task=first["task_name"],
         doc_id=first["doc_id"],
@@ -123,40 +124,46 @@ def add_round(shown: list[Token], line: RoundLine) -> None:
     Only a request's last line removes tokens. Raises ValueError or IndexError if the line does not
     follow, or its lists do not fit together.
     """
-    if line["start"] != sum(token.stands for token in shown):
+    if line["start"] != _length(shown):
         raise ValueError(f"request {line['request']}: round {line['round']} does not follow")
     if line["rolled_back"] is None:
         _accept(shown, line)
     else:
         _roll_back(shown, line, line["rolled_back"])
-    # a request's end cuts off all that follows it, provisional tokens of earlier rounds included
-    shown[:] = [token for token in shown if not token.stands or token.index < line["length"]]
+    if line["length"] < _length(shown):
+        # a request's end cuts off what follows it, provisional tokens of earlier rounds included
+        shown[:] = [token for token in shown if not token.stands or token.index < line["length"]]
+
+
+def _length(shown: list[Token]) -> int:
+    """How many tokens stand: their indexes count them."""
+    return next((token.index + 1 for token in reversed(shown) if token.stands), 0)
 
 
 def _accept(shown: list[Token], line: RoundLine) -> None:
-    draft, deferred = _draft_tokens(line), line["deferred"]
-    mismatches = (token for token in draft if not token.matches_target)
-    rejected = next((token for token in mismatches if token.index not in deferred), None)
-    accepted = len(draft) if rejected is None else draft.index(rejected)
-    target_id, entropy = line["choice"][accepted], line.get("entropy")
-    shown += draft[:accepted]
+    draft, start, entropy = line["draft"], line["start"], line.get("entropy")
+    mismatches = (at for at, match in enumerate(line["native"]) if match == "0")
+    accepted = next((at for at in mismatches if start + at not in line["deferred"]), len(draft))
+    target_id, is_whole = line["choice"][accepted], accepted == len(draft)
+    shown += _draft_tokens(line, accepted)
     shown.append(
         Token(
             id=target_id,
-            source="bonus" if rejected is None else "recovered",
-            index=line["start"] + accepted,
+            source="bonus" if is_whole else "recovered",
+            index=start + accepted,
             round=line["round"],
             target_id=target_id,
             matches_target=True,
             entropy=entropy[accepted] if entropy else None,
-            replaced=None if rejected is None else rejected.id,
+            replaced=None if is_whole else draft[accepted],
         )
     )
 
 
 def _roll_back(shown: list[Token], line: RoundLine, at: int) -> None:
     """Mark what is rolled back with the deferral at `at`; append the recovered token."""
-    for token in _draft_tokens(line):  # up to the mismatch that rolled the deferral back
+    # up to the mismatch that rolled the deferral back
+    for token in _draft_tokens(line, len(line["draft"])):
         if token.index > at and not token.matches_target:
             break
         shown.append(token)
@@ -173,11 +180,13 @@ def _roll_back(shown: list[Token], line: RoundLine, at: int) -> None:
     shown.append(recovered)
 
 
-def _draft_tokens(line: RoundLine) -> list[Token]:
-    """The draft, as if all of it was accepted."""
+def _draft_tokens(line: RoundLine, count: int) -> list[Token]:
+    """The first so many tokens of the draft, as if all of them were accepted."""
     draft = line["draft"]
     entropy: Sequence[float | None] = line.get("entropy") or [None] * (len(draft) + 1)
-    columns = zip(draft, line["by"], line["native"], line["choice"][:-1], entropy[:-1], strict=True)
+    if {*map(len, (line["by"], line["native"], line["choice"][1:], entropy[1:]))} != {len(draft)}:
+        raise ValueError("its lists differ in length")
+    columns = zip(draft[:count], line["by"], line["native"], line["choice"], entropy)
     return [
         Token(
             id=token,
@@ -205,8 +214,9 @@ def _set_windows(shown: list[Token], window: int) -> None:
             deferral = token.index
 
 
-def _set_texts(shown: list[Token], vocabulary: Mapping[int, bytes]) -> None:
-    """Standing tokens are decoded as one stream of bytes: a character may span several tokens."""
+def set_texts(shown: list[Token], vocabulary: Mapping[int, bytes]) -> None:
+    """Give every token its text; one that the vocabulary lacks gets its id. Standing tokens are
+    decoded as one stream of bytes: a character may span several tokens."""
 
     def piece(token: int) -> bytes:
         return vocabulary.get(token, f"<{token}>".encode())

@@ -31,8 +31,7 @@ def open_report(chromium, tmp_path):
 
     def open_(*folders, **options):
         file = tmp_path / "report.html"
-        text = write.page([reader.load(folder) for folder in folders])
-        file.write_text(text, encoding="utf-8")
+        file.write_bytes(write.page([reader.load(folder) for folder in folders]))
         context = chromium.new_context(**options)
         contexts.append(context)
         page = context.new_page()

@@ -197,7 +197,7 @@ def test_times_of_different_machines_are_not_shown(open_report, pair):
 
 def test_sorting(open_report, pair):
     page = open_report(*pair)
-    assert documents(page) == list(range(12))
+    assert documents(page) == [2, 4, 7, 0, 1, 3, 5, 6, 8, 9, 10, 11]  # lost, won, another text
     head = sort_by(page, "tokens")
     head.get_by_role("button").click()
     assert head.get_attribute("aria-sort") == "ascending"
@@ -212,11 +212,12 @@ def test_sorting(open_report, pair):
 
 def test_filters(open_report, pair):
     page = open_report(*pair)
-    page.get_by_label("only changed verdicts").check()
-    assert documents(page) == [2, 4]
+    for kind, found in {"changed scores": [2, 4], "lost": [2], "won": [4]}.items():
+        page.get_by_label("Show").select_option(kind)
+        assert documents(page) == found
+    page.get_by_label("Show").select_option("changed scores")
     assert page.get_by_role("status").inner_text() == "2 of 12 documents"
-    page.get_by_label("only changed verdicts").uncheck()
-    page.get_by_label("only different texts").check()
+    page.get_by_label("Show").select_option("different texts")
     assert documents(page) == [2, 4, 7]
     page.get_by_label("Search").fill("ANOTHER")
     page.locator("button.open").nth(1).wait_for(state="detached")
@@ -233,13 +234,81 @@ def test_side_by_side(open_report, pair):
     assert (left, right) == ("answer 2", "answer 2 but wrong")
     assert dialog.locator("del").count() == 0
     assert dialog.locator("ins").all_inner_texts() == [" but wrong"]
-    dialog.get_by_role("button", name="Next").click()
-    assert "The two texts are the same." in dialog.inner_text()
-    for _ in range(4):
+    for _ in range(2):
         dialog.get_by_role("button", name="Next").click()
     assert dialog.locator("ins").all_inner_texts() == ["↵\n↵\n"]  # white space that differs is seen
+    dialog.get_by_role("button", name="Next").click()
+    assert "The two texts are the same." in dialog.inner_text()
     page.keyboard.press("Escape")
     assert not dialog.is_visible()
+
+
+def test_a_link_opens_a_document_and_keys_go_on_from_it(open_report, pair):
+    """The address names task and number, so that it holds in tomorrow's page as well."""
+    page = open_report(*pair)
+    page.goto(f"{page.url}#document/sums/7")
+    title = page.locator("#document-title")
+    assert title.inner_text() == "sums, document 7"
+    for key, number in (("j", 0), ("k", 7), ("k", 4)):
+        page.keyboard.press(key)
+        assert title.inner_text() == f"sums, document {number}"
+        assert page.evaluate("location.hash") == f"#document/sums/{number}"
+    link = page.get_by_role("dialog").get_by_role("link", name="Link")
+    assert link.get_attribute("href") == "#document/sums/4"
+    page.keyboard.press("Escape")
+    assert page.evaluate("location.hash") == "#documents"
+    page.reload()
+    assert not page.get_by_role("dialog").is_visible()
+
+
+def test_filters_by_category_length_and_parting(open_report, tmp_path):
+    texts = ["a" * (10 * i) for i in range(12)]
+    folders = [
+        traced_runs.write(
+            tmp_path / mode, mode, [1] * 12,
+            [f"{text}{'!' * (mode == 'fly' and i < 8)}" for i, text in enumerate(texts)],
+        )
+        for mode in ("target-only", "fly")
+    ]  # fmt: skip
+    for folder in folders:
+        (path,) = folder.glob("samples_*")
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for line in lines:
+            line["doc"] |= {"level": ["easy", "hard"][line["doc_id"] % 2]}
+        written_runs.write_lines(path, lines)
+    page = open_report(*folders)
+    page.get_by_label("level").select_option("hard")
+    assert documents(page) == [1, 3, 5, 7, 9, 11]
+    page.get_by_label("Length, characters").select_option("81 to 110")
+    assert documents(page) == [9, 11]
+    page.get_by_label("Length, characters").select_option("any")
+    page.get_by_label("Texts part at character").select_option("up to 10")
+    assert documents(page) == [1]
+    assert page.get_by_label("question").count() == 0  # every document has its own
+
+
+def test_reasoning_is_folded(open_report, tmp_path):
+    texts = {"target-only": "<think>so</think>\n\n4", "fly": "<think>thus</think>\n\n5"}
+    page = open_report(*(
+        traced_runs.write(tmp_path / mode, mode, [1], [text]) for mode, text in texts.items()
+    ))  # fmt: skip
+    page.get_by_role("button", name="Open document 0 of sums").click()
+    panes = page.get_by_role("dialog").locator(".pane pre")
+    assert [pane.inner_text() for pane in panes.all() if pane.is_visible()] == ["4", "5"]
+    page.get_by_text("Reasoning", exact=True).click()
+    assert "<think>thus</think>" in panes.all_inner_texts()
+
+
+def test_on_paper(open_report, pair):
+    """A printed page is light, and has nothing to click."""
+    page = open_report(*pair, color_scheme="dark")
+    page.emulate_media(media="print")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert not page.locator(".controls, .save, .pager").first.is_visible()
+    assert page.locator(".headline").first.is_visible()
+    page.evaluate("openDocument(0, [0])")
+    assert not page.locator(".headline").first.is_visible()
 
 
 @pytest.mark.parametrize(
@@ -377,7 +446,10 @@ def test_by_keyboard(open_report, pair):
     page.keyboard.press("Enter")
     assert page.get_by_role("dialog").is_visible()
     page.keyboard.press("Escape")
-    assert page.evaluate("document.activeElement.dataset.document") == "0"
+    assert page.evaluate("document.activeElement.ariaLabel") == "Open document 0 of sums"
+    page.keyboard.press("/")
+    page.keyboard.type("another j")  # letters that are keys elsewhere
+    assert page.get_by_label("Search").input_value() == "another j"
 
 
 CONTRAST = """() => {
@@ -464,7 +536,7 @@ def test_model_output_does_nothing(open_report, tmp_path):
     page.get_by_text("Prompt and target").click()
     dialog = page.get_by_role("dialog")
     assert EVIL in dialog.inner_text()
-    dialog.get_by_role("button", name="Previous").click()
+    dialog.get_by_role("button", name="Next").click()
     for token in dialog.locator(".token").all()[:12]:
         token.hover(force=True)
     assert page.locator("#pwned, img").count() == 0
@@ -476,7 +548,7 @@ def test_one_run_without_a_trace(open_report, tmp_path):
     assert "0.500" in page.locator(".headline").inner_text()
     assert "trace=true" in page.locator("#traces").inner_text()
     assert "trace=true" in page.locator("#drafts").inner_text()
-    assert page.get_by_label("only changed verdicts").count() == 0
+    assert page.get_by_label("Show").count() == 0
 
 
 def test_lm_evals_own_backend_among_three(open_report, tmp_path):

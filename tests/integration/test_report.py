@@ -1,5 +1,6 @@
 """`fly report`: the file's content, for one run, two and several, with and without traces."""
 
+import csv
 import json
 import re
 
@@ -18,7 +19,7 @@ def written(tmp_path):
     """Writes runs and returns their report's data by block, and the file's text."""
 
     def make(*folders, **kwargs):
-        text = write.page([runs.load(folder) for folder in folders], **kwargs)
+        text = write.page([runs.load(folder) for folder in folders], **kwargs).decode()
         return blocks(text), text
 
     return make
@@ -69,8 +70,9 @@ def test_two_runs(written, tmp_path):
     data, _ = written(fly, base)
     assert [own["name"] for own in data["summary"]["runs"]] == ["target-only", "fly"]
     cells = [row["runs"][1] for row in data["documents"]]
-    assert [cell["change"] for cell in cells] == ["same", "lost", "won"]
-    assert [cell["same"] for cell in cells] == [True, False, False]
+    assert [cell["change"] for cell in cells] == ["lost", "won", "same"]  # the first first
+    assert [cell["same"] for cell in cells] == [False, False, True]
+    assert [cell["parts"] for cell in cells] == [0, 0, None]
     (compared,) = data["summary"]["comparisons"]
     main = compared["rows"][compared["main"]]["scores"]
     assert (main["lost"], main["won"]) == (1, 1)
@@ -79,7 +81,7 @@ def test_two_runs(written, tmp_path):
     (entry,) = data["summary"]["scores"]
     low, high = (entry["runs"][0]["interval"][key] for key in ("low", "high"))
     assert (low, high) == pytest.approx((0.2077, 0.9385), abs=1e-4)  # Wilson, 2 of 3
-    assert list(data["traces"]["documents"]) == ["1"]
+    assert list(data["traces"]["documents"]) == ["0"]
 
 
 def test_what_was_drafted_from_texts(written, tmp_path):
@@ -218,6 +220,17 @@ def test_traces_may_be_limited_while_the_charts_use_all(written, tmp_path):
     assert sum(cut["summary"]["runs"][0]["blocks"]) == 6
 
 
+def test_traces_of_what_changed_come_first(written, tmp_path):
+    """Of thousands of documents, the traces that are in the page are of those that one opens."""
+    base = traced_runs.write(tmp_path / "a", "target-only", [1] * 6)
+    own = traced_runs.write(tmp_path / "b", "fly", [1, 1, 1, 0, 1, 0], traced=range(6))
+    data, _ = written(base, own, max_traces=2)
+    assert [row["doc"] for row in data["documents"]] == [3, 5, 0, 1, 2, 4]
+    assert data["summary"]["traced"] == {"shown": [0, 1], "all": 6}
+    assert sorted(data["traces"]["documents"]) == ["0", "1"]
+    assert data["traces"]["documents"]["0"].keys() == {"1"}
+
+
 def test_model_texts_cannot_leave_their_block(written, tmp_path):
     """Catches a `</script>` or `<!--` of a model that ends the data and starts code."""
     folder = traced_runs.write(tmp_path / "a", "fly", (1, 0), [EVIL, "ok"], traced=[0])
@@ -249,6 +262,33 @@ def test_half_a_surrogate_pair_does_not_stop_the_report(tmp_path, capsys):
     folder = traced_runs.write(tmp_path / "a", "fly", (1,), ["\ud83d"])
     assert run("report", folder, "--output", tmp_path / "r.html") == 0
     assert blocks((tmp_path / "r.html").read_text())["texts"][0]["runs"][0]["responses"] == ["?"]
+
+
+def test_the_documents_as_csv(tmp_path):
+    """A line per document and run, in the table's order; it is replaced by the same flag alone."""
+    base = traced_runs.write(tmp_path / "a", "target-only", (1, 1))
+    own = traced_runs.write(tmp_path / "b", "fly", (1, 0))
+    table, page = tmp_path / "t.csv", tmp_path / "r.html"
+    for _ in range(2):
+        assert run("report", base, own, "--output", page, "--csv", table) == 0
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["document"], row["run"], row["change"]) for row in rows] == [
+        ("1", "target-only", "same"), ("1", "fly", "lost"),
+        ("0", "target-only", "same"), ("0", "fly", "same"),
+    ]  # fmt: skip
+    assert rows[1]["score"] == "0.0"
+    table.write_text("mine")
+    assert run("report", base, own, "--output", page, "--csv", table) == 2
+
+
+def test_the_page_is_opened(tmp_path, monkeypatch, capsys):
+    opened = []
+    monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) or False)
+    folder, page = traced_runs.write(tmp_path / "a"), tmp_path / "r.html"
+    assert run("report", folder, "--output", page, "--open") == 0
+    assert opened == [page.as_uri()]
+    assert "no browser was found" in capsys.readouterr().out
 
 
 def test_names_on_the_command_line(tmp_path):

@@ -33,7 +33,7 @@ def test_a_run_reads_back(folder):
         assert sample.scores == {"exact_match": 0.0}
         assert sample.responses == (by_document[sample.doc_id]["text"],)
     assert sum(r["emitted"] for r in run.requests) == run.entry["stats"]["emitted"]
-    assert run.rounds == []  # no trace was asked for
+    assert list(run.rounds) == []  # no trace was asked for
     assert run.entry["resumed"] is None
 
 

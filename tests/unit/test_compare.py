@@ -700,7 +700,7 @@ def test_files(folders, tmp_path):
         other["verdict"] for other in found["others"]
     ]
     text = out["markdown"].read_text()
-    assert text.count("\n|---") == 3
+    assert text.count("\n|---") == 4
     assert "| bad |" in text
     suites = ElementTree.parse(out["junit"]).getroot().findall("testsuite")
     assert [suite.get("name").split()[0] for suite in suites] == ["ok", "bad", "few"]

@@ -233,7 +233,7 @@ def test_labels_can_be_printed_everywhere(tmp_path, capsys):
 
 def test_the_report_holds_the_matrix(family, tmp_path):
     def data(*folders):
-        text = report.page([reader.load(folder, folder.name) for folder in folders])
+        text = report.page([reader.load(folder, folder.name) for folder in folders]).decode()
         start = text.index('id="data-summary">') + len('id="data-summary">')
         return json.loads(text[start : text.index("</script>", start)])["matrix"]
 

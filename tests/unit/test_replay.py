@@ -105,7 +105,7 @@ def test_half_a_character_at_the_end_is_not_lost():
 
 
 def test_without_a_vocabulary_tokens_are_numbers():
-    assert replay.replay(traced_runs.lines()).tokens[0].text == "<1>"
+    assert replay.replay(traced_runs.lines(), {}).tokens[0].text == "<1>"
 
 
 def test_a_missing_line_is_noticed():

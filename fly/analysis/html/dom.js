@@ -55,6 +55,26 @@ function table(head, rows, caption) {
       el("tr", {}, el("th", { scope: "row" }, first), rest.map((cell) => el("td", {}, cell)))))));
 }
 
+function section(id, title, ...content) {
+  return el("section", { id, "aria-labelledby": `${id}-title` }, el("h2", { id: `${id}-title` }, title), content);
+}
+
+function theme() {
+  const toggle = document.getElementById("theme"), dark = matchMedia("(prefers-color-scheme: dark)");
+  let chosen = null;
+  const apply = () => {
+    const isDark = chosen ?? dark.matches;
+    document.documentElement.dataset.theme = isDark ? "dark" : "light";
+    toggle.setAttribute("aria-pressed", String(isDark));
+    toggle.textContent = isDark ? "Light theme" : "Dark theme";
+  };
+  toggle.addEventListener("click", () => { chosen = document.documentElement.dataset.theme !== "dark"; apply(); });
+  dark.addEventListener("change", apply);
+  addEventListener("beforeprint", () => { document.documentElement.dataset.theme = "light"; });
+  addEventListener("afterprint", apply);
+  apply();
+}
+
 const parsed = new Map();
 
 /** An embedded JSON block, parsed when it is first asked for: texts and traces may be large. */

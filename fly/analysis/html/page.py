@@ -11,6 +11,7 @@ import hashlib
 import html
 import json
 import math
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,30 +28,44 @@ SCRIPTS = (
 )
 
 
-def render(title: str, blocks: dict[str, Any]) -> str:
-    """The page. blocks: JSON values by the id of their script element."""
+def render(title: str, blocks: dict[str, Any], scripts: Sequence[str] = SCRIPTS) -> bytes:
+    """The page. title: "fly COMMAND" or "fly COMMAND: more". blocks: JSON values by the id of their
+    script element; lists may be iterators."""
     style = _read("report.css")
-    script = "\n".join(_read(name) for name in SCRIPTS)
-    data = "\n".join(
-        f'<script type="application/json" id="{name}">{as_json(value)}</script>'
-        for name, value in blocks.items()
-    )
-    parts = {
-        "policy": (
+    script = "\n".join(_read(name) for name in scripts)
+    parts: dict[str, Iterable[str]] = {
+        "policy": [
             f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
             "base-uri 'none'; form-action 'none'"
-        ),
-        "title": html.escape(title),
-        "style": style,
-        "data": data,
-        "script": script,
+        ],
+        "title": [html.escape(title)],
+        "brand": [html.escape(title.partition(":")[0])],
+        "style": [style],
+        "data": _data(blocks),
+        "script": [script],
     }
-    page = _read("report.html")
-    before, *rest = page.split("{{")
+    before, *rest = _read("report.html").split("{{")
+    page = bytearray(before.encode())  # as a text, it may take four times as much memory
     for piece in rest:  # one pass: what is put in is never looked through again
         name, after = piece.split("}}", 1)
-        before += parts[name] + after
-    return before
+        for pieces in (parts[name], [after]):
+            for part in pieces:  # half of a surrogate pair, which JSON can spell, has no UTF-8
+                page += part.encode(errors="replace")
+    return bytes(page)
+
+
+def _data(blocks: dict[str, Any]) -> Iterator[str]:
+    """The script elements, an iterator's items one by one: the whole may be large."""
+    for name, value in blocks.items():
+        yield f'<script type="application/json" id="{name}">'
+        if isinstance(value, Iterator):
+            yield "["
+            for number, item in enumerate(value):
+                yield "," * (number > 0) + as_json(item)
+            yield "]"
+        else:
+            yield as_json(value)
+        yield "</script>\n"
 
 
 def as_json(value: Any) -> str:

@@ -6,10 +6,6 @@ const NO_TRACE = "No run has a trace. Run with trace=true in model_args and --ou
 
 const LINKS = { scores: "Scores", matrix: "Matrix", speed: "Speed", drafts: "Drafts", traces: "Tokens", documents: "Documents", runs: "Runs" };
 
-function section(id, title, ...content) {
-  return el("section", { id, "aria-labelledby": `${id}-title` }, el("h2", { id: `${id}-title` }, title), content);
-}
-
 function documentName(row) {
   return `${row.task}, document ${row.doc}`;
 }
@@ -54,19 +50,31 @@ function traceSection() {
     left, el("div", { class: "controls" }, choice("Document", shown.map((number) => [number, documentName(rows[number])]), shown[0], draw), slot), view);
 }
 
+/** The part of the address that opens a document, in every page of the same runs. */
+function linkTo(row) {
+  return `#document/${encodeURIComponent(row.task)}/${row.doc}`;
+}
+
+/** Opens the document that the address names, if it names one. */
+function openLinked() {
+  const rows = block("documents"), number = rows.findIndex((row) => linkTo(row) === location.hash);
+  if (number >= 0) openDocument(number, rows.map((_, at) => at));
+}
+
 /** One document: texts side by side, scores, prompt, trace. order: the table's, for next and previous. */
 function openDocument(number, order) {
   const dialog = document.getElementById("document");
   const row = block("documents")[number], found = block("texts")[number];
   const at = order.indexOf(number), view = el("div");
-  const go = (step, name) => button(name, () => openDocument(order[at + step], order), { disabled: order[at + step] === undefined });
+  const go = (step, name, key) => button(name, () => openDocument(order[at + step], order), { disabled: order[at + step] === undefined, "aria-keyshortcuts": key, "data-key": key });
   dialog.replaceChildren(
     el("header", { class: "dialog-head" }, el("h2", { id: "document-title", tabindex: "-1" }, documentName(row)),
-      el("div", { class: "buttons" }, go(-1, "\u2190 Previous"), go(1, "Next \u2192"), button("Close", () => dialog.close()))),
+      el("div", { class: "buttons" }, el("a", { href: linkTo(row) }, "Link"), go(-1, "\u2190 Previous", "k"), go(1, "Next \u2192", "j"), button("Close", () => dialog.close()))),
     outputs(found),
     el("h3", {}, "Scores"), scoreTable(found),
     el("details", {}, el("summary", {}, "Prompt and target"), el("h4", {}, "Prompt"), el("pre", { tabindex: "0" }, found.prompt), el("h4", {}, "Target"), el("pre", { tabindex: "0" }, String(found.target))),
     el("h3", {}, "Where the tokens came from"), el("div", { class: "controls" }, documentTrace(number, summary.runs.length - 1, view)), view);
+  history.replaceState(null, "", linkTo(row));
   if (!dialog.open) dialog.showModal();
   dialog.scrollTop = 0;
   document.getElementById("document-title").focus();
@@ -79,9 +87,11 @@ function outputs(found) {
   const text = (number) => found.runs[number].responses[state.repeat] ?? "";
   const repeats = Math.max(...there.map((number) => found.runs[number].responses.length));
   const holder = el("div"), options = there.map((number) => [number, name(number)]);
-  const draw = () => holder.replaceChildren(there.length > 1
-    ? sideBySide([name(state.left), name(state.right)], text(state.left), text(state.right))
-    : el("pre", { tabindex: "0" }, text(state.left)));
+  const shown = (part) => there.length > 1
+    ? sideBySide([name(state.left), name(state.right)], part(text(state.left)), part(text(state.right)))
+    : el("pre", { tabindex: "0" }, part(text(state.left)));
+  const draw = () => holder.replaceChildren(
+    ...there.some((number) => reasoningOf(text(number))) ? [el("details", {}, el("summary", {}, "Reasoning"), shown(reasoningOf))] : [], shown(answerOf));
   const set = (key) => (value) => { state[key] = value; draw(); };
   draw();
   return el("div", {}, el("h3", {}, there.length > 1 ? "Outputs side by side" : "Output"),
@@ -91,6 +101,19 @@ function outputs(found) {
     holder);
 }
 
+const THINK_END = "</think>";
+
+/** What a model writes before its answer, the mark between them included; empty without a mark. */
+function reasoningOf(text) {
+  const at = text.lastIndexOf(THINK_END);
+  return at < 0 ? "" : text.slice(0, at + THINK_END.length);
+}
+
+function answerOf(text) {
+  const reasoning = reasoningOf(text);
+  return reasoning ? text.slice(reasoning.length).trimStart() : text;
+}
+
 function scoreTable(found) {
   const lines = found.runs.flatMap((run, number) => run ? run.filters.map((filter) => [
     summary.runs[number].name, filter.name, el("code", { class: "answer" }, filter.answer.length > 200 ? `${filter.answer.slice(0, 200)}\u2026` : filter.answer),
@@ -98,18 +121,14 @@ function scoreTable(found) {
   return table(["run", "filter", "answer", "scores"], lines, "Scores of this document");
 }
 
-function theme() {
-  const toggle = document.getElementById("theme"), dark = matchMedia("(prefers-color-scheme: dark)");
-  let chosen = null;
-  const apply = () => {
-    const isDark = chosen ?? dark.matches;
-    document.documentElement.dataset.theme = isDark ? "dark" : "light";
-    toggle.setAttribute("aria-pressed", String(isDark));
-    toggle.textContent = isDark ? "Light theme" : "Dark theme";
-  };
-  toggle.addEventListener("click", () => { chosen = document.documentElement.dataset.theme !== "dark"; apply(); });
-  dark.addEventListener("change", apply);
-  apply();
+/** j and k go through the documents; closing one takes it out of the address. */
+function listen() {
+  const dialog = document.getElementById("document");
+  dialog.addEventListener("keydown", (event) => {
+    if (!isTyping(event)) dialog.querySelector(`[data-key="${CSS.escape(event.key)}"]`)?.click();
+  });
+  dialog.addEventListener("close", () => history.replaceState(null, "", "#documents"));
+  addEventListener("hashchange", openLinked);
 }
 
 function build() {
@@ -130,6 +149,8 @@ function build() {
     el("h1", { class: "hidden" }, document.title), el("div", { class: "headlines" }, headline(summary)), ...sections);
   document.getElementById("sections").append(...sections.map((one) => el("a", { href: `#${one.id}` }, LINKS[one.id])));
   document.getElementById("footer").append(`fly ${summary.version}, written ${summary.created}. docs/definitions.md defines every number.`);
+  listen();
+  openLinked();
   document.documentElement.dataset.ready = "true";
 }
 

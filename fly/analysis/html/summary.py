@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from fly.analysis.acceptance import Acceptance, measure
+from fly.analysis.acceptance import Acceptance
 from fly.analysis.scores import Measured
 from fly.analysis.statistics import LEVEL
 from fly.runs import run_settings
 from fly.runs.reader import Run, TaskRun
 from fly.runs.records import Positions
-from fly.runs.replay import Generation
 
 _BINS = 20
 
@@ -38,18 +37,18 @@ def distinct_names(runs: Sequence[Run]) -> list[str]:
     return names
 
 
-def of_run(run: Run, scores: Measured, replayed: list[Generation]) -> dict[str, Any]:
+def of_run(run: Run, scores: Measured, traced: Acceptance) -> dict[str, Any]:
     """One run: what it was, how fast, and what its trace says. Missing parts are None."""
+    acceptance = traced if traced.requests else None
     entry = run.entry or {}
     stats_of_run = entry.get("stats") or {}
-    acceptance = measure(replayed) if replayed else None
     return {
         "name": scores.name,
         "mode": run.mode,
         "settings": _settings(run, scores),
         "stats": stats_of_run if stats_of_run.get("requests") else None,
         "sources": _sources(stats_of_run),
-        "traced": len(replayed),
+        "traced": traced.requests,
         "positions": _positions(stats_of_run, acceptance),
         "blocks": _blocks(acceptance) if acceptance else None,
         "entropy": _entropies(acceptance, entry.get("config", {})) if acceptance else None,

@@ -19,6 +19,8 @@ function documentColumns(summary, rows) {
       add(run, "change", cell("change"), (value) => el("span", { class: `change ${value || ""}` }, MARKS[value] || NONE), false);
       add(run, "text", cell("same"), (value) => (value === undefined ? NONE : value ? "same" : "differs"), false);
     }
+    if (run.number > 0) add(run, "parts at", cell("parts"), whole);
+    add(run, "length", cell("length"), whole);
     add(run, "tokens", cell("tokens"), whole);
     add(run, "tau", cell("tau"), fixed);
     add(run, "seconds", cell("seconds"), (value) => fixed(value, 1));
@@ -31,7 +33,7 @@ function scoreMark(value) {
   return el("span", { class: style }, text);
 }
 
-/** The table with its controls; `open(number, order)` shows one document. */
+/** The table with its controls, what changed first; `open(number, order)` shows one document. */
 function documentTable(summary, open) {
   const rows = block("documents").map((row, number) => ({ ...row, number }));
   const columns = documentColumns(summary, rows);
@@ -69,11 +71,21 @@ function documentTable(summary, open) {
   }
 
   update();
+  addEventListener("keydown", (event) => {
+    if (event.key !== "/" || isTyping(event) || document.getElementById("document").open) return;
+    event.preventDefault();
+    filters.focus();
+  });
   return el("div", {}, filters.controls, count,
     scroller("Documents", el("table", { class: "documents" },
       el("caption", { class: "hidden" }, "Documents; the buttons in the head sort"),
       el("thead", {}, runHeads(summary, columns), el("tr", {}, heads)), body)),
     pages);
+}
+
+/** Whether a key belongs to a field or to the browser. */
+function isTyping(event) {
+  return event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName);
 }
 
 function runHeads({ runs }, columns) {
@@ -104,22 +116,44 @@ function tableRow(row, columns, open) {
     : el("td", { class: column.isNumeric ? "numeric" : null }, column.show(row))));
 }
 
+const KINDS = [
+  ["all documents", null],
+  ["changed scores", (cell) => cell.change && cell.change !== "same"],
+  ["lost", (cell) => cell.change === "lost"],
+  ["won", (cell) => cell.change === "won"],
+  ["different texts", (cell) => cell.same === false],
+];
+const lengthOf = (row) => Math.max(...row.runs.map((cell) => cell?.length ?? 0));
+const partingOf = (row) => Math.min(...row.runs.map((cell) => cell?.parts ?? Infinity));
+
+/** Search, and drop-downs for task, category, kind of change, length and where the texts part. */
 function documentFilters({ runs }, rows, changed) {
-  const wanted = { verdicts: false, texts: false, task: "" }, tasks = [...new Set(rows.map((row) => row.task))];
-  const set = (name) => (value) => { wanted[name] = value; changed(); };
+  const tests = {};  // by drop-down; what is not chosen has none
   let waiting = 0;
-  const search = el("input", { type: "search", placeholder: "prompt, answer or output", autocomplete: "off", spellcheck: "false",
+  const search = el("input", { type: "search", placeholder: "prompt, answer or output", autocomplete: "off", spellcheck: "false", "aria-keyshortcuts": "/",
     oninput: () => { clearTimeout(waiting); waiting = setTimeout(changed, 120); } });
-  const isInAny = (row, test) => row.runs.slice(1).filter(Boolean).some(test);
+  const drop = (name, options) => choice(name, options.map(([text], at) => [at, text]), 0, (at) => { tests[name] = options[at][1]; changed(); });
+  const values = (of) => unique(rows.map(of)).filter((value) => value !== undefined);
+  const groups = (name, all, of) => values(of).length > 1 ? drop(name, [[all, null], ...values(of).map((value) => [value, (row) => of(row) === value])]) : null;
+  const quarters = (name, of) => {
+    const sorted = rows.map(of).filter(Number.isFinite).sort((a, b) => a - b);
+    const ends = [0.25, 0.5, 0.75, 1].map((share) => sorted[Math.ceil(share * sorted.length) - 1]);
+    if (unique(ends).length < 4) return null;
+    return drop(name, [["any", null], ...ends.map((end, at) => [at ? `${whole(ends[at - 1] + 1)} to ${whole(end)}` : `up to ${whole(end)}`,
+      (row) => of(row) <= end && (!at || of(row) > ends[at - 1])])]);
+  };
+  const isInAny = (test) => test && ((row) => row.runs.slice(1).filter(Boolean).some(test));
   return {
     controls: el("div", { class: "controls", role: "search", "aria-label": "Filter documents" },
       el("label", { class: "field" }, "Search", search),
-      tasks.length > 1 ? choice("Task", [[-1, "all tasks"], ...tasks.entries()], -1, (number) => set("task")(tasks[number])) : null,
-      runs.length > 1 ? [checkbox("only changed verdicts", false, set("verdicts")), checkbox("only different texts", false, set("texts"))] : null),
-    isWanted: (row) => (!wanted.task || row.task === wanted.task)
-      && (!wanted.verdicts || isInAny(row, (cell) => cell.change && cell.change !== "same"))
-      && (!wanted.texts || isInAny(row, (cell) => cell.same === false))
+      runs.length > 1 ? drop("Show", KINDS.map(([text, test]) => [text, isInAny(test)])) : null,
+      groups("Task", "all tasks", (row) => row.task),
+      unique(rows.flatMap((row) => Object.keys(row.fields))).map((name) => groups(name, "all", (row) => row.fields[name])),
+      quarters("Length, characters", lengthOf),
+      runs.length > 1 ? quarters("Texts part at character", partingOf) : null),
+    isWanted: (row) => Object.values(tests).every((test) => !test || test(row))
       && (!search.value || haystack(row.number).includes(search.value.toLowerCase())),
+    focus: () => search.focus(),
   };
 }
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fly.analysis.terminal.styles import STYLES
 from fly.errors import FlyError
 from fly.runs import run_settings
 from fly.runs.reader import Run
-from fly.runs.replay import Generation, generations
+from fly.runs.replay import Generation, generations, set_texts
 
 
-def replayed(run: Run) -> list[Generation]:
-    """All traced requests of the run; empty without a trace."""
+def replayed(run: Run) -> Iterator[Generation]:
+    """All traced requests of the run, one at a time, without texts; empty without a trace."""
     try:
-        return list(generations(run.rounds, run.vocabulary, _window(run)))
+        yield from generations(run.rounds, window=_window(run))
     except FlyError as error:
         raise FlyError(f"{run.folder}: {error}") from None
 
@@ -27,23 +28,50 @@ def _window(run: Run) -> int:
     return max(0, window - (found.get("window_rule") == "reference"))
 
 
-def block(
-    per_run: list[list[Generation]], rows: Sequence[Mapping[tuple[str, int], int]], shown: set[int]
-) -> dict[str, Any]:
-    """The page's traces of the documents in the table's rows `shown`.
+class Shown:
+    """The page's traces: of the first `most` traced documents, in the order of the table's rows."""
 
-    rows: per run, by task and doc_id. texts: every token's text once; the columns name them by
-    number, null for none. documents: by row, then by run, a list of requests.
-    """
-    texts: dict[str, int] = {}
-    documents: dict[int, dict[int, list[dict[str, Any]]]] = {}
-    for run, done in enumerate(per_run):
-        for generation in done:
-            row = rows[run].get((generation.task, generation.doc_id))
-            if row in shown:
+    def __init__(self, runs: Sequence[Run], most: int) -> None:
+        self.traced: set[int] = set()  # rows of all traced documents
+        self._runs, self._most = runs, most
+        self._kept: dict[int, list[tuple[int, Generation]]] = {}  # by row, (run, request)
+        self._last_first: list[int] = []  # a heap of the kept rows' negatives
+
+    @property
+    def rows(self) -> list[int]:
+        return sorted(self._kept)
+
+    def keep(self, run: int, rows: Mapping[tuple[str, int], int]) -> Iterator[Generation]:
+        """The run's requests, of which those of documents in `rows` (by task and doc_id) are kept
+        if they belong to the first."""
+        for generation in replayed(self._runs[run]):
+            row = rows.get((generation.task, generation.doc_id))
+            if row is not None:
+                self.traced.add(row)
+                self._add(row, run, generation)
+            yield generation
+
+    def _add(self, row: int, run: int, generation: Generation) -> None:
+        if row not in self._kept:
+            heapq.heappush(self._last_first, -row)
+            self._kept[row] = []
+            if len(self._kept) > self._most:
+                del self._kept[-heapq.heappop(self._last_first)]
+        if row in self._kept:
+            self._kept[row].append((run, generation))
+
+    def block(self) -> dict[str, Any]:
+        """texts: every token's text once; the columns name them by number, null for none.
+        documents: by row, then by run, a list of requests."""
+        vocabularies = [run.vocabulary for run in self._runs]
+        texts: dict[str, int] = {}
+        documents: dict[int, dict[int, list[dict[str, Any]]]] = {}
+        for row in self.rows:
+            for run, generation in self._kept[row]:
+                set_texts(generation.shown, vocabularies[run])
                 by_run = documents.setdefault(row, {})
                 by_run.setdefault(run, []).append(_columns(generation, texts))
-    return {"texts": list(texts), "documents": documents}
+        return {"texts": list(texts), "documents": documents}
 
 
 def _columns(generation: Generation, texts: dict[str, int]) -> dict[str, Any]:

@@ -3,47 +3,69 @@
 from __future__ import annotations
 
 from datetime import datetime, timezone
+from typing import Any
 
 import fly
-from fly.analysis import scores
+from fly.analysis import acceptance, scores
 from fly.analysis.compare import choose_baseline
+from fly.analysis.csv_files import as_csv
 from fly.analysis.html import comparison, documents, points, summary, traces
 from fly.analysis.html.page import render
+from fly.analysis.matrix import Scored
 from fly.runs.reader import Run
 
+_COLUMNS = ("score", "change", "same", "parts", "length", "tokens", "tau", "seconds")
 
-def page(runs: list[Run], max_traces: int = 200, by: str | None = None) -> str:
-    """The whole file's text. The others are compared with the target-only run, else the first.
 
-    max_traces: how many documents' traces the page holds; its charts use every trace. by: the
-    documents' field by whose values they are compared, too.
-    """
+def _collect(
+    runs: list[Run], by: str | None = None
+) -> tuple[list[Scored], documents.Documents, documents.Rows]:
+    """The runs with their scores, the one that others are compared with first; their documents,
+    and the table's rows."""
     named = zip(runs, summary.distinct_names(runs))
     found = [
         (run, scores.measure(run, by=by).model_copy(update={"name": name})) for run, name in named
     ]
     baseline = choose_baseline([measured for _, measured in found])
     found.sort(key=lambda each: each[1] is not baseline)
+    return found, *documents.collect([run for run, _ in found], [own for _, own in found])
+
+
+def csv(runs: list[Run]) -> str:
+    """The documents' table: a line per document and run."""
+    found, _, table = _collect(runs)
+    return as_csv(
+        {
+            "task": row["task"], "document": row["doc"], "run": measured.name,
+            **dict.fromkeys(_COLUMNS), **cell,
+        }
+        for row in table
+        for (_, measured), cell in zip(found, row["runs"])
+        if cell
+    )  # fmt: skip
+
+
+def page(runs: list[Run], max_traces: int = 200, by: str | None = None) -> bytes:
+    """The whole file. The others are compared with the target-only run, else the first.
+
+    max_traces: how many documents' traces the page holds, those that changed before others; its
+    charts use every trace. by: the documents' field by whose values they are compared, too.
+    """
+    found, samples, table = _collect(runs, by)
     runs, measured = [run for run, _ in found], [measured for _, measured in found]
-    samples = documents.collect(runs)
-    numbers = [documents.row_numbers(samples, run) for run in range(len(runs))]
-    per_run = [traces.replayed(run) for run in runs]
+    shown, summaries = traces.Shown(runs, max_traces), list[dict[str, Any]]()
+    for number, (run, own) in enumerate(zip(runs, measured)):
+        requests = shown.keep(number, documents.row_numbers(samples, number))
+        summaries.append(summary.of_run(run, own, acceptance.measure(requests)))
     comparisons, notes = comparison.against_first(measured)
     matrix, cells = comparison.of_families(found)
-    traced = {
-        of_run[document]
-        for of_run, done in zip(numbers, per_run)
-        for generation in done
-        if (document := (generation.task, generation.doc_id)) in of_run
-    }
-    shown = sorted(traced)[:max_traces]
     return render(
         f"fly report: {', '.join(each.name for each in measured)}",
         {
             "data-summary": {
                 "version": fly.__version__,
                 "created": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-                "runs": [summary.of_run(*each) for each in zip(runs, measured, per_run)],
+                "runs": summaries,
                 "scores": summary.scores(runs),
                 "comparisons": comparisons,
                 "notes": notes,
@@ -51,10 +73,10 @@ def page(runs: list[Run], max_traces: int = 200, by: str | None = None) -> str:
                 "matrix": matrix,
                 "frontier": points.frontier(cells),
                 "points": points.of_runs(found, cells),
-                "traced": {"shown": shown, "all": len(traced)},
+                "traced": {"shown": shown.rows, "all": len(shown.traced)},
             },
-            "data-documents": documents.rows(runs, measured, samples),
+            "data-documents": iter(table),
             "data-texts": documents.texts(samples),
-            "data-traces": traces.block(per_run, numbers, set(shown)),
+            "data-traces": shown.block(),
         },
     )

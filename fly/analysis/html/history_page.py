@@ -1,0 +1,33 @@
+"""`fly history`'s page: every series' numbers over time. It draws with the report's scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+
+import fly
+from fly.analysis import history
+from fly.analysis.history import Series
+from fly.analysis.html.page import render
+
+_SCRIPTS = ("dom.js", "save.js", "charts.js", "figures.js", "history.js")
+_MOST = 400  # points of a line; a browser draws them as fast as one looks
+
+
+def page(series: Sequence[Series]) -> bytes:
+    """The whole file. Of long series the newest runs are drawn; trends are of all."""
+    rows = [*history.as_rows(series)]
+    shown = [
+        {
+            "title": each.title,
+            "runs": len(each.lines),
+            "trend": asdict(each.trend),
+            "words": history.trend_in_words(each),
+            "rows": [row for row in rows if row["series"] == number][-_MOST:],
+        }
+        for number, each in enumerate(series)
+    ]
+    written = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    blocks = {"data-summary": {"version": fly.__version__, "created": written, "series": shown}}
+    return render("fly history", blocks, _SCRIPTS)

@@ -1,0 +1,100 @@
+"""`fly history DIR_OR_FILE... [--output history.html]`: runs over time, tested for decline."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fly.cli import outputs
+from fly.errors import FlyError
+from fly.paths import expanded, write_output
+
+if TYPE_CHECKING:
+    from fly.analysis.history import Line
+
+_FLAGS = ("min_recovery", "confidence")
+
+
+def add_command(subparsers: Any) -> None:
+    """Register the subcommand with the CLI's parser."""
+    parser = subparsers.add_parser(
+        "history",
+        help="Write finished runs over time as one HTML page, and test them for decline",
+        description="Write finished runs over time as one HTML page, and test every series of them "
+        "for a slow decline (docs/history.md). With --min-recovery, --confidence or "
+        "--allow-inconclusive the exit status is the verdict: 0 no decline, 1 fell, 3 not enough "
+        "evidence; 2: bad usage.",
+    )
+    parser.add_argument(
+        "paths",
+        nargs="+",
+        metavar="DIR_OR_FILE",
+        help="folders or results files of finished runs; files of fly compare --history FILE",
+    )
+    parser.add_argument(
+        "--output", default="history.html", metavar="FILE", help="default: %(default)s"
+    )
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the runs' numbers there")
+    parser.add_argument(
+        "--good",
+        metavar="RUN",
+        help="name, date, commit or revision of the run that trends begin with (default: first)",
+    )
+    parser.add_argument(
+        "--min-recovery", type=float, metavar="SHARE",
+        help="share of the first run's score that must be kept (default: 0.99)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--confidence", type=float, metavar="SHARE",
+        help="how sure a verdict must be (default: 0.95)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--allow-inconclusive", action="store_true", help="exit status 0 without enough evidence"
+    )
+    outputs.add_force(parser)
+    parser.set_defaults(func=_history)
+
+
+def _history(args: argparse.Namespace) -> None:
+    from fly.analysis import compare, csv_files, history
+    from fly.analysis.html import history_page
+    from fly.analysis.statistics import Demand
+    from fly.harness.arguments import check_flags
+
+    given = {name: getattr(args, name) for name in _FLAGS if getattr(args, name) is not None}
+    check_flags(given, "fly history")
+    output = expanded(args.output)
+    outputs.check(args, {"--output": output, "--csv": args.csv})
+    demand = Demand(**given)
+    lines = [line for path in args.paths for line in _lines(path)]
+    series = history.group(lines, args.good, demand)
+    if not series:
+        raise FlyError(f"{args.paths[0]}: holds no runs with scores")
+    write_output(output, history_page.page(series), "--output")
+    if args.csv:
+        write_output(args.csv, csv_files.as_csv(history.as_rows(series)), "--csv")
+        print(f"csv: {args.csv}")
+    for each in series:
+        words = history.trend_in_words(each)
+        print(f"{each.title}, {len(each.lines)} runs: {each.trend.verdict}: {words}")
+    print(f"history: {output}")
+    verdict = compare.weakest(each.trend.verdict for each in series)
+    is_allowed = verdict == "not enough evidence" and args.allow_inconclusive
+    if (given or args.allow_inconclusive) and not is_allowed:
+        from fly.cli.compare import STATUS
+
+        sys.exit(STATUS[verdict])
+
+
+def _lines(path: str) -> list[Line]:
+    """The runs that a path of the command line names: a history file's, or one finished run."""
+    from fly.analysis import history, scores
+    from fly.runs import reader
+
+    name, place = reader.named(path)
+    if expanded(place).suffix == ".jsonl":
+        return [*history.read(expanded(place))]
+    run = reader.load(place, name)
+    return [history.line_of(run, scores.measure(run))]
