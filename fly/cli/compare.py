@@ -48,6 +48,7 @@ def add_command(subparsers: Any) -> None:
         "runs", nargs="*", metavar="RUN", help="folder or results file; NAME=PATH names it"
     )
     _add_options(parser)
+    parser._action_groups.insert(2, parser._action_groups.pop())  # its own before those of `run`
     parser.set_defaults(func=_execute)
 
 

@@ -10,7 +10,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,6 +32,7 @@ from fly.harness.arguments import (
     merge_config,
 )
 from fly.models.fingerprint import hash_json
+from fly.models.sources import resolve_source
 from fly.paths import data_dir
 from fly.runs import context, environment, reader, resume
 from fly.runs.earlier_outputs import EarlierOutputs
@@ -53,6 +54,7 @@ _OF_FILES = {
     errno.ELOOP: "a link that leads to itself: give another",
     errno.EACCES: "permission denied: give another, or change its permissions",
 }
+_NAMES_A_FILE = ("FILE", "RUN", "CONFIG", "DIR", "RUN_DIR", "FILE.json", "<path>")
 _LAUNCHER_SECONDS = 5.0  # within which a launcher ends what is left of a run
 
 
@@ -70,6 +72,9 @@ class FlyCLI(HarnessCLI):
             metavar="RUN_DIR",
             help="Continue a run that was cut short; its other arguments are known",
         )
+        completion = self._subparsers.add_parser("completion", help="Print a shell's completions")
+        completion.add_argument("shell", choices=("bash", "zsh", "tcsh"))
+        completion.set_defaults(func=lambda args: print(_complete(self._parser, args.shell)))
         self._parser.description = _ABOUT
         _call_fly(self._parser, "fly")
         for parser, prompt in ((self._parser, ""), (self._subparsers.choices["run"], "$ ")):
@@ -77,11 +82,18 @@ class FlyCLI(HarnessCLI):
             parser.epilog = f"{heading}:\n{_EXAMPLE.format(prompt)}{rest}"
 
     def parse_args(self) -> argparse.Namespace:
-        """As lm-eval's, but a single argument may also be --resume=DIR, not only a subcommand."""
+        """As lm-eval's, but a single argument may also be --resume=DIR, not only a subcommand, and
+        flags may be written with hyphens as well as with underscores."""
         if len(sys.argv) == 2 and sys.argv[1].startswith("--resume="):
             sys.argv.insert(1, "run")
+        first, commands = "".join(sys.argv[1:2]), self._subparsers.choices
+        known = commands.get(first, commands["run"])._option_string_actions
+        sys.argv[1:] = [_spelled(word, known) for word in sys.argv[1:]]
         flags = [word.partition("=")[0] for word in sys.argv if word.startswith("--")]
-        refuse_gone(dict.fromkeys([" ".join(["fly", *sys.argv[1:2]]), *flags]), "command line")
+        refuse_gone(dict.fromkeys([f"fly {first}", *flags]), "command line")
+        if first not in commands and not first.startswith("-") and first:
+            hint = reading.hint(first, commands, "`fly --help` lists the commands")
+            raise FlyError(f"unknown command {first!r}: {hint}")
         check_json(sys.argv)
         sys.argv[:] = bracket_lists(sys.argv)
         try:
@@ -111,6 +123,8 @@ class FlyCLI(HarnessCLI):
 
     def _run(self, args: argparse.Namespace) -> None:
         check_run(args, merge_config(args))
+        for name in ("lm_eval", "fly") if args.verbosity else ():  # lm-eval would do it at the end
+            logging.getLogger(name).setLevel(args.verbosity)
         arguments, secrets = resume.split_secrets(args)
         reopened = None
         if args.resume is not None:
@@ -144,6 +158,26 @@ class FlyCLI(HarnessCLI):
             _show(f"results: {output_dir}")
 
 
+def _complete(parser: argparse.ArgumentParser, shell: str) -> str:
+    """The script that a shell sources to complete fly's commands and flags."""
+    import shtab
+
+    for command in parser._subparsers._group_actions[0].choices.values():  # type: ignore
+        for action in command._actions:
+            if action.metavar in _NAMES_A_FILE:
+                action.complete = shtab.FILE
+    return shtab.complete(parser, shell)
+
+
+def _spelled(word: str, flags: Mapping[str, Any]) -> str:
+    """The flag as the parser has it: lm-eval writes --model_args, fly --min-recovery."""
+    name, equals, value = word.partition("=")
+    for other in (name.replace("_", "-"), "--" + name[2:].replace("-", "_")):
+        if name.startswith("--") and name not in flags and other in flags:
+            return other + equals + value
+    return word
+
+
 def _show(line: str) -> None:
     """Print it once, however many processes the run has."""
     if launch.rank() == 0:
@@ -155,6 +189,11 @@ def _call_fly(parser: argparse.ArgumentParser, name: str) -> None:
 
     def refuse(message: str) -> NoReturn:
         message = re.sub(r"invalid functools\..* value:", "invalid value:", message)
+        is_command = re.match(r"argument .*\|.*: invalid choice: '(.*?)' \(choose from", message)
+        if is_command and (choices := parser._subparsers):
+            known = next(iter(choices._group_actions)).choices or ()
+            hint = reading.hint(is_command[1], known, f"choose from {', '.join(known)}")
+            raise FlyError(f"unknown command {f'{name} {is_command[1]}'!r}: {hint}")
         raise FlyError(f"{message} (`{name} --help` lists the flags)")
 
     parser.prog, parser.error = name, refuse  # type: ignore[method-assign]
@@ -206,6 +245,10 @@ def _prepare(args: argparse.Namespace, reopened: Manifest | None) -> Path | None
             "--model_args names no model: add config_path=<pair>.json, or pretrained=<model> to "
             "run lm-eval's own backend"
         )
+    elif args.model in HF_NAMES and "gguf_file" not in args.model_args:
+        named = resolve_source(str(args.model_args["pretrained"]), "pretrained")
+        if named.gguf_file:  # which transformers wants as a folder and a file
+            args.model_args |= {"pretrained": named.path, "gguf_file": named.gguf_file}
     if not args.output_path:
         return None
     folder = _output_folder(Path(args.output_path), args.model_args)
@@ -259,6 +302,19 @@ def _lacks_examples(frames: list[Path]) -> bool:
     return any(file.parts[-3:] == ("lm_eval", "api", "samplers.py") for file in frames[-2:])
 
 
+def _explain_missing(task: str | None, model: str | None) -> str:
+    """What lm-eval does not know, with the nearest name that it does."""
+    if task:
+        from fly.harness import evaluate
+
+        return str(evaluate.no_such_task(task))
+    from lm_eval.api.registry import model_registry
+
+    known = [*registry.ENGINES, *model_registry.keys()]
+    hint = reading.hint(str(model), known, "choose hf, vllm, server, or one of lm-eval's")
+    return f"--model {model}: no such model: {hint}"
+
+
 def _is_lm_evals(frames: list[Path]) -> bool:
     """Whether lm-eval's code raised it, or what that called, and none of fly's took part but what
     hands a run to lm-eval."""
@@ -276,10 +332,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _set_up_logging() -> None:
-    """lm-eval's log, with fly's own lines in it: lm-eval sets up its own logger only."""
+    """lm-eval's log, with fly's own lines in it: lm-eval sets up its own logger only. Of lm-eval's
+    lines only warnings are shown, unless --verbosity or LMEVAL_LOG_LEVEL says otherwise."""
     setup_logging()
     of_lm_eval, of_fly = logging.getLogger("lm_eval"), logging.getLogger("fly")
     of_fly.setLevel(of_lm_eval.level)
+    if not os.environ.get("LMEVAL_LOG_LEVEL"):
+        of_lm_eval.setLevel(logging.WARNING)
     for handler in of_lm_eval.handlers:
         if type(handler) is logging.StreamHandler:  # its own: others may have added more
             of_fly.addHandler(handler)
@@ -297,6 +356,10 @@ def _main() -> None:
     try:
         cli = FlyCLI()
         cli.execute(cli.parse_args())
+        sys.stdout.flush()
+    except BrokenPipeError:  # who read the output has seen enough: `fly pair list | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + 13)  # as SIGPIPE ends a process
     except Exception as error:
         message = _in_one_line(error)
         if os.environ.get("FLY_DEBUG") or message is None:
@@ -337,6 +400,8 @@ def _in_one_line(error: Exception) -> str | None:
         return None
     if message.startswith("Duplicate task "):
         message += ": leave one of them out of --tasks"
+    if missing := re.match(r"Tasks not found: ([^,]+)|.*load model '(.+?)'", message):
+        return _explain_missing(*missing.groups())
     if "lm_eval" in frames[-1].parts and (found[-1].line or "").startswith("raise "):
         return message  # its own words for its user
     where = f"{'/'.join(frames[-1].parts[-3:])}, line {found[-1].lineno}"

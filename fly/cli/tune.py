@@ -37,7 +37,6 @@ def add_command(subparsers: Any) -> None:
     )
     add(
         "--min-recovery",
-        "--min_recovery",
         type=float,
         default=0.99,
         metavar="SHARE",

@@ -71,7 +71,7 @@ def load_task(name: str, include_path: str | None = None) -> Task:
     """One task, with its documents. Raises FlyError if it does not exist or cannot be loaded."""
     manager = _manager(include_path)
     if name not in manager.all_subtasks:
-        raise _no_such_task(name, manager.all_subtasks)
+        raise no_such_task(name, include_path)
     (task,) = _load(manager, name).values()
     return task
 
@@ -88,7 +88,7 @@ def check_generation(
     tasks: dict[str, Task] = {}
     for name in names:
         if name not in manager.all_tasks and not Path(name).is_file():
-            raise _no_such_task(name, manager.all_tasks)
+            raise no_such_task(name, include_path)
         tasks |= _load(manager, name)
     for name, task in tasks.items():
         check_scoring(name, task, confirm_run_unsafe_code)
@@ -196,7 +196,9 @@ def _resolve(manager: TaskManager, name: str) -> list[str]:
     return found
 
 
-def _no_such_task(name: str, known: Sequence[str]) -> FlyError:
+def no_such_task(name: str, include_path: str | None = None) -> FlyError:
+    """The error for a name that no task has; it names the nearest that one has."""
+    known = _manager(include_path).all_tasks
     hint = reading.hint(name, known, "`fly ls tasks` lists them")
     return FlyError(f"task {name!r}: no such task: {hint}")
 
