@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fly import api
 from fly.cli import outputs
 from fly.errors import FlyError
 
 if TYPE_CHECKING:
     from fly.analysis.scores import Measured
     from fly.analysis.statistics import Demand
-    from fly.runs.reader import Run
 
 _FILES = ("json", "markdown", "junit", "csv")
 _NOT_OF_MATRIX = (
@@ -29,8 +28,9 @@ _USAGE = """fly compare RUN RUN ... [options]
        fly compare --model_args config_path=<pair>.json --tasks <task> ... --output_path <folder>
                    [options] [any flag of fly run]"""
 _DESCRIPTION = """Compare runs on the same documents: scores, recovery, time x, and a verdict per
-task (docs/compare.md). With --min-recovery, --confidence or --allow-inconclusive the exit status
-is the verdict: 0 held or unchanged, 1 fell, 3 not enough evidence; 2: bad usage or a failed run."""
+task (docs/compare.md). With --min-recovery, --confidence, --allow-inconclusive or --junit the exit
+status is the verdict: 0 held or unchanged, 1 fell, 3 not enough evidence; 2: bad usage or a failed
+run."""
 
 
 def add_command(subparsers: Any) -> None:
@@ -123,13 +123,25 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--allow-inconclusive", action="store_true", help="exit status 0 without enough evidence"
     )
+    group.add_argument(
+        "--details", action="store_true", help="all tables and notes, also on a terminal"
+    )
     for name in _FILES:
         group.add_argument(f"--{name}", type=Path, metavar="FILE", help=f"write {name} there")
     outputs.add_force(group)
 
 
 def _execute(args: argparse.Namespace) -> None:
-    from fly.analysis import comparability, compare, compare_files, compare_table, noise, scores
+    from fly.analysis import (
+        comparability,
+        compare,
+        compare_files,
+        compare_screen,
+        compare_table,
+        noise,
+        scores,
+    )  # fmt: skip
+    from fly.cli import screen
 
     if args.matrix:
         _matrix(args)
@@ -163,7 +175,10 @@ def _execute(args: argparse.Namespace) -> None:
             junit=lambda: compare_files.as_junit(result, args.allow_inconclusive),
             csv=lambda: compare_table.curve_csv(result),
         )
-        compare_table.print_result(result)
+        if screen.is_wanted() and not args.details:
+            compare_screen.print_result(result)
+        else:
+            compare_table.print_result(result)
     else:
         _check_nothing_else_asked(args, baseline.name)
     if args.save_baseline:  # last: what cannot be stored takes no comparison with it
@@ -171,7 +186,8 @@ def _execute(args: argparse.Namespace) -> None:
         print(f"baseline {baseline.name} saved: {args.save_baseline}")
     if not others:
         return
-    gates = args.min_recovery is not None or args.confidence is not None or args.allow_inconclusive
+    given = (args.min_recovery, args.confidence, args.allow_inconclusive or None, args.junit)
+    gates = any(value is not None for value in given)
     inconclusive = result.verdict == "not enough evidence"
     if gates and not (inconclusive and args.allow_inconclusive):
         sys.exit(STATUS[result.verdict])
@@ -222,7 +238,7 @@ def _matrix(args: argparse.Namespace) -> None:
     _check_no_run_flags(args)
     _check_outputs(args)
     named = [(name or path, path) for name, path in map(reader.named, args.runs)]
-    runs = [(run, scores.measure(run, cluster=args.cluster)) for run in _read(named, [])]
+    runs = [(run, scores.measure(run, cluster=args.cluster)) for run in api.read_runs(named)]
     found = matrix.build(runs, args.metric)
     _write(
         args,
@@ -270,31 +286,19 @@ def _check_no_run_flags(args: argparse.Namespace) -> None:
 def _load(
     paths: Sequence[tuple[str | None, str | Path]], taken: list[str], args: argparse.Namespace
 ) -> list[Measured]:
-    """The scores of the runs at these paths, as `_read` names them."""
+    """The scores of the runs at these paths, as `read_runs` names them."""
     from fly.analysis import scores
 
     return [
         scores.measure(run, with_outputs=args.with_outputs, cluster=args.cluster)
-        for run in _read(paths, taken)
+        for run in api.read_runs(paths, taken)
     ]
-
-
-def _read(paths: Sequence[tuple[str | None, str | Path]], taken: list[str]) -> Iterator[Run]:
-    """The runs under unique names: a second `fly` becomes `fly-2`."""
-    from fly.runs import reader, run_settings
-
-    names = list(taken)
-    for name, path in paths:
-        run = reader.load(path, name)
-        unique = run_settings.unused_name(run.name, names, "-")
-        names.append(unique)
-        yield replace(run, name=unique)
 
 
 def _make_runs(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
     """The modes' runs, made now where they have not been before."""
     from fly.analysis import noise
-    from fly.cli import compare_plan, run_modes
+    from fly.cli import compare_plan, run_modes, screen
     from fly.runs import context
 
     planned = compare_plan.plan_runs(
@@ -304,7 +308,7 @@ def _make_runs(args: argparse.Namespace, stored: Measured | None) -> list[Measur
     if len(compared) == 1 and not stored:
         _check_nothing_else_asked(args, *compared)
     context.check_writable(planned.output, "output_path")
-    folders = run_modes.run_missing(planned)
+    folders = run_modes.run_missing(planned, screen.of_terminal(planned.output))
     return _load(list(folders.items()), [stored.name] if stored else [], args)
 
 

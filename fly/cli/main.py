@@ -22,6 +22,7 @@ from fly import launch, reading, registry
 from fly.cli import compare, config, pair, processes, report, trace, tune
 from fly.config import refuse_gone
 from fly.errors import FlyError, LostProcessError, reason_of
+from fly.harness import registration
 from fly.harness.arguments import (
     HF_NAMES,
     as_dict,
@@ -33,10 +34,10 @@ from fly.harness.arguments import (
 )
 from fly.models.fingerprint import hash_json
 from fly.models.sources import resolve_source
-from fly.paths import data_dir
 from fly.runs import context, environment, reader, resume
 from fly.runs.earlier_outputs import EarlierOutputs
 from fly.runs.manifest import Manifest
+from fly.version import VERSION
 
 _COMMANDS = (compare, config, pair, report, trace, tune)
 _ABOUT = """EleutherAI's lm-evaluation-harness with a backend that decodes by FLy, loosely verified
@@ -46,7 +47,11 @@ _EXAMPLE = """  # A draft, and its target by the JSON, with fly's backend (docs/
 
 """
 _PACKAGE = Path(fly.__file__).parent
-_HANDS_OVER = {Path(__file__), _PACKAGE / "__main__.py", _PACKAGE / "harness" / "evaluate.py"}
+_HANDS_OVER = {
+    Path(__file__),
+    _PACKAGE / "__main__.py",
+    *(_PACKAGE / "harness" / name for name in ("evaluate.py", "registration.py")),
+}
 _OF_FILES = {
     errno.ENOSPC: "the disk is full: free some space, then run it again",
     errno.EDQUOT: "the disk is full: free some space, then run it again",
@@ -64,7 +69,7 @@ class FlyCLI(HarnessCLI):
     def __init__(self) -> None:
         super().__init__()
         self._parser.prog = "fly"
-        self._parser.add_argument("--version", action="version", version=f"fly {fly.__version__}")
+        self._parser.add_argument("--version", action="version", version=f"fly {VERSION}")
         for command in _COMMANDS:
             command.add_command(self._subparsers)
         self._subparsers.choices["run"].add_argument(
@@ -118,7 +123,7 @@ class FlyCLI(HarnessCLI):
             self._run(args)
             return
         if hasattr(args, "include_path"):
-            args.include_path = _include_paths(args.include_path)
+            registration.extend_tasks()
         super().execute(args)
 
     def _run(self, args: argparse.Namespace) -> None:
@@ -136,14 +141,13 @@ class FlyCLI(HarnessCLI):
                 return
         del args.resume
         args.model_args = as_dict(args.model_args)
-        args.include_path = _include_paths(args.include_path)
+        registration.extend_tasks()
         output_dir = _prepare(args, reopened)
         before = set(reader.results_at_or_below(output_dir)) if output_dir else set()
         current = context.start(output_dir)
         current.samples = args.samples
         if args.model in registry.ENGINES:
-            # registers the model, which must happen before lm_eval.models is imported
-            registry.load_engine(args.model)
+            registry.load_engine(args.model)  # refuses what is not installed
             from fly.harness import summary
 
             with resume.keeping_manifest(current, reopened, arguments, args.model_args):
@@ -224,12 +228,6 @@ def _check_saved(folder: Path | None, before: set[Path]) -> None:
         )
 
 
-def _include_paths(given: str | list[str] | None) -> list[str]:
-    """fly's tasks first, the user's after them: later paths override earlier ones."""
-    user = given if isinstance(given, list) else [given] if given else []
-    return [str(data_dir("lm_eval_tasks")), *user]
-
-
 def _prepare(args: argparse.Namespace, reopened: Manifest | None) -> Path | None:
     """Choose the engine of fly's that is meant; check what can be checked before models load.
 
@@ -264,12 +262,7 @@ def _check_models(args: argparse.Namespace) -> None:
     sequences where what is drafted follows it.
     """
     settings, rest, _ = checked_pair(args.model_args, args.model)
-    if "pretrained" not in args.model_args:
-        if settings.needs_draft_model and settings.draft_model_path:
-            named = {"pretrained": settings.draft_model_path}
-        else:
-            named = {"model": settings.target_model_path}
-        args.model_args = {**named, **args.model_args}
+    args.model_args = registration.name_model(settings, args.model_args)
     if args.use_cache:
         # fetch: the next call must find this one's cache
         models = environment.models_of(settings, rest, fetch=True)
@@ -290,11 +283,6 @@ def _output_folder(path: Path, model_args: dict[str, Any]) -> Path:
         if key in model_args:
             return path / sanitize_model_name(str(model_args[key]))
     return path
-
-
-def _not_about_our_tasks(record: logging.LogRecord) -> bool:
-    """Filters lm-eval's warnings that fly's tasks replace its own, which they are meant to."""
-    return str(data_dir("lm_eval_tasks")) not in record.getMessage()
 
 
 def _lacks_examples(frames: list[Path]) -> bool:
@@ -344,7 +332,6 @@ def _set_up_logging() -> None:
             of_fly.addHandler(handler)
     if launch.rank() > 0:  # the first process says what all would
         logging.disable(logging.INFO)
-    logging.getLogger("lm_eval.tasks._index").addFilter(_not_about_our_tasks)
 
 
 def _main() -> None:

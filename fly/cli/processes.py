@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
+
+from fly.harness.progress import PIPE
 
 _SIGNALS = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
@@ -46,23 +48,39 @@ def ending_in_order() -> Iterator[None]:
             signal.signal(each, handler)
 
 
-def run_child(command: Sequence[str]) -> int:
+def run_child(
+    command: Sequence[str], log: IO[str] | None = None, on_line: Callable[[str], None] | None = None
+) -> int:
     """Run a command of fly's and return its exit status.
 
     The child ends in order whenever this process ends, SIGKILL included (on Windows: only on
-    Ctrl-C). The child must call `end_with_parent`.
+    Ctrl-C). The child must call `end_with_parent`. log: takes its output. on_line: is called with
+    each line of `fly.harness.progress.tell`.
     """
     if os.name == "nt":
-        return subprocess.run(command, check=False).returncode
+        return subprocess.run(command, check=False, stdout=log, stderr=log).returncode
     reading, writing = os.pipe()
+    progress, told = os.pipe()
+    environment = {**os.environ, _LIFELINE: str(reading)}
+    environment |= {PIPE: str(told)} if on_line else {}
     try:
-        environment = {**os.environ, _LIFELINE: str(reading)}
-        process = subprocess.Popen(command, pass_fds=[reading], env=environment)
+        process = subprocess.Popen(
+            command, pass_fds=[reading, told], env=environment, stdout=log, stderr=log
+        )
     except BaseException:
         os.close(writing)
         raise
     finally:
         os.close(reading)
+        os.close(told)
+
+    def listen() -> None:
+        with open(progress, errors="replace") as lines:
+            for line in lines:
+                if on_line:
+                    on_line(line.rstrip())
+
+    threading.Thread(target=listen, daemon=True).start()
     try:
         return process.wait()
     finally:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from fly import api
 from fly.cli import outputs
-from fly.errors import FlyError
-from fly.paths import expanded, write_output
+from fly.paths import expanded
 
 
 def add_command(subparsers: Any) -> None:
@@ -39,16 +39,7 @@ def add_command(subparsers: Any) -> None:
 
 
 def _report(args: argparse.Namespace) -> None:
-    from fly.analysis.html import write as report
-    from fly.runs import reader
-
-    if args.traces < 0:
-        raise FlyError(f"--traces {args.traces}: must be at least 0")
     output = expanded(args.output)
     outputs.check(args, {"--output": output})
-    paths = [reader.named(text) for text in args.runs]
-    loaded = [reader.load(path, name) for name, path in paths]
-    # half of a surrogate pair, which a JSON escape may spell, has no UTF-8
-    page = report.page(loaded, max_traces=args.traces).encode(errors="replace")
-    write_output(output, page, "--output")
-    print(f"report: {output} ({len(page) / 1e6:.1f} MB)")
+    api.report(*args.runs, output=output, traces=args.traces)
+    print(f"report: {output} ({output.stat().st_size / 1e6:.1f} MB)")

@@ -12,6 +12,7 @@ from typing import Any
 from fly import reading
 from fly.cli.compare_plan import Mode, PlannedRuns
 from fly.cli.processes import run_child
+from fly.cli.screen import Screen
 from fly.errors import FlyError
 from fly.execution.device import machine_facts
 from fly.models.fingerprint import hash_json
@@ -22,13 +23,14 @@ from fly.runs.environment import versions
 _MARK = "fly_compare.json"  # what the last run that was begun in a mode's folder depends on
 
 
-def run_missing(planned: PlannedRuns) -> dict[str, Path]:
+def run_missing(planned: PlannedRuns, screen: Screen | None = None) -> dict[str, Path]:
     """Run the modes that are not finished yet; returns the folder of each.
 
     A mode is finished if its folder holds the results of a run of this command, with the same
     input files, models and versions, on the same kind of machine. Whether the run has ended is told
     by what the run itself wrote, not by who saw it end. Raises FlyError if a run fails; the next
-    call continues there, in the middle of a run if its records allow it.
+    call continues there, in the middle of a run if its records allow it. screen: shows how far it
+    is, instead of the runs' own output.
     """
     modes, flags = planned.modes, planned.flags
     folders = {name: planned.output / name for name in modes}
@@ -50,10 +52,18 @@ def run_missing(planned: PlannedRuns) -> dict[str, Path]:
             what, old, new = difference
             print(f"{name}: made anew: {what} was {old}, is now {new}", flush=True)
         if finished is not None:
-            print(f"{name}: finished before, in {folder}{_lacking(mode, finished)}", flush=True)
+            done = f"finished before, in {folder}{_lacking(mode, finished)}"
+            if screen:
+                screen.begin(number, len(modes), name)
+                screen.end(done)
+            else:
+                print(f"{name}: {done}", flush=True)
             continue
         how = ", going on" if unfinished else ""
-        print(f"\n--- {name} ({number} of {len(modes)}){how} ---", flush=True)
+        if screen:
+            screen.begin(number, len(modes), name)
+        else:
+            print(f"\n--- {name} ({number} of {len(modes)}){how} ---", flush=True)
         arguments = [
             *flags,
             *mode.flags,
@@ -63,11 +73,13 @@ def run_missing(planned: PlannedRuns) -> dict[str, Path]:
         if unfinished:
             mark["before"] = noted["before"]
             arguments += ["--resume", str(unfinished)]
-            _run(mode, arguments, f"; to start it anew, remove {folder}")
+            _run(mode, arguments, screen, f"; to start it anew, remove {folder}")
         else:
             mark["before"] = [_relative(path, folder) for path in folder.rglob("*.json")]
             _write_mark(folder, mark)
-            _run(mode, arguments)
+            _run(mode, arguments, screen)
+        if screen:
+            screen.end()
         models = mode.models()
         if models != _read_mark(folder).get("models"):  # the run has fetched a hub's commit
             _write_mark(folder, {**mark, "models": models})
@@ -129,11 +141,16 @@ def _write_mark(folder: Path, mark: dict[str, Any]) -> None:
     write_whole(folder / _MARK, json.dumps(mark) + "\n")
 
 
-def _run(mode: Mode, arguments: Sequence[str], hint: str = "") -> None:
+def _run(
+    mode: Mode, arguments: Sequence[str], screen: Screen | None = None, hint: str = ""
+) -> None:
     """Run the mode in a process of its own. Raises FlyError if it fails."""
-    status = run_child([sys.executable, "-m", "fly", "run", *arguments])
+    command = [sys.executable, "-m", "fly", "run", *arguments]
+    status = run_child(command, screen.log, screen.show) if screen else run_child(command)
     if status:
         how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+        if screen:
+            screen.fail()
         raise FlyError(
             f"mode {mode.name} failed ({how}); finished modes are kept: the same command goes on "
             f"with {mode.name}{hint}"

@@ -17,8 +17,7 @@ from lm_eval.tasks import TaskManager
 
 from fly import reading
 from fly.errors import FlyError
-from fly.harness import code_metrics, sandbox
-from fly.paths import data_dir
+from fly.harness import code_metrics, registration, sandbox
 from fly.runs import context
 
 
@@ -112,14 +111,14 @@ def check_before_models_load(
     Raises FlyError if one cannot be loaded or run, or has no such document. Finding lm-eval's own
     tasks takes seconds, so what else is wrong with those is for lm-eval to say.
     """
-    paths = [str(data_dir("lm_eval_tasks")), *folders]
+    registration.extend_tasks()
     wanted = [name for name in names if isinstance(name, str)]
     tasks: dict[str, Task] = {}
     with quiet("lm_eval", logging.ERROR):
-        manager = TaskManager(include_path=paths, include_defaults=False)
+        manager = TaskManager(include_path=[*folders], include_defaults=False)
         known = manager.all_subtasks
         if samples and not all(name in known or name.endswith(".yaml") for name in wanted):
-            manager = TaskManager(include_path=paths)
+            manager = TaskManager(include_path=[*folders])
             known = manager.all_tasks
         resolved = {name: _resolve(manager, name) for name in wanted}
         for name in dict.fromkeys(chain(*resolved.values())):
@@ -205,5 +204,5 @@ def no_such_task(name: str, include_path: str | None = None) -> FlyError:
 
 @functools.cache
 def _manager(include_path: str | None) -> TaskManager:
-    paths = [str(data_dir("lm_eval_tasks")), *([include_path] if include_path else [])]
-    return TaskManager(include_path=paths)
+    registration.extend_tasks()
+    return TaskManager(include_path=include_path)

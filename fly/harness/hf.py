@@ -27,6 +27,7 @@ from fly.execution.heads import layer_check
 from fly.execution.heads.base import Head
 from fly.execution.kernels import gguf as kernels_gguf
 from fly.execution.model_runner import context_of, input_device
+from fly.harness import progress
 from fly.harness.backend import Backend
 from fly.harness.engine_factory import EngineFactory, LoadedPair, captures_graphs
 from fly.harness.ranks import Ranks
@@ -107,6 +108,7 @@ class FlyLM(Backend, HFLM):
         config = self.fly_config
         target, draft = sources.sources(config, config_path)
         self_check.warn_if_memory_is_short(target, draft, str(hf_args.get("device") or ""))
+        progress.tell("loading the models")
         with self._loading("target_model_path", config.target_model_path, target) as path:
             super().__init__(pretrained=path, **hf_args)
         self._check_token_ids()
@@ -125,6 +127,7 @@ class FlyLM(Backend, HFLM):
                 # before quantisation, whose errors only cost speed
                 capture = captures_graphs(config, draft_model) or None
                 self_check.check_cache_agrees(draft_model, "pretrained", capture=capture)
+        progress.tell("packing the weights")
         packed = weights.pack(self.model, draft_model, config)
         capture = captures_graphs(config, self.model) or None
         self_check.check_cache_agrees(

@@ -85,6 +85,28 @@ def test_a_long_task_name_folds_and_no_interval(tmp_path, capsys):
     assert max(map(len, printed.splitlines())) <= 100
 
 
+def test_without_drafts_there_is_no_time_x(tmp_path, capsys):
+    """Two runs of the target alone differ by what else the machine did: 1.10 [1.10, 1.10]."""
+    base = write(tmp_path / "a", "target-only", SOLVED, round_tokens=1, seconds=1.1)
+    again = write(tmp_path / "b", "fly", SOLVED, round_tokens=1)
+    assert fly("compare", base, again) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "1.10" not in printed
+    assert "no time x of fly, sums: nothing was drafted: any difference is the machine's" in printed
+    assert fly("compare", base, write(tmp_path / "c", "fly", SOLVED)) == 0
+    assert "1.10 [1.10, 1.10]" in capsys.readouterr().out
+
+
+def test_junit_fails_where_the_exit_status_does(tmp_path):
+    """A baseline that scores nothing decides nothing: status 3, and all of its tests skipped."""
+    base = write(tmp_path / "a", "target-only", [0] * 8)
+    junit = tmp_path / "junit.xml"
+    for flags, status, failures in (((), 3, "1"), (("--allow-inconclusive",), 0, "0")):
+        other = write(tmp_path / f"b{status}", "fly", [0] * 8)
+        assert fly("compare", base, other, "--junit", junit, *flags) == status
+        assert ElementTree.parse(junit).getroot().find("testsuite").get("failures") == failures
+
+
 def test_few_documents_that_score_the_same_are_unchanged(tmp_path, capsys):
     """They were called held, and allow a loss of 31 %; a job still passes."""
     base = write(tmp_path / "base", "target-only", SOLVED[:8])

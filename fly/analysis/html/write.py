@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from datetime import datetime, timezone
 
-import fly
 from fly.analysis import scores
 from fly.analysis.compare import choose_baseline
 from fly.analysis.html import comparison, documents, points, summary, traces
 from fly.analysis.html.page import render
 from fly.runs.reader import Run
+from fly.version import VERSION
 
 
 def page(runs: list[Run], max_traces: int = 200) -> str:
@@ -38,7 +38,7 @@ def page(runs: list[Run], max_traces: int = 200) -> str:
         f"fly report: {', '.join(each.name for each in measured)}",
         {
             "data-summary": {
-                "version": fly.__version__,
+                "version": VERSION,
                 "created": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
                 "runs": [summary.of_run(*each) for each in zip(runs, measured, per_run)],
                 "scores": summary.scores(runs),
