@@ -1,7 +1,7 @@
 """fly: lm-eval with exact and loosely verified speculative decoding, and a proof of the scores.
 
 `import fly` makes lm-eval's Python API know fly's models (`fly`, `fly_vllm`, `server`; `hf` and
-`vllm` with config_path) and tasks. docs/python.md shows both.
+`vllm` with config_path) and tasks. docs/notebook.ipynb shows both.
 """
 
 from fly.api import Page, compare, report

@@ -6,7 +6,7 @@ import html
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from fly.errors import FlyError
 
@@ -32,18 +32,20 @@ def compare(
     confidence: float = 0.95,
     metrics: Sequence[str] | None = None,
     baseline: str | None = None,
+    pair_by: Literal["prompt", "document"] = "prompt",
 ) -> Result:
     """Compare finished runs with one of them: scores, recovery, time x and a verdict.
 
     runs: folders or results files, at least two; NAME=PATH names one. min_recovery: share of the
     baseline's score that a run must keep. confidence: how sure a verdict must be. metrics: only
-    these. baseline: a run's name; default: the target-only run, else the first. `result.verdict`
+    these. baseline: a run's name; default: the target-only run, else the first. pair_by:
+    `document` compares runs whose prompts differ in form. `result.verdict`
     is the weakest of all; `result.others` has the rows of each run (docs/compare.md).
 
     Raises FlyError for runs that cannot be read, or that did not answer the same questions.
     """
+    from fly.analysis import alignment, scores
     from fly.analysis import compare as comparison
-    from fly.analysis import scores
     from fly.analysis.statistics import Demand
     from fly.harness.arguments import check_flags
     from fly.runs import reader
@@ -53,6 +55,8 @@ def compare(
         raise FlyError("fly.compare: give at least two runs")
     named = [reader.named(str(run)) for run in runs]
     measured = [scores.measure(run) for run in read_runs(named)]
+    if pair_by == "document":
+        measured = alignment.pair_by_document(measured)
     first = comparison.choose_baseline(measured, baseline)
     others = [run for run in measured if run is not first]
     return comparison.compare(first, others, Demand(min_recovery, confidence), metrics)

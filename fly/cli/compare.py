@@ -81,6 +81,13 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="store the baseline's outputs too, for later runs to draft from",
     )
+    group.add_argument(
+        "--pair-by",
+        choices=("prompt", "document"),
+        default="prompt",
+        help="document: runs whose prompts differ in form, as texts and messages do, are paired by "
+        "what their documents hold",
+    )
     group.add_argument("--metric", nargs="+", metavar="NAME", help="only these metrics")
     group.add_argument(
         "--cluster",
@@ -133,6 +140,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def _execute(args: argparse.Namespace) -> None:
     from fly.analysis import (
+        alignment,
         comparability,
         compare,
         compare_files,
@@ -157,6 +165,9 @@ def _execute(args: argparse.Namespace) -> None:
     measured_noise = None
     if args.noise_floor:
         measured_noise, found = noise.take_noise(found)
+    if args.pair_by == "document":
+        together = alignment.pair_by_document([*([stored] if stored else []), *found])
+        stored, found = (together[0], together[1:]) if stored else (None, together)
     if stored:
         for run in found:
             comparability.check_reusable(args.baseline, stored, run)

@@ -1,6 +1,6 @@
 """`fly trace`: watch one prompt, or one document of a task, being decoded.
 
-docs/trace_command.md explains what it prints.
+docs/report.md explains what it prints.
 """
 
 from __future__ import annotations

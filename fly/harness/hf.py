@@ -144,6 +144,12 @@ class FlyLM(Backend, HFLM):
         )
 
     @property
+    def target_dtype(self) -> str:
+        """Of the weights: on CPUs without bfloat16 instructions fly computes with these in float32,
+        and the packed model says so of itself."""
+        return f"torch.{self._loaded_dtype}"
+
+    @property
     def draft_model(self) -> transformers.PreTrainedModel | None:
         return self.pair.draft
 
@@ -310,7 +316,9 @@ class FlyLM(Backend, HFLM):
         gpus = sum(device.type != "cpu" for device in used)
         return {
             "devices": max(1, gpus),
-            "draft_dtype": None if draft is None else str(draft.dtype),
+            "draft_dtype": None
+            if draft is None
+            else f"torch.{self.fly_config.draft_dtype or self._loaded_dtype}",
             "draft_num_parameters": None if draft is None else self.pair.packed.draft_parameters,
             "preparation": self.pair.packed.as_dict(),
             "draft_vocabulary_share": None if shared is None else round(shared.share, 4),
@@ -319,4 +327,8 @@ class FlyLM(Backend, HFLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """HFLM's facts, of the target, plus `fly`."""
-        return {**super().get_model_info(), "model_num_parameters": self._num_parameters}
+        return {
+            **super().get_model_info(),
+            "model_num_parameters": self._num_parameters,
+            "model_dtype": getattr(torch, self._loaded_dtype),
+        }

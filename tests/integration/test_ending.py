@@ -49,7 +49,9 @@ def test_without_an_output_path_a_signal_keeps_the_records(place, tmp_path, monk
         if word not in ("--output_path", "unused", "--log_samples")
     ]
     run = killing.Run(command, place, EnvironmentOf(home))
-    wait_for(lambda: re.search(rb"[1-9]\d* of 36 requests", run.output()) or not run.process.is_alive())
+    wait_for(
+        lambda: re.search(rb"[1-9]\d* of 36 requests", run.output()) or not run.process.is_alive()
+    )
     run.kill(number, group=False)
     status, output = run.end()
     assert status == 128 + number, output[-2000:]

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from lm_eval.utils import hash_string
 
-from fly.analysis import compare, compare_files, compare_table, scores
+from fly.analysis import alignment, compare, compare_files, compare_table, scores
 from fly.analysis.html import summary
 from fly.analysis.statistics import Demand
 from fly.cli import main as cli
@@ -806,3 +806,32 @@ def test_a_run_with_a_comma_in_its_name_stays_one_column_of_the_csv():
         "run": "fly, K=4", "concurrency": "16", "tok_s": "120.5", "tok_s_per_user": "9.25",
         "verdict": "held",
     }  # fmt: skip
+
+
+def test_prompts_of_another_form_are_paired_by_document(tmp_path, capsys):
+    """A text and the messages of a chat endpoint ask the same of one document."""
+    text = write(tmp_path / "a", "target-only", SOLVED, prompt="text of")
+    chat = write(tmp_path / "b", "server", SOLVED, prompt="messages of")
+    assert fly("compare", text, chat) == 2
+    assert "the prompt differs" in capsys.readouterr().err
+    assert fly("compare", text, chat, "--pair-by", "document") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    count = len(SOLVED)
+    assert f"paired by document: {count} of {count} prompts are not those of target-only" in printed
+    short = write(tmp_path / "c", "server", SOLVED[:20], prompt="messages of")
+    assert fly("compare", text, short, "--pair-by", "document") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"{count - 20} documents that not all runs have are left out" in printed
+    assert "20 documents" in printed
+
+
+def test_documents_are_paired_by_what_they_hold_not_by_their_numbers(tmp_path):
+    runs = [load(write(tmp_path / n, "fly", [0, 1, 1])) for n in ("a", "b")]
+    task = runs[1].tasks["sums"]
+    turned = {2: task.documents[0], 0: task.documents[1], 1: task.documents[2]}
+    scores = [m.model_copy(update={"scores": {2: 0.0, 0: 1.0, 1: 1.0}}) for m in task.metrics]
+    task = task.model_copy(update={"documents": turned, "metrics": scores, "work": {}})
+    runs[1] = runs[1].model_copy(update={"name": "b", "tasks": {"sums": task}})
+    first, second = alignment.pair_by_document(runs)
+    assert second.tasks["sums"].metrics[0].scores == {0: 0.0, 1: 1.0, 2: 1.0}
+    assert compare.compare(first, [second]).others[0].rows[0].scores.lost == 0

@@ -1,4 +1,4 @@
-"""The report's numbers about whole runs. Counts and rates are fly's own (docs/definitions.md)."""
+"""The report's numbers about whole runs. Counts and rates are fly's own (docs/compare.md)."""
 
 from __future__ import annotations
 
