@@ -74,7 +74,7 @@ def report(*runs: str | Path, output: str | Path = "report.html", traces: int = 
     from fly.runs import reader
 
     if traces < 0:
-        raise FlyError(f"traces={traces}: must be at least 0")
+        raise FlyError(f"--traces {traces}: must be at least 0")
     loaded = [reader.load(path, name) for name, path in map(reader.named, map(str, runs))]
     # half of a surrogate pair, which a JSON escape may spell, has no UTF-8
     page = write.page(loaded, max_traces=traces).encode(errors="replace")
