@@ -186,7 +186,8 @@ def _execute(args: argparse.Namespace) -> None:
             junit=lambda: compare_files.as_junit(result, args.allow_inconclusive),
             csv=lambda: compare_table.curve_csv(result),
         )
-        if screen.is_wanted() and not args.details:
+        is_asked = args.details or result.noise or result.curve
+        if screen.is_wanted() and not is_asked:
             compare_screen.print_result(result)
         else:
             compare_table.print_result(result)

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import time
+from contextlib import suppress
 
 from tqdm import tqdm
 
@@ -19,7 +20,8 @@ PIPE = "FLY_PROGRESS"  # a pipe's number: a comparison reads there how far its r
 def tell(text: str) -> None:
     """Say what begins, or how far it is, to a comparison that made this run; else in the log."""
     if pipe := os.environ.get(PIPE):
-        os.write(int(pipe), f"{text}\n".encode())
+        with suppress(OSError):  # whoever read it has ended
+            os.write(int(pipe), f"{text}\n".encode())
     else:
         logger.info("%s", text)
 
