@@ -79,7 +79,7 @@ def _verdict(other: Against, result: Result, several: bool) -> Iterator[str]:
 def _says(row: ScoreRow, result: Result) -> Iterator[str]:
     texts = score_texts(row.scores)
     recovery = f" (recovery {texts.recovery}{texts.interval})"
-    yield _SAYS[row.verdict] + recovery * (row.verdict != "unchanged")
+    yield _SAYS[row.verdict] + recovery * (row.is_judged and row.verdict != "unchanged")
     for line in filter(None, in_words(row.scores, result.demand)):
         if line != row.scores.reason or row.verdict != "unchanged":  # said already
             yield line[0].upper() + line[1:]
