@@ -1,7 +1,7 @@
 """Drafters, verification rules and engines by name: a new one is a file of its own and a line here.
 
 Entries are `module:class`, imported when they are first used, so that reading a configuration or a
-finished run loads no torch. docs/adding_a_drafter.md, adding_a_rule.md and adding_an_engine.md.
+finished run loads no torch. docs/extending.md.
 """
 
 from __future__ import annotations

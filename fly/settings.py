@@ -174,12 +174,12 @@ class ModelSettings(Settings):
         None,
         description="Hidden states of the target that a trained head reads, as transformers "
         "numbers them: 0 the embeddings, i the output of layer i - 1. null: as the head's files "
-        "say (docs/heads.md).",
+        "say (docs/drafters.md).",
     )
     dual_tok: bool = Field(
         False,
         description="Draft and target with different tokenizers: the tokens that both have are "
-        "drafted (docs/dual_tok.md). false refuses such a pair.",
+        "drafted (docs/drafters.md). false refuses such a pair.",
     )
 
 
@@ -194,8 +194,8 @@ class DrafterSettings(Settings):
         description="model: the draft model. ngram: texts alone (draft_sources), no second model. "
         "cascade: what a text promises is drafted from it, else the draft model drafts, with "
         "n-grams that it verifies. eagle3: draft_model_path is a trained EAGLE-3 head of the "
-        "target, block: a DFlash or DSpark head (docs/heads.md). mtp and suffix: vLLM's own, for "
-        "--model vllm only. null: cascade if use_ngram, else model; with draft_runs cascade if "
+        "target, block: a DFlash or DSpark head (docs/drafters.md). mtp and suffix: vLLM's own, "
+        "for --model vllm only. null: cascade if use_ngram, else model; with draft_runs cascade if "
         "there is a draft model, else ngram.",
     )
     use_ngram: bool | None = Field(
@@ -211,7 +211,8 @@ class DrafterSettings(Settings):
         ge=0,
         le=1,
         description="drafter=block with a DSpark head: a draft ends before the first token that "
-        "its confidence head gives less than this of being accepted (docs/heads.md). null: never.",
+        "its confidence head gives less than this of being accepted (docs/drafters.md). null: "
+        "never.",
     )
     max_ngram_size: int = Field(
         4, ge=1, le=32, description="Longest suffix that is looked up, in tokens."
@@ -507,7 +508,7 @@ class OutputSettings(Settings):
     verbose: bool = Field(False, description="Log one line per round.")
     trace: bool = Field(
         False,
-        description="Write every round to fly_trace_*.jsonl beside the samples (docs/traces.md).",
+        description="Write every round to fly_trace_*.jsonl beside the samples (docs/report.md).",
     )
 
 

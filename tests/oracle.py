@@ -1,6 +1,6 @@
 """FLy decoding by the book: slow, one token at a time, greedy; the tests' reference.
 
-Written from the semantics (docs/definitions.md), not from fly/speculation: it knows no tensor, no
+Written from the semantics (docs/compare.md), not from fly/speculation: it knows no tensor, no
 cache and no batch, and imports nothing of fly. Words: see fly/speculation/rules/fly.py.
 """
 

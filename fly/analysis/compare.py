@@ -22,6 +22,7 @@ from fly.errors import FlyError
 from fly.runs.records import Positions, mean_lengths
 
 _WEAKEST_FIRST: tuple[Verdict, ...] = ("fell", "not enough evidence", "unchanged", "held")
+_NOTHING_DRAFTED = "nothing was drafted: any difference is the machine's"
 _OF_ALL: tuple[Subject, ...] = ("target", "decoding", "engine")  # in the result's notes alone
 
 
@@ -305,6 +306,9 @@ def _against(
     """
     rows, primaries = [], []
     withheld = _why_withheld(reasons, "withhold verdict")
+    speeds = _speeds(other, baseline, _why_withheld(reasons, "withhold times"))
+    if not any(reason.subject in ("target", "decoding", "engine", "method") for reason in reasons):
+        speeds = [_without_drafts(speed, baseline) for speed in speeds]
     for name, metrics in chosen.items():
         first = primary(metrics)
         for metric in metrics:
@@ -319,9 +323,14 @@ def _against(
         other.name,
         rows,
         _overall(primaries, demand, verdicts, withheld),
-        _speeds(other, baseline, _why_withheld(reasons, "withhold times")),
+        speeds,
         [
             *(reason.note for reason in reasons if reason.note and reason.subject not in _OF_ALL),
+            *(
+                f"no time x of {other.name}, {speed.task}: {_NOTHING_DRAFTED}"
+                for speed in speeds
+                if speed.withheld == _NOTHING_DRAFTED
+            ),
             *_dependence_notes(other),
         ],
     )
@@ -453,6 +462,15 @@ def _gates(
         names = [*baseline.tasks] if gate.task is None else [gate.task]
         base, own = _work_of(baseline, names), _work_of(other, names)
         yield judge_gate(gate, base, own, withheld, demand.confidence, verdicts)
+
+
+def _without_drafts(speed: Speed, baseline: Measured) -> Speed:
+    """No time x where both decoded token by token, in one way: it would say nothing of fly."""
+    pace = speed.pace
+    one_by_one = pace.rounds >= pace.tokens > 0 and not pace.positions.drafts
+    if speed.decode is None or not one_by_one or baseline.mode != "target-only":
+        return speed
+    return replace(speed, decode=None, end_to_end=None, withheld=_NOTHING_DRAFTED)
 
 
 def _work_of(run: Measured, names: list[str]) -> dict[tuple[str, int], Work]:

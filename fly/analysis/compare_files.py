@@ -40,12 +40,13 @@ def against_as_dict(other: Against) -> dict[str, Any]:
 
 def as_junit(result: Result, allow_inconclusive: bool) -> str:
     """One suite per run, one test per task and metric; without evidence a test fails, or is
-    skipped where that is allowed."""
+    skipped where that is allowed. So some test fails exactly where the exit status does."""
     root = ElementTree.Element("testsuites", name="fly compare")
     for other in result.others:
         suite = ElementTree.SubElement(root, "testsuite", name=f"{other.name} vs {result.baseline}")
         for row in other.all_rows:
-            _add_test(suite, row, other.name, result, allow_inconclusive)
+            decides_nothing = not row.is_judged and any(r.is_judged for r in other.all_rows)
+            _add_test(suite, row, other.name, result, allow_inconclusive or decides_nothing)
         for gate in other.gates:
             _add_gate(suite, gate, other.name, allow_inconclusive)
         suite.set("tests", str(len(suite)))
@@ -90,7 +91,7 @@ def _add_test(
     if scores.verdict in ("held", "unchanged"):
         ElementTree.SubElement(case, "system-out").text = numbers
         return
-    is_skipped = scores.verdict == "not enough evidence" and (allow or not row.is_judged)
+    is_skipped = scores.verdict == "not enough evidence" and allow
     words = "; ".join(in_words(scores, result.demand)) or scores.reason
     message = {"message": f"{scores.verdict}: {words}"}
     if is_skipped:

@@ -20,7 +20,7 @@ _SCORES: dict[str, int | None] = {
     "verdict": 33,
 }  # fmt: skip
 _SPEED: dict[str, int | None] = dict.fromkeys(
-    ("task", "run", "decoding x", "end to end x", "tokens x", "tok/s", "saved")
+    ("task", "run", "decoding x", "end to end x", "tokens x", "tok/s", "passes saved")
 )
 _LENGTHS: dict[str, int | None] = dict.fromkeys(
     ("task", "run", "tau", "tau/doc", "AL", "AL/doc", "accepted by position")

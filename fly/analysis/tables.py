@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -20,8 +21,16 @@ _COLOURS = {
 }  # fmt: skip
 # a task name may fold, an interval may not
 _UNFOLDED = ("decoding x", "end to end x", "accepted by position")
+_TEXTS = ("task", "verdict", "documents")  # cells of several words, which may take several lines
 _NUMBERS = (
-    "score", "lost/won", "p", "tokens x", "tok/s", "saved", "tau", "tau/doc", "AL", "AL/doc",
+    "score", "lost/won", "p", "tokens x", "tok/s", "passes saved", "tau", "tau/doc", "AL", "AL/doc",
+    "tokens/pass",
+)  # fmt: skip
+# what a narrow terminal has no room for, the least missed first
+_LEFT_OUT_FIRST = (
+    "p", "p more texts", "accepted by position", "AL/doc", "tau/doc", "texts: rounding",
+    "the run's", "AL", "passes saved", "tok/s", "tokens x", "p more", "lost/won",
+    "tokens/pass", "end to end x",
 )  # fmt: skip
 
 
@@ -44,6 +53,27 @@ class Table:
             found[-1].rows.append(cells)
         return found
 
+    def fit(self, width: int) -> tuple[Table, list[str]]:
+        """The table without the columns that have no room in so many characters, and their names.
+        Words stay whole."""
+        left_out = list[str]()
+        for name in _LEFT_OUT_FIRST:
+            kept = [column for column in self.columns if column not in left_out]
+            if sum(self._least_width(column) + 2 for column in kept) < width:
+                break
+            left_out += [name] if name in kept else []
+        numbers = [i for i, column in enumerate(self.columns) if column not in left_out]
+        widths = dict[str, int | None].fromkeys([*self.columns][i] for i in numbers)
+        rows = [[row[i] for i in numbers] for row in self.rows]
+        return Table(self.title, widths, rows), left_out
+
+    def _least_width(self, name: str) -> int:
+        """Without breaking a word, or a cell that is no text."""
+        at = [*self.columns].index(name)
+        cells = [name, *(row[at] for row in self.rows)]
+        parts = [part for cell in cells for part in (cell.split() if name in _TEXTS else [cell])]
+        return max(14 if name == "verdict" else 0, *map(cell_len, parts))
+
     def in_terminal(self) -> RichTable:
         table = RichTable(
             title=Text(visible(self.title), style="bold"),  # names are no markup
@@ -57,7 +87,8 @@ class Table:
                 justify="right" if name in _NUMBERS else "left",
                 overflow="fold",
                 width=width,
-                no_wrap=name in _UNFOLDED,
+                no_wrap=name in _UNFOLDED or (width is None and name not in _TEXTS),
+                min_width=None if width else self._least_width(name),
             )
         for row in self.rows:
             table.add_row(*map(_colour, row))
@@ -73,14 +104,21 @@ class Table:
 
 
 def print_tables(tables: Sequence[Table], notes: Sequence[str], heading: str = "") -> None:
-    """100 columns suffice."""
+    """100 columns suffice; narrower terminals get fewer."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    missing = dict[str, None]()
+    if console.width < WIDTH:
+        fitted = [table.fit(console.width) for table in tables]
+        tables = [table for table, _ in fitted]
+        missing = dict.fromkeys(name for _, names in fitted for name in names)
     if heading:
         console.print(f"\n{visible(heading)}\n", markup=False)
     for table in tables:
         console.print(table.in_terminal())
     for line in notes:
         console.print(visible(line), markup=False)
+    if missing:
+        console.print(f"left out at this width: {', '.join(missing)}", markup=False)
 
 
 def as_markdown(tables: Sequence[Table], notes: Sequence[str]) -> str:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fly import api
 from fly.cli import outputs
 from fly.errors import FlyError
 
 if TYPE_CHECKING:
     from fly.analysis.scores import Measured
     from fly.analysis.statistics import Demand
-    from fly.runs.reader import Run
 
 _FILES = ("json", "markdown", "junit", "csv")
 _NOT_OF_MATRIX = (
@@ -29,8 +28,9 @@ _USAGE = """fly compare RUN RUN ... [options]
        fly compare --model_args config_path=<pair>.json --tasks <task> ... --output_path <folder>
                    [options] [any flag of fly run]"""
 _DESCRIPTION = """Compare runs on the same documents: scores, recovery, time x, and a verdict per
-task (docs/compare.md). With --min-..., --confidence or --allow-inconclusive the exit status is the
-verdict: 0 held or unchanged, 1 fell, 3 not enough evidence; 2: bad usage or a failed run."""
+task (docs/compare.md). With --min-..., --confidence, --allow-inconclusive or --junit the exit
+status is the verdict: 0 held or unchanged, 1 fell, 3 not enough evidence; 2: bad usage or a failed
+run."""
 
 
 def add_command(subparsers: Any) -> None:
@@ -48,6 +48,7 @@ def add_command(subparsers: Any) -> None:
         "runs", nargs="*", metavar="RUN", help="folder or results file; NAME=PATH names it"
     )
     _add_options(parser)
+    parser._action_groups.insert(2, parser._action_groups.pop())  # its own before those of `run`
     parser.set_defaults(func=_execute)
 
 
@@ -91,6 +92,13 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--with-outputs",
         action="store_true",
         help="store the baseline's outputs too, for later runs to draft from",
+    )
+    group.add_argument(
+        "--pair-by",
+        choices=("prompt", "document"),
+        default="prompt",
+        help="document: runs whose prompts differ in form, as texts and messages do, are paired by "
+        "what their documents hold",
     )
     group.add_argument("--metric", nargs="+", metavar="NAME", help="only these metrics")
     group.add_argument(
@@ -158,6 +166,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--link", metavar="URL", help="where the report will lie, for the links of --markdown"
     )
+    group.add_argument(
+        "--details", action="store_true", help="all tables and notes, also on a terminal"
+    )
     for name in _FILES:
         group.add_argument(f"--{name}", type=Path, metavar="FILE", help=f"write {name} there")
     outputs.add_force(group)
@@ -165,17 +176,20 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def _execute(args: argparse.Namespace) -> None:
     from fly.analysis import (
+        alignment,
         categories,
         comment,
         comparability,
         compare,
         compare_files,
+        compare_screen,
         compare_table,
         gates,
         history,
         noise,
         scores,
     )
+    from fly.cli import screen
 
     if args.matrix:
         _matrix(args)
@@ -196,6 +210,9 @@ def _execute(args: argparse.Namespace) -> None:
     measured_noise = None
     if args.noise_floor:
         measured_noise, found = noise.take_noise(found)
+    if args.pair_by == "document":
+        together = alignment.pair_by_document([*([stored] if stored else []), *found])
+        stored, found = (together[0], together[1:]) if stored else (None, together)
     if stored:
         for run in found:
             comparability.check_reusable(args.baseline, stored, run)
@@ -215,7 +232,11 @@ def _execute(args: argparse.Namespace) -> None:
             junit=lambda: compare_files.as_junit(result, args.allow_inconclusive),
             csv=lambda: compare_table.curve_csv(result),
         )
-        compare_table.print_result(result, groups)
+        is_asked = args.details or args.by or limits or result.noise or result.curve
+        if screen.is_wanted() and not is_asked:
+            compare_screen.print_result(result)
+        else:
+            compare_table.print_result(result, groups)
         if args.history:
             against = {each.name: each for each in result.others}
             told = {baseline.name, *against}  # not the noise run
@@ -233,7 +254,8 @@ def _execute(args: argparse.Namespace) -> None:
         print(f"baseline {baseline.name} saved: {args.save_baseline}")
     if not others:
         return
-    is_gate = args.min_recovery is not None or args.confidence is not None or limits
+    given = (args.min_recovery, args.confidence, args.allow_inconclusive or None, args.junit)
+    is_gate = any(value is not None for value in given) or limits
     inconclusive = result.verdict == "not enough evidence"
     if (is_gate or args.allow_inconclusive) and not (inconclusive and args.allow_inconclusive):
         sys.exit(STATUS[result.verdict])
@@ -297,7 +319,7 @@ def _matrix(args: argparse.Namespace) -> None:
         named = [(name or path, path) for name, path in map(reader.named, args.runs)]
     else:
         named = [(name, str(path)) for name, path in _make_missing(args, None).items()]
-    runs = [(run, scores.measure(run, cluster=args.cluster)) for run in _read(named, [])]
+    runs = [(run, scores.measure(run, cluster=args.cluster)) for run in api.read_runs(named)]
     found = matrix.build(runs, args.metric)
     _write(
         args,
@@ -347,7 +369,7 @@ def _check_finished(args: argparse.Namespace) -> None:
 def _load(
     paths: Sequence[tuple[str | None, str | Path]], taken: list[str], args: argparse.Namespace
 ) -> list[Measured]:
-    """The scores of the runs at these paths, as `_read` names them."""
+    """The scores of the runs at these paths, as `read_runs` names them."""
     from fly.analysis import scores
 
     args.measured = [
@@ -355,21 +377,9 @@ def _load(
             run,
             scores.measure(run, with_outputs=args.with_outputs, cluster=args.cluster, by=args.by),
         )
-        for run in _read(paths, taken)
+        for run in api.read_runs(paths, taken)
     ]
     return [measured for _, measured in args.measured]
-
-
-def _read(paths: Sequence[tuple[str | None, str | Path]], taken: list[str]) -> Iterator[Run]:
-    """The runs under unique names: a second `fly` becomes `fly-2`."""
-    from fly.runs import reader, run_settings
-
-    names = list(taken)
-    for name, path in paths:
-        run = reader.load(path, name)
-        unique = run_settings.unused_name(run.name, names, "-")
-        names.append(unique)
-        yield replace(run, name=unique)
 
 
 def _make_runs(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
@@ -381,7 +391,7 @@ def _make_runs(args: argparse.Namespace, stored: Measured | None) -> list[Measur
 def _make_missing(args: argparse.Namespace, stored: Measured | None) -> dict[str, Path]:
     """The folder of every mode's run."""
     from fly.analysis import noise
-    from fly.cli import compare_plan, run_modes
+    from fly.cli import compare_plan, run_modes, screen
     from fly.runs import context
 
     planned = compare_plan.plan_runs(
@@ -391,7 +401,7 @@ def _make_missing(args: argparse.Namespace, stored: Measured | None) -> dict[str
     if len(compared) == 1 and not stored:
         _check_nothing_else_asked(args, *compared)
     context.check_writable(planned.output, "output_path")
-    return run_modes.run_missing(planned)
+    return run_modes.run_missing(planned, screen.of_terminal(planned.output))
 
 
 def _run_flags(args: argparse.Namespace) -> list[str]:

@@ -10,7 +10,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,6 +22,7 @@ from fly import launch, reading, registry
 from fly.cli import compare, config, history, pair, processes, report, trace, tune
 from fly.config import refuse_gone
 from fly.errors import FlyError, LostProcessError, reason_of
+from fly.harness import registration
 from fly.harness.arguments import (
     HF_NAMES,
     as_dict,
@@ -32,10 +33,11 @@ from fly.harness.arguments import (
     merge_config,
 )
 from fly.models.fingerprint import hash_json
-from fly.paths import data_dir
+from fly.models.sources import resolve_source
 from fly.runs import context, environment, reader, resume
 from fly.runs.earlier_outputs import EarlierOutputs
 from fly.runs.manifest import Manifest
+from fly.version import VERSION
 
 _COMMANDS = (compare, config, history, pair, report, trace, tune)
 _ABOUT = """EleutherAI's lm-evaluation-harness with a backend that decodes by FLy, loosely verified
@@ -45,7 +47,11 @@ _EXAMPLE = """  # A draft, and its target by the JSON, with fly's backend (docs/
 
 """
 _PACKAGE = Path(fly.__file__).parent
-_HANDS_OVER = {Path(__file__), _PACKAGE / "__main__.py", _PACKAGE / "harness" / "evaluate.py"}
+_HANDS_OVER = {
+    Path(__file__),
+    _PACKAGE / "__main__.py",
+    *(_PACKAGE / "harness" / name for name in ("evaluate.py", "registration.py")),
+}
 _OF_FILES = {
     errno.ENOSPC: "the disk is full: free some space, then run it again",
     errno.EDQUOT: "the disk is full: free some space, then run it again",
@@ -53,6 +59,7 @@ _OF_FILES = {
     errno.ELOOP: "a link that leads to itself: give another",
     errno.EACCES: "permission denied: give another, or change its permissions",
 }
+_NAMES_A_FILE = ("FILE", "RUN", "CONFIG", "DIR", "RUN_DIR", "FILE.json", "<path>")
 _LAUNCHER_SECONDS = 5.0  # within which a launcher ends what is left of a run
 
 
@@ -62,7 +69,7 @@ class FlyCLI(HarnessCLI):
     def __init__(self) -> None:
         super().__init__()
         self._parser.prog = "fly"
-        self._parser.add_argument("--version", action="version", version=f"fly {fly.__version__}")
+        self._parser.add_argument("--version", action="version", version=f"fly {VERSION}")
         for command in _COMMANDS:
             command.add_command(self._subparsers)
         self._subparsers.choices["run"].add_argument(
@@ -70,6 +77,9 @@ class FlyCLI(HarnessCLI):
             metavar="RUN_DIR",
             help="Continue a run that was cut short; its other arguments are known",
         )
+        completion = self._subparsers.add_parser("completion", help="Print a shell's completions")
+        completion.add_argument("shell", choices=("bash", "zsh", "tcsh"))
+        completion.set_defaults(func=lambda args: print(_complete(self._parser, args.shell)))
         self._parser.description = _ABOUT
         _call_fly(self._parser, "fly")
         for parser, prompt in ((self._parser, ""), (self._subparsers.choices["run"], "$ ")):
@@ -77,11 +87,18 @@ class FlyCLI(HarnessCLI):
             parser.epilog = f"{heading}:\n{_EXAMPLE.format(prompt)}{rest}"
 
     def parse_args(self) -> argparse.Namespace:
-        """As lm-eval's, but a single argument may also be --resume=DIR, not only a subcommand."""
+        """As lm-eval's, but a single argument may also be --resume=DIR, not only a subcommand, and
+        flags may be written with hyphens as well as with underscores."""
         if len(sys.argv) == 2 and sys.argv[1].startswith("--resume="):
             sys.argv.insert(1, "run")
+        first, commands = "".join(sys.argv[1:2]), self._subparsers.choices
+        known = commands.get(first, commands["run"])._option_string_actions
+        sys.argv[1:] = [_spelled(word, known) for word in sys.argv[1:]]
         flags = [word.partition("=")[0] for word in sys.argv if word.startswith("--")]
-        refuse_gone(dict.fromkeys([" ".join(["fly", *sys.argv[1:2]]), *flags]), "command line")
+        refuse_gone(dict.fromkeys([f"fly {first}", *flags]), "command line")
+        if first not in commands and not first.startswith("-") and first:
+            hint = reading.hint(first, commands, "`fly --help` lists the commands")
+            raise FlyError(f"unknown command {first!r}: {hint}")
         check_json(sys.argv)
         sys.argv[:] = bracket_lists(sys.argv)
         try:
@@ -106,11 +123,13 @@ class FlyCLI(HarnessCLI):
             self._run(args)
             return
         if hasattr(args, "include_path"):
-            args.include_path = _include_paths(args.include_path)
+            registration.extend_tasks()
         super().execute(args)
 
     def _run(self, args: argparse.Namespace) -> None:
         check_run(args, merge_config(args))
+        for name in ("lm_eval", "fly") if args.verbosity else ():  # lm-eval would do it at the end
+            logging.getLogger(name).setLevel(args.verbosity)
         arguments, secrets = resume.split_secrets(args)
         reopened = None
         if args.resume is not None:
@@ -122,14 +141,13 @@ class FlyCLI(HarnessCLI):
                 return
         del args.resume
         args.model_args = as_dict(args.model_args)
-        args.include_path = _include_paths(args.include_path)
+        registration.extend_tasks()
         output_dir = _prepare(args, reopened)
         before = set(reader.results_at_or_below(output_dir)) if output_dir else set()
         current = context.start(output_dir)
         current.samples = args.samples
         if args.model in registry.ENGINES:
-            # registers the model, which must happen before lm_eval.models is imported
-            registry.load_engine(args.model)
+            registry.load_engine(args.model)  # refuses what is not installed
             from fly.harness import summary
 
             with resume.keeping_manifest(current, reopened, arguments, args.model_args):
@@ -144,6 +162,26 @@ class FlyCLI(HarnessCLI):
             _show(f"results: {output_dir}")
 
 
+def _complete(parser: argparse.ArgumentParser, shell: str) -> str:
+    """The script that a shell sources to complete fly's commands and flags."""
+    import shtab
+
+    for command in parser._subparsers._group_actions[0].choices.values():  # type: ignore
+        for action in command._actions:
+            if action.metavar in _NAMES_A_FILE:
+                action.complete = shtab.FILE
+    return shtab.complete(parser, shell)
+
+
+def _spelled(word: str, flags: Mapping[str, Any]) -> str:
+    """The flag as the parser has it: lm-eval writes --model_args, fly --min-recovery."""
+    name, equals, value = word.partition("=")
+    for other in (name.replace("_", "-"), "--" + name[2:].replace("-", "_")):
+        if name.startswith("--") and name not in flags and other in flags:
+            return other + equals + value
+    return word
+
+
 def _show(line: str) -> None:
     """Print it once, however many processes the run has."""
     if launch.rank() == 0:
@@ -155,6 +193,11 @@ def _call_fly(parser: argparse.ArgumentParser, name: str) -> None:
 
     def refuse(message: str) -> NoReturn:
         message = re.sub(r"invalid functools\..* value:", "invalid value:", message)
+        is_command = re.match(r"argument .*\|.*: invalid choice: '(.*?)' \(choose from", message)
+        if is_command and (choices := parser._subparsers):
+            known = next(iter(choices._group_actions)).choices or ()
+            hint = reading.hint(is_command[1], known, f"choose from {', '.join(known)}")
+            raise FlyError(f"unknown command {f'{name} {is_command[1]}'!r}: {hint}")
         raise FlyError(f"{message} (`{name} --help` lists the flags)")
 
     parser.prog, parser.error = name, refuse  # type: ignore[method-assign]
@@ -185,12 +228,6 @@ def _check_saved(folder: Path | None, before: set[Path]) -> None:
         )
 
 
-def _include_paths(given: str | list[str] | None) -> list[str]:
-    """fly's tasks first, the user's after them: later paths override earlier ones."""
-    user = given if isinstance(given, list) else [given] if given else []
-    return [str(data_dir("lm_eval_tasks")), *user]
-
-
 def _prepare(args: argparse.Namespace, reopened: Manifest | None) -> Path | None:
     """Choose the engine of fly's that is meant; check what can be checked before models load.
 
@@ -206,6 +243,10 @@ def _prepare(args: argparse.Namespace, reopened: Manifest | None) -> Path | None
             "--model_args names no model: add config_path=<pair>.json, or pretrained=<model> to "
             "run lm-eval's own backend"
         )
+    elif args.model in HF_NAMES and "gguf_file" not in args.model_args:
+        named = resolve_source(str(args.model_args["pretrained"]), "pretrained")
+        if named.gguf_file:  # which transformers wants as a folder and a file
+            args.model_args |= {"pretrained": named.path, "gguf_file": named.gguf_file}
     if not args.output_path:
         return None
     folder = _output_folder(Path(args.output_path), args.model_args)
@@ -221,12 +262,7 @@ def _check_models(args: argparse.Namespace) -> None:
     sequences where what is drafted follows it.
     """
     settings, rest, _ = checked_pair(args.model_args, args.model)
-    if "pretrained" not in args.model_args:
-        if settings.needs_draft_model and settings.draft_model_path:
-            named = {"pretrained": settings.draft_model_path}
-        else:
-            named = {"model": settings.target_model_path}
-        args.model_args = {**named, **args.model_args}
+    args.model_args = registration.name_model(settings, args.model_args)
     if args.use_cache:
         # fetch: the next call must find this one's cache
         models = environment.models_of(settings, rest, fetch=True)
@@ -249,14 +285,22 @@ def _output_folder(path: Path, model_args: dict[str, Any]) -> Path:
     return path
 
 
-def _not_about_our_tasks(record: logging.LogRecord) -> bool:
-    """Filters lm-eval's warnings that fly's tasks replace its own, which they are meant to."""
-    return str(data_dir("lm_eval_tasks")) not in record.getMessage()
-
-
 def _lacks_examples(frames: list[Path]) -> bool:
     """Whether one of lm-eval's samplers raised it: it found too few documents to draw from."""
     return any(file.parts[-3:] == ("lm_eval", "api", "samplers.py") for file in frames[-2:])
+
+
+def _explain_missing(task: str | None, model: str | None) -> str:
+    """What lm-eval does not know, with the nearest name that it does."""
+    if task:
+        from fly.harness import evaluate
+
+        return str(evaluate.no_such_task(task))
+    from lm_eval.api.registry import model_registry
+
+    known = [*registry.ENGINES, *model_registry.keys()]
+    hint = reading.hint(str(model), known, "choose hf, vllm, server, or one of lm-eval's")
+    return f"--model {model}: no such model: {hint}"
 
 
 def _is_lm_evals(frames: list[Path]) -> bool:
@@ -276,16 +320,18 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _set_up_logging() -> None:
-    """lm-eval's log, with fly's own lines in it: lm-eval sets up its own logger only."""
+    """lm-eval's log, with fly's own lines in it: lm-eval sets up its own logger only. Of lm-eval's
+    lines only warnings are shown, unless --verbosity or LMEVAL_LOG_LEVEL says otherwise."""
     setup_logging()
     of_lm_eval, of_fly = logging.getLogger("lm_eval"), logging.getLogger("fly")
     of_fly.setLevel(of_lm_eval.level)
+    if not os.environ.get("LMEVAL_LOG_LEVEL"):
+        of_lm_eval.setLevel(logging.WARNING)
     for handler in of_lm_eval.handlers:
         if type(handler) is logging.StreamHandler:  # its own: others may have added more
             of_fly.addHandler(handler)
     if launch.rank() > 0:  # the first process says what all would
         logging.disable(logging.INFO)
-    logging.getLogger("lm_eval.tasks._index").addFilter(_not_about_our_tasks)
 
 
 def _main() -> None:
@@ -297,6 +343,10 @@ def _main() -> None:
     try:
         cli = FlyCLI()
         cli.execute(cli.parse_args())
+        sys.stdout.flush()
+    except BrokenPipeError:  # who read the output has seen enough: `fly pair list | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + 13)  # as SIGPIPE ends a process
     except Exception as error:
         message = _in_one_line(error)
         if os.environ.get("FLY_DEBUG") or message is None:
@@ -337,6 +387,8 @@ def _in_one_line(error: Exception) -> str | None:
         return None
     if message.startswith("Duplicate task "):
         message += ": leave one of them out of --tasks"
+    if missing := re.match(r"Tasks not found: ([^,]+)|.*load model '(.+?)'", message):
+        return _explain_missing(*missing.groups())
     if "lm_eval" in frames[-1].parts and (found[-1].line or "").startswith("raise "):
         return message  # its own words for its user
     where = f"{'/'.join(frames[-1].parts[-3:])}, line {found[-1].lineno}"

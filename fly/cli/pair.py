@@ -21,8 +21,8 @@ def add_command(subparsers: Any) -> None:
     fetch.set_defaults(func=_fetch)
     listing = commands.add_parser("list", help="the pairs, and whether they are here")
     listing.set_defaults(func=_list)
-    path = commands.add_parser("path", help="the two GGUF files of a fetched pair")
-    path.add_argument("name")
+    path = commands.add_parser("path", help="where the GGUF files of a fetched pair are")
+    path.add_argument("name", metavar="NAME", help="both files; NAME/draft or NAME/target: one")
     path.set_defaults(func=_path)
     export = commands.add_parser(
         "export", help="write a GGUF model as a bfloat16 folder, for vLLM and other programs"
@@ -45,8 +45,11 @@ def _list(args: argparse.Namespace) -> None:
 
 
 def _path(args: argparse.Namespace) -> None:
-    print(store.resolve_model_path(f"pair:{args.name}/draft"))
-    print(store.resolve_model_path(f"pair:{args.name}/target"))
+    if "/" in args.name:
+        print(store.resolve_model_path(f"pair:{args.name}"))
+        return
+    for role in ("draft", "target"):
+        print(f"{role}: {store.resolve_model_path(f'pair:{args.name}/{role}')}")
 
 
 def _export(args: argparse.Namespace) -> None:

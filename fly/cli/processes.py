@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
+
+from fly.harness.progress import PIPE
 
 _SIGNALS = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
@@ -46,29 +48,55 @@ def ending_in_order() -> Iterator[None]:
             signal.signal(each, handler)
 
 
-def run_child(command: Sequence[str]) -> int:
+def run_child(
+    command: Sequence[str], log: IO[str] | None = None, on_line: Callable[[str], None] | None = None
+) -> int:
     """Run a command of fly's and return its exit status; else as `run_children`."""
-    return run_children([command])[0]
+    return run_children([command], log, on_line)[0]
 
 
-def run_children(commands: Sequence[Sequence[str]]) -> list[int]:
+def run_children(
+    commands: Sequence[Sequence[str]],
+    log: IO[str] | None = None,
+    on_line: Callable[[str], None] | None = None,
+) -> list[int]:
     """Run commands of fly's, all at once, and return their exit statuses.
 
     The children end in order whenever this process ends, SIGKILL included (on Windows: only on
-    Ctrl-C). A child must call `end_with_parent`.
+    Ctrl-C). A child must call `end_with_parent`. log: takes their output. on_line: is called with
+    each line of `fly.harness.progress.tell`.
     """
-    if os.name == "nt":
-        return [process.wait() for process in [subprocess.Popen(each) for each in commands]]
-    reading, writing = os.pipe()
-    environment = {**os.environ, _LIFELINE: str(reading)}
     begun: list[subprocess.Popen[bytes]] = []
+    if os.name == "nt":
+        begun += [subprocess.Popen(each, stdout=log, stderr=log) for each in commands]
+        return [process.wait() for process in begun]
+    reading, writing = os.pipe()
+    progress, told = os.pipe()
+    environment = {**os.environ, _LIFELINE: str(reading)}
+    environment |= {PIPE: str(told)} if on_line else {}
+
+    def listen() -> None:
+        with open(progress, errors="replace") as lines:
+            for line in lines:
+                if on_line:
+                    on_line(line.rstrip())
+
+    threading.Thread(target=listen, daemon=True).start()
     try:
         for command in commands:
-            begun.append(subprocess.Popen(command, pass_fds=[reading], env=environment))
+            begun.append(
+                subprocess.Popen(
+                    command, pass_fds=[reading, told], env=environment, stdout=log, stderr=log
+                )
+            )
+        os.close(told)  # the listener's end comes with the last child's
+        told = -1
         return [process.wait() for process in begun]
     finally:
         os.close(writing)
         os.close(reading)
+        if told >= 0:
+            os.close(told)
         for process in begun:
             process.wait()
 

@@ -13,6 +13,7 @@ from typing import Any
 from fly import reading
 from fly.cli.compare_plan import Mode, PlannedRuns
 from fly.cli.processes import run_child, run_children
+from fly.cli.screen import Screen
 from fly.errors import FlyError
 from fly.execution.device import machine_facts
 from fly.models.fingerprint import hash_json
@@ -23,23 +24,24 @@ from fly.runs.environment import versions
 _MARK = "fly_compare.json"  # what the last run that was begun in a mode's folder depends on
 
 
-def run_missing(planned: PlannedRuns) -> dict[str, Path]:
+def run_missing(planned: PlannedRuns, screen: Screen | None = None) -> dict[str, Path]:
     """Run the modes that are not finished yet; returns the folder of each.
 
     A mode is finished if its folder holds the results of a run of this command, with the same
     input files, models and versions, on the same kind of machine. Whether the run has ended is told
     by what the run itself wrote, not by who saw it end. Raises FlyError if a run fails; the next
-    call continues there, in the middle of a run if its records allow it.
+    call continues there, in the middle of a run if its records allow it. screen: shows how far it
+    is, instead of the runs' own output.
     """
     folders = {name: planned.output / name for name in planned.modes}
     left = []
     for number, (name, mode) in enumerate(planned.modes.items(), 1):
-        begun = _begin(planned, mode, folders[name], f"{number} of {len(folders)}")
+        begun = _begin(planned, mode, folders[name], (number, len(folders)), screen)
         left += [begun] if begun else []
         if not planned.at_once:
-            _run(left)
+            _run(left, screen)
             left = []
-    _run(left)
+    _run(left, screen)
     return folders
 
 
@@ -54,8 +56,14 @@ class _Begun:
     hint: str
 
 
-def _begin(planned: PlannedRuns, mode: Mode, folder: Path, place: str) -> _Begun | None:
-    """Mark the mode's folder; None if its run is finished."""
+def _begin(
+    planned: PlannedRuns,
+    mode: Mode,
+    folder: Path,
+    place: tuple[int, int],
+    screen: Screen | None,
+) -> _Begun | None:
+    """Mark the mode's folder; None if its run is finished. place: of how many, for the screen."""
     name = mode.name
     mark = {
         "command": hash_json([mode.model, mode.identity, [*planned.flags, *mode.flags]]),
@@ -72,11 +80,18 @@ def _begin(planned: PlannedRuns, mode: Mode, folder: Path, place: str) -> _Begun
     elif noted.get("command") == mark["command"]:
         what, old, new = difference
         print(f"{name}: made anew: {what} was {old}, is now {new}", flush=True)
+    if screen:
+        screen.begin(*place, name)
     if finished is not None:
-        print(f"{name}: finished before, in {folder}{_lacking(mode, finished)}", flush=True)
+        done = f"finished before, in {folder}{_lacking(mode, finished)}"
+        if screen:
+            screen.end(done)
+        else:
+            print(f"{name}: {done}", flush=True)
         return None
-    how = ", going on" if unfinished else ""
-    print(f"\n--- {name} ({place}){how} ---", flush=True)
+    if not screen:
+        how = ", going on" if unfinished else ""
+        print(f"\n--- {name} ({place[0]} of {place[1]}){how} ---", flush=True)
     arguments = [
         *planned.flags,
         *mode.flags,
@@ -147,13 +162,18 @@ def _write_mark(folder: Path, mark: dict[str, Any]) -> None:
     write_whole(folder / _MARK, json.dumps(mark) + "\n")
 
 
-def _run(runs: Sequence[_Begun]) -> None:
+def _run(runs: Sequence[_Begun], screen: Screen | None) -> None:
     """Run them in processes of their own, all at once. Raises FlyError if one fails."""
     commands = [[sys.executable, "-m", "fly", "run", *begun.arguments] for begun in runs]
-    statuses = [run_child(commands[0])] if len(commands) == 1 else run_children(commands)
+    if screen:
+        statuses = run_children(commands, screen.log, screen.show)
+    else:
+        statuses = [run_child(commands[0])] if len(commands) == 1 else run_children(commands)
     for begun, status in zip(runs, statuses):
         if status:
             how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+            if screen:
+                screen.fail()
             raise FlyError(
                 f"mode {begun.mode.name} failed ({how}); finished modes are kept: the same command "
                 f"goes on with {begun.mode.name}{begun.hint}"
@@ -161,3 +181,5 @@ def _run(runs: Sequence[_Begun]) -> None:
         models = begun.mode.models()
         if models != _read_mark(begun.folder).get("models"):  # it has fetched a hub's commit
             _write_mark(begun.folder, {**begun.mark, "models": models})
+    if screen and runs:
+        screen.end()

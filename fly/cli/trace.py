@@ -1,6 +1,6 @@
 """`fly trace`: watch one prompt, or one document of a task, being decoded.
 
-docs/trace_command.md explains what it prints.
+docs/report.md explains what it prints.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ def add_command(subparsers: Any) -> None:
     )  # fmt: skip
     parser.add_argument("--device", help="as of `fly run`")
     parser.add_argument("--num_fewshot", type=int, metavar="N", help="as of `fly run`")
-    # another dest: the CLI adds its own folder to `include_path` of lm-eval's commands
-    parser.add_argument("--include_path", dest="own_tasks", metavar="DIR", help="as of `fly run`")
+    parser.add_argument("--include_path", metavar="DIR", help="as of `fly run`")
     parser.add_argument("--confirm_run_unsafe_code", action="store_true", help="as of `fly run`")
     parser.add_argument(
         "--max_gen_toks", type=int, metavar="N",
@@ -121,14 +120,14 @@ def _check(args: argparse.Namespace) -> None:
             f"the prompt's character {error.start + 1} is {args.prompt[error.start]!r}, which has "
             "no UTF-8: remove it"
         ) from None
-    check_task_files([args.task], [args.own_tasks] if args.own_tasks else [])
+    check_task_files([args.task], [args.include_path] if args.include_path else [])
 
 
 def _check_task(args: argparse.Namespace) -> None:
     """Check the task and the document before models load."""
     from fly.harness import evaluate
 
-    task = evaluate.load_task(args.task, args.own_tasks)
+    task = evaluate.load_task(args.task, args.include_path)
     if task.OUTPUT_TYPE != "generate_until":
         raise FlyError(f"--task {args.task}: it generates nothing ({task.OUTPUT_TYPE})")
     count = len(task.eval_docs)
@@ -178,7 +177,7 @@ def _decode_document(lm: FlyLM, args: argparse.Namespace) -> str:
         chat=args.apply_chat_template,
         gen_kwargs=f"max_gen_toks={args.max_gen_toks}" if args.max_gen_toks else None,
         num_fewshot=args.num_fewshot,
-        include_path=args.own_tasks,
+        include_path=args.include_path,
         confirm_run_unsafe_code=args.confirm_run_unsafe_code,
     )
     scores = [

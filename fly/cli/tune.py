@@ -37,7 +37,6 @@ def add_command(subparsers: Any) -> None:
     )
     add(
         "--min-recovery",
-        "--min_recovery",
         type=float,
         default=0.99,
         metavar="SHARE",
@@ -49,7 +48,7 @@ def add_command(subparsers: Any) -> None:
     add("--apply_chat_template", action="store_true")
     add("--confirm_run_unsafe_code", action="store_true")
     add("--device")
-    add("--include_path", dest="task_folder", metavar="DIR", help="folder of further tasks")
+    add("--include_path", metavar="DIR", help="folder of further tasks")
     add(
         "--model_args",
         "-a",
@@ -78,7 +77,7 @@ def _tune(args: argparse.Namespace) -> None:
         chat=args.apply_chat_template,
         max_gen_toks=args.max_gen_toks,
         num_fewshot=args.num_fewshot,
-        include_path=args.task_folder,
+        include_path=args.include_path,
         confirm_run_unsafe_code=args.confirm_run_unsafe_code,
     )
     options = Options(args.output, args.candidates, args.min_recovery)
@@ -141,9 +140,9 @@ def _check_arguments(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str
     _check_tunable(config, args.file)
     check_model_args(config, rest)
     sources.sources(config, args.file)
-    check_task_files(args.tasks, [args.task_folder] if args.task_folder else [])
+    check_task_files(args.tasks, [args.include_path] if args.include_path else [])
     unsafe = args.confirm_run_unsafe_code
-    available = evaluate.check_generation(args.tasks, args.task_folder, unsafe)
+    available = evaluate.check_generation(args.tasks, args.include_path, unsafe)
     context.check_writable(args.output.parent, "--output")
     return model_args, available
 

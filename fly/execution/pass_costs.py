@@ -23,12 +23,12 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from fly import __version__
 from fly.execution import kernels
 from fly.execution.device import cpu_name
 from fly.execution.kernels import gguf
 from fly.models.fingerprint import hash_json
 from fly.paths import fly_home, write_whole
+from fly.version import VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ def _path(identity: dict[str, Any]) -> Path:
         "threads": torch.get_num_threads(),
         "sizes": _SIZES,
         "steps": _STEPS,
-        "fly": __version__,
+        "fly": VERSION,
         "torch": torch.__version__,
         "lib": transformers.__version__,
         **identity,

@@ -69,7 +69,7 @@ class Backend(TemplateLM):
         """Start with this configuration. Raises FlyError if a trace has no folder, and for earlier
         runs that cannot be read."""
         self.fly_config = config
-        self.run_context = context.current()  # lm-eval makes the model: it cannot be handed over
+        self.run_context = context.unreported()  # lm-eval makes the model: it cannot be handed over
         self.earlier = _earlier_outputs(config, self.run_context)
         self._same_target: bool | None = None
         self._matched = earlier_outputs.MatchCounts()
@@ -188,6 +188,8 @@ class Backend(TemplateLM):
 
     def _generate(self, requests: list[Instance], disable_tqdm: bool) -> list[str]:
         """One text per request, in order. All requests are checked before the first is decoded."""
+        if self.run_context.is_reported and self.processes.size == 1:
+            self._begin_evaluation()
         wanted = self.build_requests(requests)
         order = {id(request): index for index, request in enumerate(wanted)}
         texts = self._finished_texts(wanted)
@@ -235,6 +237,12 @@ class Backend(TemplateLM):
         if self.world_size == 1:
             self._share()
         return [texts[index] for index in range(len(wanted))]
+
+    def _begin_evaluation(self) -> None:
+        """Python code may evaluate a model again: each evaluation has statistics of its own."""
+        observers, same_target = self.observers, self._same_target
+        self.use_config(self.fly_config)
+        self.observers, self._same_target = observers, same_target
 
     @property
     def is_cached(self) -> bool:
@@ -430,6 +438,7 @@ class Backend(TemplateLM):
         """lm-eval's facts, if its class has any, plus `fly`: configuration, versions, device,
         statistics."""
         of_lm_eval: dict[str, Any] = getattr(super(), "get_model_info", dict)()
+        self.run_context.is_reported = True
         return {**of_lm_eval, "fly": self.results_entry()}
 
 

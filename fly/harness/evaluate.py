@@ -17,8 +17,7 @@ from lm_eval.tasks import TaskManager
 
 from fly import reading
 from fly.errors import FlyError
-from fly.harness import code_metrics, sandbox
-from fly.paths import data_dir
+from fly.harness import code_metrics, registration, sandbox
 from fly.runs import context
 
 
@@ -71,7 +70,7 @@ def load_task(name: str, include_path: str | None = None) -> Task:
     """One task, with its documents. Raises FlyError if it does not exist or cannot be loaded."""
     manager = _manager(include_path)
     if name not in manager.all_subtasks:
-        raise _no_such_task(name, manager.all_subtasks)
+        raise no_such_task(name, include_path)
     (task,) = _load(manager, name).values()
     return task
 
@@ -88,7 +87,7 @@ def check_generation(
     tasks: dict[str, Task] = {}
     for name in names:
         if name not in manager.all_tasks and not Path(name).is_file():
-            raise _no_such_task(name, manager.all_tasks)
+            raise no_such_task(name, include_path)
         tasks |= _load(manager, name)
     for name, task in tasks.items():
         check_scoring(name, task, confirm_run_unsafe_code)
@@ -112,14 +111,14 @@ def check_before_models_load(
     Raises FlyError if one cannot be loaded or run, or has no such document. Finding lm-eval's own
     tasks takes seconds, so what else is wrong with those is for lm-eval to say.
     """
-    paths = [str(data_dir("lm_eval_tasks")), *folders]
+    registration.extend_tasks()
     wanted = [name for name in names if isinstance(name, str)]
     tasks: dict[str, Task] = {}
     with quiet("lm_eval", logging.ERROR):
-        manager = TaskManager(include_path=paths, include_defaults=False)
+        manager = TaskManager(include_path=[*folders], include_defaults=False)
         known = manager.all_subtasks
         if samples and not all(name in known or name.endswith(".yaml") for name in wanted):
-            manager = TaskManager(include_path=paths)
+            manager = TaskManager(include_path=[*folders])
             known = manager.all_tasks
         resolved = {name: _resolve(manager, name) for name in wanted}
         for name in dict.fromkeys(chain(*resolved.values())):
@@ -196,12 +195,14 @@ def _resolve(manager: TaskManager, name: str) -> list[str]:
     return found
 
 
-def _no_such_task(name: str, known: Sequence[str]) -> FlyError:
+def no_such_task(name: str, include_path: str | None = None) -> FlyError:
+    """The error for a name that no task has; it names the nearest that one has."""
+    known = _manager(include_path).all_tasks
     hint = reading.hint(name, known, "`fly ls tasks` lists them")
     return FlyError(f"task {name!r}: no such task: {hint}")
 
 
 @functools.cache
 def _manager(include_path: str | None) -> TaskManager:
-    paths = [str(data_dir("lm_eval_tasks")), *([include_path] if include_path else [])]
-    return TaskManager(include_path=paths)
+    registration.extend_tasks()
+    return TaskManager(include_path=include_path)

@@ -27,6 +27,7 @@ from fly.execution.heads import layer_check
 from fly.execution.heads.base import Head
 from fly.execution.kernels import gguf as kernels_gguf
 from fly.execution.model_runner import context_of, input_device
+from fly.harness import progress
 from fly.harness.backend import Backend
 from fly.harness.engine_factory import EngineFactory, LoadedPair, captures_graphs
 from fly.harness.ranks import Ranks
@@ -107,6 +108,7 @@ class FlyLM(Backend, HFLM):
         config = self.fly_config
         target, draft = sources.sources(config, config_path)
         self_check.warn_if_memory_is_short(target, draft, str(hf_args.get("device") or ""))
+        progress.tell("loading the models")
         with self._loading("target_model_path", config.target_model_path, target) as path:
             super().__init__(pretrained=path, **hf_args)
         self._check_token_ids()
@@ -125,6 +127,7 @@ class FlyLM(Backend, HFLM):
                 # before quantisation, whose errors only cost speed
                 capture = captures_graphs(config, draft_model) or None
                 self_check.check_cache_agrees(draft_model, "pretrained", capture=capture)
+        progress.tell("packing the weights")
         packed = weights.pack(self.model, draft_model, config)
         capture = captures_graphs(config, self.model) or None
         self_check.check_cache_agrees(
@@ -139,6 +142,12 @@ class FlyLM(Backend, HFLM):
         return LoadedPair(
             self.model, draft_model, self.tokenizer, eos_ids, self.max_length, packed, intersection
         )
+
+    @property
+    def target_dtype(self) -> str:
+        """Of the weights: on CPUs without bfloat16 instructions fly computes with these in float32,
+        and the packed model says so of itself."""
+        return f"torch.{self._loaded_dtype}"
 
     @property
     def draft_model(self) -> transformers.PreTrainedModel | None:
@@ -307,7 +316,9 @@ class FlyLM(Backend, HFLM):
         gpus = sum(device.type != "cpu" for device in used)
         return {
             "devices": max(1, gpus),
-            "draft_dtype": None if draft is None else str(draft.dtype),
+            "draft_dtype": None
+            if draft is None
+            else f"torch.{self.fly_config.draft_dtype or self._loaded_dtype}",
             "draft_num_parameters": None if draft is None else self.pair.packed.draft_parameters,
             "preparation": self.pair.packed.as_dict(),
             "draft_vocabulary_share": None if shared is None else round(shared.share, 4),
@@ -316,4 +327,8 @@ class FlyLM(Backend, HFLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """HFLM's facts, of the target, plus `fly`."""
-        return {**super().get_model_info(), "model_num_parameters": self._num_parameters}
+        return {
+            **super().get_model_info(),
+            "model_num_parameters": self._num_parameters,
+            "model_dtype": getattr(torch, self._loaded_dtype),
+        }

@@ -38,6 +38,9 @@ class RunContext:
     is_resumable: bool = False  # there is a manifest
     # the documents that were chosen, by task; None for all
     samples: dict[str, list[int]] | None = None
+    # lines of files that have no folder yet, by the file's name: Python code names one at the end
+    unsaved: dict[str, list[str]] = field(default_factory=dict)
+    is_reported: bool = False  # its results were made: the next evaluation is another run
 
     def join(self, manifest: Manifest, finished: FinishedRequests | None) -> None:
         """Become the run of this manifest; finished: of a resumed run, whose files go on."""
@@ -60,6 +63,11 @@ class RunContext:
         self.finished_requests.drop_unfinished_rounds()
         if self.manifest is not None:
             self.manifest.save()
+
+    def save_records(self, folder: Path) -> None:
+        """Write the lines that had no folder."""
+        for name, lines in self.unsaved.items():
+            (folder / name).write_text("".join(lines), encoding="utf-8")
 
     @property
     def resumed(self) -> dict[str, Any] | None:
@@ -85,6 +93,14 @@ _current = RunContext()
 
 
 def current() -> RunContext:
+    return _current
+
+
+def unreported() -> RunContext:
+    """The current run; a new one if the results of the current one were made."""
+    if _current.is_reported:
+        samples = _current.samples
+        start().samples = samples
     return _current
 
 

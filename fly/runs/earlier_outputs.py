@@ -2,7 +2,7 @@
 
 They are found by task and prompt: its hash says which document it is, while lm-eval numbers
 documents anew when a run picks some of them (`--samples`). What another tokenizer wrote is encoded
-anew from its text, and used only if nothing is lost by that. docs/drafting_from_texts.md.
+anew from its text, and used only if nothing is lost by that. docs/drafters.md.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import fly
 from fly.config import FlyConfig
 from fly.models import fingerprint, sources
+from fly.version import VERSION
 
 _PACKAGES = ("torch", "transformers", "lm-eval", "accelerate", "tokenizers", "numpy")
 _DECIDE_TEXTS = ("fly", "torch", "transformers", "lm-eval", "tokenizers")
@@ -19,7 +19,7 @@ _FOLDERS = ("tokenizer", "peft", "delta")  # model_args that may name folders of
 
 
 def versions() -> dict[str, str]:
-    found = {"fly": fly.__version__, "python": platform.python_version()}
+    found = {"fly": VERSION, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
             found[package] = version(package)

@@ -23,8 +23,9 @@ class JsonLines:
     names of further processes' files.
 
     Every line is flushed, so that it survives the death of the process, SIGKILL included (it is not
-    synced to disk: a power cut may take it). Without an output folder, lines are kept in memory;
-    `flush` writes them to FLY_HOME/interrupted, for runs that are cut short.
+    synced to disk: a power cut may take it). Without an output folder, lines are kept in memory:
+    `flush` writes them to FLY_HOME/interrupted, for runs that are cut short, and `close` leaves
+    them to the run (`unsaved`).
     """
 
     def __init__(self, run: RunContext, name: str, rank: int) -> None:
@@ -76,6 +77,7 @@ class JsonLines:
         """Close the file, and write it again if it was removed or moved: an open file can still be
         read then."""
         if self._file is None:
+            self._run.unsaved.setdefault(self._name, []).extend(self._unsaved)
             return
         if not self._is_in_place(self._file):
             self._file.seek(0)

@@ -1,7 +1,7 @@
 """The manifest of a run: what it was asked for, so that a killed run goes on as the same run.
 
 `fly_run_<started>.json` is written beside the run's records before the models load, and replaced
-atomically, so that a kill leaves a whole one. docs/resume.md has the rules.
+atomically, so that a kill leaves a whole one. docs/scale.md has the rules.
 """
 
 from __future__ import annotations

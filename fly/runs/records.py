@@ -1,6 +1,6 @@
 """Counts per round, per request and per run. Counts are kept; rates are divided once, at the end.
 
-docs/definitions.md: a round is one target verification pass; tau, the mean acceptance length, is
+docs/compare.md: a round is one target verification pass; tau, the mean acceptance length, is
 emitted tokens per round; emitted = native_accepted + deferred_accepted + corrections + bonus.
 """
 

@@ -1,6 +1,6 @@
 """A generation rebuilt from its trace: every token, where it came from, and what was rolled back.
 
-Nothing is decoded again and no tokenizer is loaded. docs/traces.md describes the lines.
+Nothing is decoded again and no tokenizer is loaded. docs/report.md describes the lines.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class _Sampling(TypedDict):
 
 
 class DraftRuns(TypedDict):
-    """Earlier runs that were drafted from. docs/definitions.md defines the keys."""
+    """Earlier runs that were drafted from. docs/compare.md defines the keys."""
 
     runs: list[str]
     matched: NonNegativeInt
@@ -159,7 +159,7 @@ class _ServerAnswer(TypedDict):
 
 
 class RequestLine(TypedDict):
-    """fly's record of a finished request. docs/definitions.md defines the keys."""
+    """fly's record of a finished request. docs/compare.md defines the keys."""
 
     task: str
     doc_id: NonNegativeInt
@@ -250,7 +250,7 @@ class TracedLine(_TraceLine):
 
 
 class RoundLine(_TraceLine):
-    """One round of a request. docs/traces.md defines the keys."""
+    """One round of a request. docs/report.md defines the keys."""
 
     idx: NotRequired[int]
     repeat: NotRequired[int]

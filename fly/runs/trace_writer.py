@@ -1,4 +1,4 @@
-"""Every round of a run as JSONL, one line per request and round. docs/traces.md has the keys."""
+"""Every round of a run as JSONL, one line per request and round. docs/report.md has the keys."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-import fly
 from fly import config as fly_config
 from fly.analysis.statistics import Ratio
 from fly.analysis.tables import interval_text
@@ -23,6 +22,7 @@ from fly.tuning.candidates import changes, kind
 from fly.tuning.fidelity import Recovery
 from fly.tuning.real_runs import TunedPair, Workload
 from fly.tuning.tune import Options, RealRun, Tuning
+from fly.version import VERSION
 
 _NOT_WRITTEN = ("trace", "draft_runs")  # switched off for the time of tuning
 
@@ -107,7 +107,7 @@ def _evidence(
     chosen = next(line for line, run in zip(lines, _ran(tuning)) if run is best)
     confirmation = tuning.confirmation
     return {
-        "by": f"fly tune {fly.__version__}",
+        "by": f"fly tune {VERSION}",
         "record": record.name,
         "choice": tuning.choice(options.min_recovery)[1],
         "documents": f"searched on the first {workload.limit} of {', '.join(workload.tasks)}",

@@ -4,9 +4,11 @@ import json
 import logging
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import lm_eval.utils
 import pytest
+from lm_eval._cli import HarnessCLI
 
 from fly.cli import main as cli
 from fly.runs.earlier_outputs import EarlierOutputs
@@ -235,7 +237,7 @@ def test_max_gen_toks_zero_on_the_command_line(saved_pair, config_file, task_dir
 def test_lm_evals_own_refusals_are_one_line_too(saved_pair, config_file, task_dir, capsys):
     pair = f"config_path={config_file},use_sd=False"
     assert run("--model", "hf", "--model_args", pair, "--tasks", "no_task") == 2
-    assert capsys.readouterr().err.splitlines()[-1] == "fly: error: Tasks not found: no_task"
+    assert "task 'no_task': no such task" in capsys.readouterr().err.splitlines()[-1]
     code = evaluate(saved_pair, config_file, task_dir, "--log_samples")
     assert code == 2
     assert "Specify --output_path" in capsys.readouterr().err.splitlines()[-1]
@@ -294,3 +296,105 @@ def test_help_is_flys_and_names_a_pair(capsys):
         shown = capsys.readouterr().out
         assert "fly run --model hf --model_args pretrained=<draft>,config_path=<pair>.json" in shown
         assert "lm-eval ls" not in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["compar", "a", "b"], "unknown command 'compar': did you mean 'compare'?"),
+        (["compar"], "unknown command 'compar': did you mean 'compare'?"),
+        (["zzz"], "unknown command 'zzz': `fly --help` lists the commands"),
+        (["config", "chek", "x"], "unknown command 'fly config chek': did you mean 'check'?"),
+        (["pair", "zz"], "unknown command 'fly pair zz': choose from fetch, list, path, export"),
+        (
+            ["--model", "dummy", "--tasks", "humaneval_instrct"],
+            "task 'humaneval_instrct': no such task: did you mean 'humaneval_instruct'?",
+        ),
+        (["--model", "dumy", "--tasks", "TASK"], "--model dumy: no such model: did you mean"),
+        (["--model", "zzz", "--tasks", "TASK"], "choose hf, vllm, server, or one of lm-eval's"),
+        (
+            ["--model", "dummy", "--tasks", "TASK", "--wandb_args", "project=x"],
+            "--wandb_args: needs wandb: pip install wandb, or leave it out",
+        ),
+        (
+            [
+                "--model",
+                "dummy",
+                "--tasks",
+                "TASK",
+                "--hf_hub_log_args",
+                "push_results_to_hub=True",
+            ],
+            "Hugging Face token is not defined",
+        ),
+        (["--model", "litellm", "--tasks", "TASK"], "`litellm` is not installed"),
+        (["--model", "anthropic-completions", "--tasks", "TASK"], "`anthropic` is not installed"),
+        (
+            ["--model", "hf", "--model_args", "pretrained=pair:q", "--tasks", "TASK"],
+            "pair:NAME/dra",
+        ),
+    ],
+)
+def test_a_slip_ends_with_one_line_that_says_what_to_change(
+    task_dir, arguments, message, monkeypatch, capsys
+):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    arguments = ["tiny_task" if each == "TASK" else each for each in arguments]
+    more = ["--include_path", task_dir] if "tiny_task" in arguments else []
+    assert run(*arguments, *more) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("fly: error: ")
+    assert message in last
+
+
+def test_flags_are_spelled_with_hyphens_or_underscores(saved_pair, config_file, task_dir, capsys):
+    """lm-eval's have underscores, fly's hyphens: nobody has to know which flag is whose."""
+    extra = ("--gen-kwargs", "max_gen_toks=0")
+    assert evaluate(saved_pair, config_file, task_dir, *extra) == 2
+    assert "max_gen_toks" in capsys.readouterr().err
+    assert run("compare", "A", "B", "--min_recovery", "2") == 2
+    assert "min_recovery=2" in capsys.readouterr().err
+
+
+def test_hf_loads_a_gguf_file_as_fly_names_it(task_dir, monkeypatch):
+    """`--model hf --model_args pretrained=pair:NAME/target` is lm-eval's hf on the pair."""
+    seen = {}
+    monkeypatch.setattr(HarnessCLI, "execute", lambda self, args: seen.update(vars(args)))
+    (task_dir / "x.gguf").write_bytes(b"GGUF")
+    assert run(
+        "--model", "hf", "--model_args", f"pretrained={task_dir / 'x.gguf'}", "--tasks",
+        "tiny_task", "--include_path", task_dir,
+    ) == 0  # fmt: skip
+    assert seen["model"] == "hf"
+    assert seen["model_args"] == {"pretrained": str(task_dir), "gguf_file": "x.gguf"}
+
+
+def test_a_reader_that_leaves_ends_the_output_quietly():
+    command = f"{sys.executable} -m fly config schema | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 141)
+    assert done.stderr == ""
+
+
+def test_flys_own_flags_come_before_lm_evals_in_the_help(capsys):
+    assert run("compare", "--help") == 0
+    shown = capsys.readouterr().out
+    assert shown.index("--min-recovery SHARE") < shown.index("--num_fewshot")
+
+
+def test_a_shell_learns_the_commands_and_flags(capsys):
+    assert run("completion", "bash") == 0
+    assert "--min-recovery" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "level"), [([], logging.WARNING), (["--verbosity", "DEBUG"], logging.DEBUG)]
+)
+def test_lm_evals_own_lines_are_shown_on_request(
+    saved_pair, config_file, task_dir, flags, level, monkeypatch
+):
+    monkeypatch.setattr(HarnessCLI, "execute", lambda self, args: None)
+    monkeypatch.setattr(cli.resume, "keeping_manifest", lambda *args: nullcontext())
+    assert evaluate(saved_pair, config_file, task_dir, *flags) == 0
+    assert logging.getLogger("lm_eval").level == level
+    logging.getLogger("lm_eval").setLevel(logging.INFO)

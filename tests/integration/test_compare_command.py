@@ -304,7 +304,7 @@ def test_a_run_of_another_configuration_is_not_taken_for_finished(
 ):
     """Another K, another limit, a killed run: each must run again."""
     calls = []
-    monkeypatch.setattr(run_modes, "_run", lambda mode, given: calls.append(mode.name))
+    monkeypatch.setattr(run_modes, "_run", lambda mode, *given: calls.append(mode.name))
     run = SimpleNamespace(rounds=[], requests=[1], path=tmp_path / "out/fly/results.json")
     monkeypatch.setattr(run_modes.reader, "load", lambda folder: run)
     values = {"pretrained": str(saved_pair / "draft"), "config_path": str(config_file)}
@@ -328,7 +328,7 @@ def test_what_has_changed_under_the_same_command_runs_again(
     """A YAML of arguments or a task that changed in place, and another machine's seconds, were
     served as this command's; what only switches records on was run again."""
     calls = []
-    monkeypatch.setattr(run_modes, "_run", lambda mode, given: calls.append(mode.name))
+    monkeypatch.setattr(run_modes, "_run", lambda mode, *given: calls.append(mode.name))
     run = SimpleNamespace(rounds=[], requests=[1], path=tmp_path / "out/fly/results.json")
     monkeypatch.setattr(run_modes.reader, "load", lambda folder: run)
     values = {"pretrained": str(saved_pair / "draft"), "config_path": str(config_file)}
@@ -513,37 +513,46 @@ def test_the_ci_examples_parse_and_their_commands_run(
     graded_tasks,
     tmp_path,
 ):
-    """Both files' own command lines, with the tiny pair in FLY_ARGS; the second reuses the runs."""
+    """Both files' own command lines, with the tiny pair in FLY_ARGS: a checkpoint that writes what
+    the stored one did passes, one that does not fails, in the status as in the JUnit file."""
     github = yaml.safe_load((ROOT / "docs/examples/github-actions.yml").read_text())
     gitlab = yaml.safe_load((ROOT / "docs/examples/gitlab-ci.yml").read_text())
     steps = {step.get("name"): step for step in github["jobs"]["scores"]["steps"]}
     assert gitlab["scores"]["allow_failure"]["exit_codes"] == 3
     env = {**os.environ, "PYTHONPATH": str(ROOT), "GITHUB_STEP_SUMMARY": str(tmp_path / "summary")}
-    env["FLY_ARGS"] = shlex.join(
-        str(flag) for flag in flags(saved_pair, config_file, graded_tasks, tmp_path)[1:-2]
-    )
+    arguments = flags(saved_pair, config_file, graded_tasks, tmp_path)[1:-2]
+    arguments[1] += ",enable_fly=false"
+    env["FLY_ARGS"] = shlex.join(str(flag) for flag in arguments)
+    env["BASELINE"] = str(tmp_path / "good")
     shell = f'set -e; fly() {{ {shlex.quote(sys.executable)} -m fly "$@"; }}\n'
-    for script, codes in (
-        (steps["Compare"]["run"], (0, 1)),  # fly may lose texts, by design
-        (steps["Summary"]["run"], (0,)),  # a step of its own: it runs where the first one fails
-        ("\n".join(gitlab["scores"]["script"]), (0, 1)),
-    ):
-        done = subprocess.run(
+
+    def job(script):
+        return subprocess.run(
             ["bash", "-c", shell + script],
             cwd=tmp_path, env=env, capture_output=True, text=True, check=False,
         )  # fmt: skip
-        assert done.returncode in codes, done.stderr[-2000:]
-        if script is steps["Compare"]["run"]:
-            (tmp_path / "compare.xml").unlink()
-    assert ElementTree.parse(tmp_path / "compare.xml").find("testsuite") is not None
+
+    score, compare = steps["Score"]["run"], steps["Compare"]["run"]
+    assert job(score.replace("out/new", '"$BASELINE"')).returncode == 0
+    done = job("\n".join(gitlab["scores"]["script"]))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert job(compare).returncode == 0
+    assert job(steps["Summary"]["run"]).returncode == 0
     assert "tiny_task: as_target" in (tmp_path / "summary").read_text()
-    assert done.stdout.count("finished before") == 2
+    (samples,) = (tmp_path / "out/new").rglob("samples_*.jsonl")
+    samples.write_text(samples.read_text().replace('"as_target": 1.0', '"as_target": 0.0'))
+    (results,) = (tmp_path / "out/new").rglob("results_*.json")
+    results.write_text(
+        results.read_text().replace('"as_target,none": 1.0', '"as_target,none": 0.0')
+    )
+    assert job(compare).returncode == 1
+    suite = ElementTree.parse(tmp_path / "compare.xml").find("testsuite")
+    assert suite.get("failures") == "1"
     for text in (
         github["jobs"]["scores"]["env"]["FLY_ARGS"],
         gitlab["scores"]["variables"]["FLY_ARGS"],
     ):
-        given = HarnessCLI()._parser.parse_args(["run", *shlex.split(text)])
-        assert (ROOT / given.model_args["config_path"]).is_file()
+        HarnessCLI()._parser.parse_args(["run", *shlex.split(text)])
 
 
 def test_rules_by_drafters_are_one_matrix(

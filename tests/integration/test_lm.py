@@ -460,6 +460,16 @@ def test_a_draft_that_is_loaded_again_has_the_checkpoints_dtype(saved_pair, monk
     assert ready.load_draft(draft, {})[0].dtype == torch.bfloat16
 
 
+@pytest.mark.skipif(kernels.why_not() is not None, reason="needs fly's kernels")
+def test_the_weights_dtype_is_recorded_not_that_of_the_passes(saved_pair, monkeypatch):
+    """Packed bfloat16 weights were called float32, which made another target of the same model."""
+    monkeypatch.setattr(kernels, "instructions", lambda: "avx2")
+    lm = fly_lm(saved_pair, dtype="bfloat16")
+    info = lm.get_model_info()
+    assert (info["fly"]["dtype"], info["fly"]["draft_dtype"]) == ("torch.bfloat16",) * 2
+    assert info["model_dtype"] == torch.bfloat16
+
+
 @pytest.mark.parametrize("batch_size", [2, "auto"])
 def test_lossy_drafts_are_all_or_none_whatever_is_left_to_decode(saved_pair, caplog, batch_size):
     """A resumed run has fewer requests left, which must not switch drafting on or off."""

@@ -1,4 +1,4 @@
-"""The pages docs/adding_a_*.md: each example is one file and one line, and works."""
+"""The pages docs/extending.md: each example is one file and one line, and works."""
 
 import json
 import re
@@ -11,14 +11,15 @@ import pytest
 from fly import registry
 from tests.integration.test_cli import config_file, evaluate, run, task_dir  # noqa: F401
 
-DOCS = Path(__file__).parents[2] / "docs"
+PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 MODULES: dict[str, types.ModuleType] = {}
 
 
-def install(page: str, monkeypatch) -> None:
-    """What a developer does with the page: write its first block to its file, add the second, one
-    line, to the registry."""
-    code, line = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+def install(heading: str, monkeypatch) -> None:
+    """What a developer does with the section: write its first block to its file, add the second,
+    one line, to the registry."""
+    section = PAGE.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    code, line = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     path = re.match(r"# (fly/[\w/]+)\.py\n", code)[1]
     place = re.match(r"# fly/registry\.py, in (\w+)\n(.+)\n$", line)
     name = path.replace("/", ".")
@@ -52,7 +53,7 @@ def decode(saved_pair, config_file, task_dir, tmp_path):  # noqa: F811
 
 
 def test_a_drafter_is_one_file_and_one_line(decode, monkeypatch):
-    install("adding_a_drafter.md", monkeypatch)
+    install("Adding a drafter", monkeypatch)
     alone, _ = decode("alone", ",use_sd=false")
     texts, entry = decode("drafted", ",verification=exact,drafter=last_token")
     assert texts == alone
@@ -62,7 +63,7 @@ def test_a_drafter_is_one_file_and_one_line(decode, monkeypatch):
 
 
 def test_a_rule_is_one_file_and_one_line(decode, monkeypatch):
-    install("adding_a_rule.md", monkeypatch)
+    install("Adding a verification rule", monkeypatch)
     exact, _ = decode("exact", ",verification=exact")
     narrow, _ = decode("narrow", ",verification=nucleus,nucleus_p=1e-9")
     _, entry = decode("wide", ",verification=nucleus,nucleus_p=0.999")
@@ -81,7 +82,7 @@ def test_a_rules_own_keys_are_checked(
     saved_pair, monkeypatch, tmp_path, capsys, key, message, rule
 ):
     """Also while another rule is in force, as in the exact mode of fly compare."""
-    install("adding_a_rule.md", monkeypatch)
+    install("Adding a verification rule", monkeypatch)
     name, value = key.split("=")
     file = tmp_path / "pair.json"
     target = str(saved_pair / "target")
@@ -100,7 +101,7 @@ def test_an_engine_refuses_what_it_cannot_do(
     capsys,
     refused,
 ):
-    install("adding_an_engine.md", monkeypatch)
+    install("Adding an engine", monkeypatch)
     if "temperature" in refused:
         yaml = task_dir / "tiny_task.yaml"
         yaml.write_text(yaml.read_text().replace(", do_sample: false", ""))
@@ -117,7 +118,7 @@ def test_a_rules_keys_are_unknown_without_it(saved_pair, tmp_path, capsys):
 
 
 def test_an_engine_is_one_file_and_one_line(decode, monkeypatch, tmp_path):
-    install("adding_an_engine.md", monkeypatch)
+    install("Adding an engine", monkeypatch)
     own, _ = decode("own", ",use_sd=false")
     texts, entry = decode("generated", ",use_sd=false", model="fly_generate")
     assert texts == own

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from lm_eval.utils import hash_string
 
-from fly.analysis import compare, compare_files, compare_table, scores
+from fly.analysis import alignment, compare, compare_files, compare_table, scores
 from fly.analysis.html import summary
 from fly.analysis.statistics import Demand
 from fly.cli import main as cli
@@ -83,6 +83,28 @@ def test_a_long_task_name_folds_and_no_interval(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert printed.count("2.00 [2.00, 2.00]") == 2
     assert max(map(len, printed.splitlines())) <= 100
+
+
+def test_without_drafts_there_is_no_time_x(tmp_path, capsys):
+    """Two runs of the target alone differ by what else the machine did: 1.10 [1.10, 1.10]."""
+    base = write(tmp_path / "a", "target-only", SOLVED, round_tokens=1, seconds=1.1)
+    again = write(tmp_path / "b", "fly", SOLVED, round_tokens=1)
+    assert fly("compare", base, again) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "1.10" not in printed
+    assert "no time x of fly, sums: nothing was drafted: any difference is the machine's" in printed
+    assert fly("compare", base, write(tmp_path / "c", "fly", SOLVED)) == 0
+    assert "1.10 [1.10, 1.10]" in capsys.readouterr().out
+
+
+def test_junit_fails_where_the_exit_status_does(tmp_path):
+    """A baseline that scores nothing decides nothing: status 3, and all of its tests skipped."""
+    base = write(tmp_path / "a", "target-only", [0] * 8)
+    junit = tmp_path / "junit.xml"
+    for flags, status, failures in (((), 3, "1"), (("--allow-inconclusive",), 0, "0")):
+        other = write(tmp_path / f"b{status}", "fly", [0] * 8)
+        assert fly("compare", base, other, "--junit", junit, *flags) == status
+        assert ElementTree.parse(junit).getroot().find("testsuite").get("failures") == failures
 
 
 def test_few_documents_that_score_the_same_are_unchanged(tmp_path, capsys):
@@ -784,3 +806,32 @@ def test_a_run_with_a_comma_in_its_name_stays_one_column_of_the_csv():
         "run": "fly, K=4", "concurrency": "16", "tok_s": "120.5", "tok_s_per_user": "9.25",
         "verdict": "held",
     }  # fmt: skip
+
+
+def test_prompts_of_another_form_are_paired_by_document(tmp_path, capsys):
+    """A text and the messages of a chat endpoint ask the same of one document."""
+    text = write(tmp_path / "a", "target-only", SOLVED, prompt="text of")
+    chat = write(tmp_path / "b", "server", SOLVED, prompt="messages of")
+    assert fly("compare", text, chat) == 2
+    assert "the prompt differs" in capsys.readouterr().err
+    assert fly("compare", text, chat, "--pair-by", "document") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    count = len(SOLVED)
+    assert f"paired by document: {count} of {count} prompts are not those of target-only" in printed
+    short = write(tmp_path / "c", "server", SOLVED[:20], prompt="messages of")
+    assert fly("compare", text, short, "--pair-by", "document") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"{count - 20} documents that not all runs have are left out" in printed
+    assert "20 documents" in printed
+
+
+def test_documents_are_paired_by_what_they_hold_not_by_their_numbers(tmp_path):
+    runs = [load(write(tmp_path / n, "fly", [0, 1, 1])) for n in ("a", "b")]
+    task = runs[1].tasks["sums"]
+    turned = {2: task.documents[0], 0: task.documents[1], 1: task.documents[2]}
+    scores = [m.model_copy(update={"scores": {2: 0.0, 0: 1.0, 1: 1.0}}) for m in task.metrics]
+    task = task.model_copy(update={"documents": turned, "metrics": scores, "work": {}})
+    runs[1] = runs[1].model_copy(update={"name": "b", "tasks": {"sums": task}})
+    first, second = alignment.pair_by_document(runs)
+    assert second.tasks["sums"].metrics[0].scores == {0: 0.0, 1: 1.0, 2: 1.0}
+    assert compare.compare(first, [second]).others[0].rows[0].scores.lost == 0

@@ -54,7 +54,7 @@ def test_ids_are_what_was_encoded(ids):
 
 
 def test_ids_take_few_bytes():
-    """docs/definitions.md says how many; evenly drawn ids compress worst."""
+    """docs/compare.md says how many; evenly drawn ids compress worst."""
     drawn = random.Random(0)
     ids = [drawn.randrange(150_000) for _ in range(400)]
     assert len(output_ids.encode(ids)) < 4.5 * len(ids)

@@ -15,7 +15,7 @@ from fly.paths import data_dir
 from tests import block_heads, heads, tiny
 from tests.integration.test_cli import run
 
-DOCS = (Path(__file__).parents[2] / "docs/heads.md").read_text()
+DOCS = (Path(__file__).parents[2] / "docs/drafters.md").read_text()
 ROWS = re.findall(
     r"^\| `(\S+)` \| (\S+) \| (\S+) \| (EAGLE-3|DFlash|DSpark) \| (\d+) \| (\d+) \| (.+) \|$",
     DOCS,

@@ -1,7 +1,10 @@
 """One row of a comparison is the same in the terminal, in Markdown, JUnit, JSON and the page."""
 
 import json
+import re
 from xml.etree import ElementTree
+
+import pytest
 
 from fly.analysis import compare, compare_files, compare_table, scores
 from fly.analysis.html import comparison
@@ -46,3 +49,21 @@ def test_a_grouped_table_is_a_table_per_group():
     assert table.as_markdown().splitlines()[2:] == [
         "| task | run | score |", "|---|---|---|", "| t | a | 1 |", "|  | b | 2 |", "| u | a | 3 |",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [100, 80, 60])
+def test_a_narrow_terminal_gets_fewer_columns_and_whole_words(tmp_path, width, capsys, monkeypatch):
+    """Words were broken at their letters: `verdic`."""
+    base = load(write(tmp_path / "a", "target-only", [1] * 50 + [0] * 10))
+    other = load(write(tmp_path / "b", "fly", [0] * 3 + [1] * 47 + [1] * 2 + [0] * 8))
+    result = compare.compare(base, [other])
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    compare_table.print_result(result)
+    printed = capsys.readouterr().out
+    printed = re.sub(r"\x1b\[[\d;]*m", "", printed)
+    assert max(map(len, printed.splitlines())) <= width
+    texts = score_texts(result.others[0].rows[0].scores)
+    for whole in (texts.recovery + texts.interval, "verdict", "decoding x", "enough", "decide"):
+        assert whole in printed
+    assert ("left out at this width: " in printed) is (width < 100)

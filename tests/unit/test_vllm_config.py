@@ -243,7 +243,7 @@ def test_a_request_counted_by_hand():
     st.integers(0, 8),
 )
 def test_counts_add_up(drafts, plain, cut):
-    """As docs/definitions.md has it: emitted = matches + deferred + recovered + bonus tokens."""
+    """As docs/compare.md has it: emitted = matches + deferred + recovered + bonus tokens."""
     last = drafts[-1][1] if drafts else 0
     emitted = plain + sum(accepted + 1 for _, accepted in drafts) - min(cut, last)
     found, positions = counts(emitted, plain + len(drafts), drafts)

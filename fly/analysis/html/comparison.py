@@ -20,8 +20,8 @@ def against_first(runs: Sequence[Measured]) -> tuple[list[dict[str, Any]], list[
     that are of no one run.
 
     An entry has the keys of `--json` (docs/compare.md), `main`, the number of the row that stands
-    for the run, and `reason`, why its verdict is what it is; or only `refused`, why the run cannot
-    be compared.
+    for the run, `reason`, why its verdict is what it is, and `texts`, how many differ; or only
+    `refused`, why the run cannot be compared.
     """
     baseline, *others = runs
     refused = {run.name: why for run in others if (why := explain_refusal(baseline, run))}
@@ -29,7 +29,10 @@ def against_first(runs: Sequence[Measured]) -> tuple[list[dict[str, Any]], list[
     entries, notes = dict[str, dict[str, Any]](), list[str]()
     try:
         result = compare(baseline, judged)
-        entries = {found.name: _entry(found, result.demand) for found in result.others}
+        entries = {
+            run.name: {**_entry(found, result.demand), "texts": _count_texts(baseline, run)}
+            for run, found in zip(judged, result.others)
+        }
         told = {note for found in result.others for note in found.notes}
         notes = [note for note in result.notes if note not in told]
     except FlyError as error:  # the runs share no metric
@@ -75,6 +78,17 @@ def of_families(
         return matrix.arrange(cells, [*left_out, *notes]).as_dict, cells
     except FlyError as error:
         return {"refused": "; ".join([*left_out, str(error)])}, cells
+
+
+def _count_texts(baseline: Measured, run: Measured) -> dict[str, int]:
+    """Of how many documents both runs have texts, and how many of these differ."""
+    pairs = [
+        (task.texts[number], texts)
+        for name, task in baseline.tasks.items()
+        for number, texts in run.tasks[name].texts.items()
+        if number in task.texts
+    ]
+    return {"differ": sum(ours != theirs for ours, theirs in pairs), "of": len(pairs)}
 
 
 def _entry(against: Against, demand: Demand) -> dict[str, Any]:

@@ -23,6 +23,12 @@ function card(title, value, note, verdict = "") {
     note ? el("p", { class: "note" }, note) : null);
 }
 
+/** What all runs are of, above their cards: task, model, machine, date. */
+function factsOfAll({ runs }) {
+  const of = (key) => unique(runs.map((run) => run.facts[key]).filter(Boolean)).join(", ");
+  return el("p", { class: "facts" }, ["task", "model", "machine", "date"].map(of).filter(Boolean).join(" \u00b7 "));
+}
+
 /** One row of cards per compared run; of the only run, if there is one. */
 function headline({ runs: [base, ...others], comparisons, scores }) {
   if (!others.length) return headlineOf(base, null, ownCards(base, scores[0]));
@@ -61,12 +67,12 @@ function speedOf({ speeds = [] }) {
 
 function comparedCards(comparison) {
   if (comparison.refused) return [card("Not comparable", NONE, comparison.refused)];
-  return [recoveryCard(comparison), timeCard(comparison)];
+  return [...verdictCards(comparison), timeCard(comparison)];
 }
 
 function timeCard(comparison) {
   const speed = speedOf(comparison);
-  if (speed?.withheld) return card("Time x", NONE, `The runs differ in what times depend on: ${speed.withheld}.`);
+  if (speed?.withheld) return card("Time x", NONE, `Withheld: ${speed.withheld}.`);
   if (!speed?.end_to_end) return card("Time x", NONE, "Both runs need fly\u2019s records of the same documents.");
   return card("Time x, end to end", times(speed.end_to_end.value),
     `${intervalNote(speed.end_to_end, times)}decoding alone ${times(speed.decode?.value)}; ${times(speed.tokens?.value)} the tokens`);
@@ -76,15 +82,16 @@ function intervalNote({ interval }, format) {
   return interval ? `95 % interval ${between(interval, format)}; ` : "";
 }
 
-function recoveryCard(comparison) {
-  const { verdict, reason } = comparison, main = rowsOf(comparison)[comparison.main].scores;
+function verdictCards(comparison) {
+  const { verdict, reason, texts } = comparison, main = rowsOf(comparison)[comparison.main].scores;
   const [sign, style] = SIGNS[verdict] || UNDECIDED;
-  const documents = plural(main.documents, "document");
-  const result = card("Recovery of the score", percent(main.recovery),
-    main.other === null ? documents : `${intervalNote(main, percent)}${documents}: ${main.lost} lost, ${main.won} won`, style);
-  result.append(el("p", { class: "verdict" }, `${sign} ${verdict}`),
-    el("p", { class: "note" }, `${reason[0].toUpperCase()}${reason.slice(1)}.`));
-  return result;
+  const changed = main.other === null ? "" : `${main.lost} lost, ${main.won} won`;
+  const written = texts?.of ? `${changed && "; "}${texts.differ} of ${plural(texts.of, "text")} differ` : "";
+  return [
+    card("Verdict", `${sign} ${verdict}`, `${reason[0].toUpperCase()}${reason.slice(1)}.`, style),
+    card("Documents", String(main.documents), changed + written),
+    card("Recovery of the score", percent(main.recovery), main.other === null ? "" : intervalNote(main, percent).replace(/; $/, "")),
+  ];
 }
 
 function ownCards({ stats }, first) {
@@ -100,7 +107,12 @@ function settings({ runs }) {
   const namesIn = (key) => [...new Set(runs.flatMap((run) => Object.keys(run[key])))];
   const rows = namesIn("settings").map((name) => [name, ...runs.map((run) => run.settings[name] ?? NONE)]);
   const drafted = namesIn("sources").map((name) => [`drafted from ${name}`, ...runs.map((run) => ofSource(run.sources[name]))]);
-  return table(["", ...runs.map((run) => run.name)], [...rows, ...drafted], "Settings of the runs");
+  const heads = ["", ...runs.map((run) => run.name)], all = [...rows, ...drafted];
+  const differing = all.filter(([, ...cells]) => unique(cells).length > 1), shared = all.filter((row) => !differing.includes(row));
+  if (!differing.length) return table(heads, all, "Settings of the runs");
+  return el("div", {}, table(heads, differing, "Settings in which the runs differ"),
+    shared.length ? el("details", {}, el("summary", {}, `${plural(shared.length, "setting")} that all runs share`),
+      table(["", "all runs"], shared.map(([name, cell]) => [name, cell]), "Settings that all runs share")) : null);
 }
 
 function ofSource(counts) {

@@ -146,9 +146,9 @@ function build() {
     section("runs", "Runs", settings(summary)),
   ].filter(Boolean);
   document.getElementById("main").replaceChildren(
-    el("h1", { class: "hidden" }, document.title), el("div", { class: "headlines" }, headline(summary)), ...sections);
+    el("h1", { class: "hidden" }, document.title), el("div", { class: "headlines" }, factsOfAll(summary), headline(summary)), ...sections);
   document.getElementById("sections").append(...sections.map((one) => el("a", { href: `#${one.id}` }, LINKS[one.id])));
-  document.getElementById("footer").append(`fly ${summary.version}, written ${summary.created}. docs/definitions.md defines every number.`);
+  document.getElementById("footer").append(`fly ${summary.version}, written ${summary.created}. docs/compare.md defines every number.`);
   listen();
   openLinked();
   document.documentElement.dataset.ready = "true";

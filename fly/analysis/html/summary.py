@@ -1,4 +1,4 @@
-"""The report's numbers about whole runs. Counts and rates are fly's own (docs/definitions.md)."""
+"""The report's numbers about whole runs. Counts and rates are fly's own (docs/compare.md)."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ def of_run(run: Run, scores: Measured, traced: Acceptance) -> dict[str, Any]:
     return {
         "name": scores.name,
         "mode": run.mode,
+        "facts": _facts(run, scores),
         "settings": _settings(run, scores),
         "stats": stats_of_run if stats_of_run.get("requests") else None,
         "sources": _sources(stats_of_run),
@@ -52,6 +53,17 @@ def of_run(run: Run, scores: Measured, traced: Acceptance) -> dict[str, Any]:
         "positions": _positions(stats_of_run, acceptance),
         "blocks": _blocks(acceptance) if acceptance else None,
         "entropy": _entropies(acceptance, entry.get("config", {})) if acceptance else None,
+    }
+
+
+def _facts(run: Run, scores: Measured) -> dict[str, str]:
+    """For the page's head: what was asked, of which model, where and when."""
+    device = (run.entry or {}).get("device") or {}
+    return {
+        "task": ", ".join(scores.tasks),
+        "model": scores.target["name"] or "",
+        "machine": str(device.get("name") or ""),
+        "date": str((run.entry or {}).get("started") or "")[:10],
     }
 
 

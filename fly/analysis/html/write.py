@@ -5,7 +5,6 @@ from __future__ import annotations
 from datetime import datetime, timezone
 from typing import Any
 
-import fly
 from fly.analysis import acceptance, scores
 from fly.analysis.compare import choose_baseline
 from fly.analysis.csv_files import as_csv
@@ -13,6 +12,7 @@ from fly.analysis.html import comparison, documents, points, summary, traces
 from fly.analysis.html.page import render
 from fly.analysis.matrix import Scored
 from fly.runs.reader import Run
+from fly.version import VERSION
 
 _COLUMNS = ("score", "change", "same", "parts", "length", "tokens", "tau", "seconds")
 
@@ -63,7 +63,7 @@ def page(runs: list[Run], max_traces: int = 200, by: str | None = None) -> bytes
         f"fly report: {', '.join(each.name for each in measured)}",
         {
             "data-summary": {
-                "version": fly.__version__,
+                "version": VERSION,
                 "created": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
                 "runs": summaries,
                 "scores": summary.scores(runs),

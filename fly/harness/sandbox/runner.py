@@ -79,8 +79,10 @@ def run_programs(
     level = isolation_level()
     if _used is None:
         _used = str(level)
-        # A warning, so that it is shown whatever the log level of the run is.
-        _logger.warning("running model-written code isolated by %s", _used)
+        # A warning, so that it is shown whatever the log level of the run is. What holds is in the
+        # results' config.fly.sandbox.
+        gaps = f"; NOT contained: a program {', '.join(level.gaps)}" if level.gaps else ""
+        _logger.warning("running model-written code, isolated by %s%s", level.name, gaps)
     needed = tuple(name for name in level.features if name not in _ALWAYS)
     run = functools.partial(execute, limits=limits or Limits(), launch=level.launch, needed=needed)
     with ThreadPoolExecutor(workers or cores_of_this_process()) as pool:

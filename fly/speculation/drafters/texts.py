@@ -1,7 +1,7 @@
 """Texts that tokens can be drafted from at no cost, one class per source.
 
 In the order in which they are asked: earlier runs' outputs of the same document, then the
-sequence's own text. docs/drafting_from_texts.md explains both.
+sequence's own text. docs/drafters.md explains both.
 """
 
 from __future__ import annotations

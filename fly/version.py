@@ -1,0 +1,3 @@
+"""The version, which results and pages record."""
+
+VERSION = "0.1.0"
