@@ -64,9 +64,9 @@ def run_child(
     environment = {**os.environ, _LIFELINE: str(reading)}
     environment |= {PIPE: str(told)} if on_line else {}
     try:
-        process = subprocess.Popen(
-            command, pass_fds=[reading, told], env=environment, stdout=log, stderr=log
-        )
+        output: dict[str, Any] = {"stdout": log, "stderr": log} if log else {}
+        pipes = [reading, told]
+        process = subprocess.Popen(command, pass_fds=pipes, env=environment, **output)
     except BaseException:
         os.close(writing)
         raise
