@@ -308,7 +308,7 @@ def _against(
     withheld = _why_withheld(reasons, "withhold verdict")
     speeds = _speeds(other, baseline, _why_withheld(reasons, "withhold times"))
     if not any(reason.subject in ("target", "decoding", "engine", "method") for reason in reasons):
-        speeds = [_without_drafts(speed, baseline) for speed in speeds]
+        speeds = [_without_drafts(speed, baseline, other) for speed in speeds]
     for name, metrics in chosen.items():
         first = primary(metrics)
         for metric in metrics:
@@ -464,11 +464,9 @@ def _gates(
         yield judge_gate(gate, base, own, withheld, demand.confidence, verdicts)
 
 
-def _without_drafts(speed: Speed, baseline: Measured) -> Speed:
+def _without_drafts(speed: Speed, baseline: Measured, run: Measured) -> Speed:
     """No time x where both decoded token by token, in one way: it would say nothing of fly."""
-    pace = speed.pace
-    one_by_one = pace.rounds >= pace.tokens > 0 and not pace.positions.drafts
-    if speed.decode is None or not one_by_one or baseline.mode != "target-only":
+    if speed.decode is None or run.drafted != 0 or baseline.mode != "target-only":
         return speed
     return replace(speed, decode=None, end_to_end=None, withheld=_NOTHING_DRAFTED)
 

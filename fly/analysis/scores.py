@@ -139,6 +139,8 @@ class Measured(_Stored):
     # of the settings that its texts depend on, the rule's among them; None for other backends' runs
     # and stored ones
     config_hash: str | None = Field(default=None, exclude=True)
+    # draft tokens; None for other backends' runs and stored ones
+    drafted: int | None = Field(default=None, exclude=True)
     # tokens per second of a request of its own, queueing and prompt included; None but for servers
     tok_s_per_user: float | None = Field(default=None, exclude=True)
     spd_k: int | None = Field(default=None, exclude=True)  # None where nothing is drafted
@@ -212,6 +214,7 @@ def measure(
         notes=notes,
         drafts=_drafts(run),
         config_hash=(run.entry or {}).get("config_hash"),
+        drafted=((run.entry or {}).get("stats") or {}).get("drafted"),
         tok_s_per_user=_tok_s_per_user(run),
         spd_k=run.entry["config"].get("spd_k") if run.entry and run.entry.get("drafter") else None,
     )

@@ -67,13 +67,15 @@ def run_children(
     each line of `fly.harness.progress.tell`.
     """
     begun: list[subprocess.Popen[bytes]] = []
+    output: dict[str, Any] = {"stdout": log, "stderr": log} if log else {}
     if os.name == "nt":
-        begun += [subprocess.Popen(each, stdout=log, stderr=log) for each in commands]
+        begun += [subprocess.Popen(each, **output) for each in commands]
         return [process.wait() for process in begun]
     reading, writing = os.pipe()
     progress, told = os.pipe()
     environment = {**os.environ, _LIFELINE: str(reading)}
     environment |= {PIPE: str(told)} if on_line else {}
+    pipes = [reading, told]
 
     def listen() -> None:
         with open(progress, errors="replace") as lines:
@@ -84,11 +86,7 @@ def run_children(
     threading.Thread(target=listen, daemon=True).start()
     try:
         for command in commands:
-            begun.append(
-                subprocess.Popen(
-                    command, pass_fds=[reading, told], env=environment, stdout=log, stderr=log
-                )
-            )
+            begun.append(subprocess.Popen(command, pass_fds=pipes, env=environment, **output))
         os.close(told)  # the listener's end comes with the last child's
         told = -1
         return [process.wait() for process in begun]

@@ -19,7 +19,6 @@ from fly import registry
 from fly.config import FlyConfig
 from fly.paths import data_dir
 from fly.runs import context
-from fly.runs.resume import parse_pairs
 
 _theirs = of_lm_eval.get_model
 
@@ -51,6 +50,8 @@ def _get_model(name: str) -> Any:
 
         @classmethod
         def create_from_arg_string(cls, arg_string: str, more: Any = None) -> Any:
+            from fly.runs.resume import parse_pairs
+
             return cls.create_from_arg_obj(parse_pairs(arg_string), more)
 
     return Chosen
@@ -83,6 +84,8 @@ def extend_tracker() -> None:
     """An EvaluationTracker saves a pair's run under the name of its model, with the records that
     `fly compare` takes the times from."""
     from lm_eval.loggers.evaluation_tracker import EvaluationTracker, GeneralConfigTracker
+
+    from fly.runs.resume import parse_pairs
 
     get_name, save = GeneralConfigTracker._get_model_name, EvaluationTracker.save_results_aggregated
 

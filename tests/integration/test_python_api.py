@@ -11,11 +11,13 @@ from lm_eval.tasks import TaskManager
 
 import fly
 from fly.harness.hf import FlyLM
+from fly.runs import context
 from tests.integration.test_cli import write_task
 
 
 @pytest.fixture
 def tasks(tmp_path):
+    context.start()  # what another test ran in this process is no part of it
     write_task(tmp_path / "tasks", documents=4)
     return TaskManager(include_path=str(tmp_path / "tasks"))
 

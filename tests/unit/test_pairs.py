@@ -438,8 +438,12 @@ def test_the_subcommand(shop, home, capsys):
     assert "tiny: test; download 0.0 GB; not fetched" in run("list")
     assert str(home) in run("fetch", NAME)
     assert "tiny: test; download 0.0 GB; fetched" in run("list")
-    draft, target = run("path", NAME).split()
-    assert (Path(draft).parent.name, Path(target).parent.name) == ("draft", "target")
+    lines = [line.partition(": ") for line in run("path", NAME).splitlines()]
+    assert [(label, Path(path).parent.name) for label, _, path in lines] == [
+        ("draft", "draft"),
+        ("target", "target"),
+    ]
+    assert run("path", f"{NAME}/target").strip() == lines[1][2]
 
 
 def test_importing_the_package_is_light():
