@@ -44,7 +44,7 @@ def parse(text: str, where: str) -> Any:
     reads, and for nesting that is too deep for it.
     """
     try:
-        return _decoder.decode(text)
+        return json.loads(text, object_pairs_hook=_unrepeated)
     except json.JSONDecodeError as error:
         place = f"column {error.colno}"
         if "\n" in text:
@@ -72,9 +72,6 @@ def bytes_of(path: Path, where: str) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise FlyError(f"{where}: cannot be read: {error.strerror}") from None
-
-
-_decoder = json.JSONDecoder(object_pairs_hook=_unrepeated)
 
 
 def text_of(path: Path, where: str) -> str:

@@ -71,7 +71,7 @@ def test_chosen_documents_can_be_stored_and_reported(place, chosen):
     fly(place, "compare", "alone", "chosen", *stored)
     output = fly(place, "compare", "chosen", "--baseline", "chosen.json", "--allow-inconclusive")
     assert "recovery" in output
-    assert "no trace" not in page([chosen])
+    assert "no trace" not in page([chosen]).decode()
 
 
 def test_a_results_file_may_have_any_name(place):
@@ -96,7 +96,7 @@ def test_tasks_within_a_group_are_read_back(place):
     names = {name for name, _ in reader.load(place / "group").tasks}
     assert names == {"tiny_greedy", "tiny_group::tiny_(inline)"}
     assert "tiny_group::tiny_(inline)" in fly(place, "compare", "group", "group")
-    assert "tiny_group::tiny_(inline)" in page([reader.load(place / "group")])
+    assert "tiny_group::tiny_(inline)" in page([reader.load(place / "group")]).decode()
 
 
 def test_a_run_from_a_cache_compares_with_a_stored_baseline(place):
