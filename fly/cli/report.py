@@ -65,7 +65,8 @@ def _report(args: argparse.Namespace) -> None:
         return
     if not args.runs:
         raise FlyError(
-            "fly report: name a finished RUN, or a running one with --watch DIR (`fly report --help`)"
+            "fly report: name a finished RUN, or a running one with --watch DIR "
+            "(`fly report --help`)"
         )
     output = expanded(args.output)
     outputs.check(args, {"--output": output, "--csv": args.csv})
