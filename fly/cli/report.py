@@ -63,9 +63,7 @@ def _report(args: argparse.Namespace) -> None:
         _watch(args, args.watch.expanduser())
         return
     if not args.runs:
-        raise FlyError(
-            "fly report: name a finished RUN, or a running one with --watch DIR (`fly report --help`)"
-        )
+        raise FlyError("fly report: name a finished RUN, or use --watch DIR (`fly report --help`)")
     output = expanded(args.output)
     outputs.check(args, {"--output": output, "--csv": args.csv})
     paths = [reader.named(text) for text in args.runs]
