@@ -29,7 +29,6 @@ def add_command(subparsers: Any) -> None:
     parser.add_argument(
         "--output", default="report.html", metavar="FILE", help="default: %(default)s"
     )
-    parser.add_argument("--by", metavar="FIELD", help="as in fly compare")
     outputs.add_force(parser)
     parser.add_argument(
         "--traces",
@@ -64,15 +63,12 @@ def _report(args: argparse.Namespace) -> None:
         _watch(args, args.watch.expanduser())
         return
     if not args.runs:
-        raise FlyError(
-            "fly report: name a finished RUN, or a running one with --watch DIR "
-            "(`fly report --help`)"
-        )
+        raise FlyError("fly report: name a finished RUN, or use --watch DIR (`fly report --help`)")
     output = expanded(args.output)
     outputs.check(args, {"--output": output, "--csv": args.csv})
     paths = [reader.named(text) for text in args.runs]
     loaded = [reader.load(path, name) for name, path in paths]
-    page = report.page(loaded, max_traces=args.traces, by=args.by)
+    page = report.page(loaded, max_traces=args.traces)
     write_output(output, page, "--output")
     if args.csv:
         write_output(args.csv, report.csv(loaded), "--csv")
@@ -94,7 +90,7 @@ def _watch(args: argparse.Namespace, folder: Path) -> None:
         own = going or reader.load(folder)
         if not own.tasks:
             raise FlyError(f"{folder}: no request has ended yet")
-        return report.page([*others, own], max_traces=args.traces, by=args.by), going is None
+        return report.page([*others, own], max_traces=args.traces), going is None
 
     with watch.server(folder, page, args.port) as server:
         host, port = server.server_address[:2]
