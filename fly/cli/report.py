@@ -29,6 +29,7 @@ def add_command(subparsers: Any) -> None:
     parser.add_argument(
         "--output", default="report.html", metavar="FILE", help="default: %(default)s"
     )
+    parser.add_argument("--by", metavar="FIELD", help="as in fly compare")
     outputs.add_force(parser)
     parser.add_argument(
         "--traces",
@@ -68,7 +69,7 @@ def _report(args: argparse.Namespace) -> None:
     outputs.check(args, {"--output": output, "--csv": args.csv})
     paths = [reader.named(text) for text in args.runs]
     loaded = [reader.load(path, name) for name, path in paths]
-    page = report.page(loaded, max_traces=args.traces)
+    page = report.page(loaded, max_traces=args.traces, by=args.by)
     write_output(output, page, "--output")
     if args.csv:
         write_output(args.csv, report.csv(loaded), "--csv")
@@ -90,7 +91,7 @@ def _watch(args: argparse.Namespace, folder: Path) -> None:
         own = going or reader.load(folder)
         if not own.tasks:
             raise FlyError(f"{folder}: no request has ended yet")
-        return report.page([*others, own], max_traces=args.traces), going is None
+        return report.page([*others, own], max_traces=args.traces, by=args.by), going is None
 
     with watch.server(folder, page, args.port) as server:
         host, port = server.server_address[:2]
