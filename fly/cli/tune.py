@@ -1,4 +1,4 @@
-"""`fly tune CONFIG --tasks ... --limit N --output FILE.json`. docs/tune.md describes it."""
+"""`fly tune CONFIG --tasks ... --limit N --output FILE.json`. See docs/configuration.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fly tune`: which configuration of a pair decodes fastest on this machine (docs/tune.md).
+"""`fly tune`: which configuration decodes fastest on this machine (docs/configuration.md).
 
 candidates  the list of configurations that are tried.
 real_runs   a configuration through lm-eval, measured and scored.

@@ -304,7 +304,7 @@ def test_a_run_of_another_configuration_is_not_taken_for_finished(
 ):
     """Another K, another limit, a killed run: each must run again."""
     calls = []
-    monkeypatch.setattr(run_modes, "_run", lambda mode, *given: calls.append(mode.name))
+    monkeypatch.setattr(run_modes, "_run", lambda begun, *_: calls.extend(begun))
     run = SimpleNamespace(rounds=[], requests=[1], path=tmp_path / "out/fly/results.json")
     monkeypatch.setattr(run_modes.reader, "load", lambda folder: run)
     values = {"pretrained": str(saved_pair / "draft"), "config_path": str(config_file)}
@@ -328,7 +328,7 @@ def test_what_has_changed_under_the_same_command_runs_again(
     """A YAML of arguments or a task that changed in place, and another machine's seconds, were
     served as this command's; what only switches records on was run again."""
     calls = []
-    monkeypatch.setattr(run_modes, "_run", lambda mode, *given: calls.append(mode.name))
+    monkeypatch.setattr(run_modes, "_run", lambda begun, *_: calls.extend(begun))
     run = SimpleNamespace(rounds=[], requests=[1], path=tmp_path / "out/fly/results.json")
     monkeypatch.setattr(run_modes.reader, "load", lambda folder: run)
     values = {"pretrained": str(saved_pair / "draft"), "config_path": str(config_file)}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fly.execution.model_runner import ModelRunner
-from fly.speculation import engine as engine_module
+from fly.speculation import chains
 from fly.speculation.drafters.draft_model import ModelDrafter
 from fly.speculation.rules.base import Rule, verify
 from fly.speculation.sampling import GREEDY, Sampling
@@ -76,15 +76,15 @@ def resolve_one_too_many(rule, judged, honest=Rule.resolve):
     return replace(resolution, accepted=min(resolution.accepted + 1, len(judged.draft)))
 
 
-def verify_by_top_two(draft_BK, length_B, logits_BKV, *rest):
-    found = verify(draft_BK, length_B, logits_BKV, *rest)
+def verify_by_top_two(draft_BK, length_B, logits_BKV, *rest, **more):
+    found = verify(draft_BK, length_B, logits_BKV, *rest, **more)
     second_BK = logits_BKV.topk(2, -1).indices[:, : draft_BK.shape[1], 1]
     return replace(found, matches_BK=found.matches_BK | (draft_BK == second_BK))
 
 
 @pytest.mark.parametrize(
     ("where", "name", "mutant"),
-    [(Rule, "resolve", resolve_one_too_many), (engine_module, "verify", verify_by_top_two)],
+    [(Rule, "resolve", resolve_one_too_many), (chains, "verify", verify_by_top_two)],
     ids=["resolve", "verify"],
 )
 def test_mutant_verification_is_caught(target, draft, expected, monkeypatch, where, name, mutant):
