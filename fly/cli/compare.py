@@ -257,7 +257,7 @@ def _execute(args: argparse.Namespace) -> None:
     given = (args.min_recovery, args.confidence, args.allow_inconclusive or None, args.junit)
     is_gate = any(value is not None for value in given) or limits
     inconclusive = result.verdict == "not enough evidence"
-    if (is_gate or args.allow_inconclusive) and not (inconclusive and args.allow_inconclusive):
+    if is_gate and not (inconclusive and args.allow_inconclusive):
         sys.exit(STATUS[result.verdict])
 
 
