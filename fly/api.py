@@ -75,9 +75,8 @@ def report(*runs: str | Path, output: str | Path = "report.html", traces: int = 
 
     if traces < 0:
         raise FlyError(f"--traces {traces}: must be at least 0")
-    loaded = [reader.load(path, name) for name, path in map(reader.named, map(str, runs))]
     path = expanded(str(output))
-    write_output(path, write.page(loaded, max_traces=traces), "output")
+    write_output(path, write.page(reader.load_all(runs), max_traces=traces), "output")
     return Page(path)
 
 

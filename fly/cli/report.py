@@ -67,8 +67,7 @@ def _report(args: argparse.Namespace) -> None:
         raise FlyError("fly report: name a finished RUN, or use --watch DIR (`fly report --help`)")
     output = expanded(args.output)
     outputs.check(args, {"--output": output, "--csv": args.csv})
-    paths = [reader.named(text) for text in args.runs]
-    loaded = [reader.load(path, name) for name, path in paths]
+    loaded = reader.load_all(args.runs)
     page = report.page(loaded, max_traces=args.traces, by=args.by)
     write_output(output, page, "--output")
     if args.csv:
@@ -84,7 +83,7 @@ def _watch(args: argparse.Namespace, folder: Path) -> None:
     from fly.cli import watch
     from fly.runs import reader, unfinished
 
-    others = [reader.load(path, name) for name, path in map(reader.named, args.runs)]
+    others = reader.load_all(args.runs)
 
     def page() -> tuple[bytes, bool]:
         going = unfinished.read(folder)

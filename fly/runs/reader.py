@@ -283,6 +283,11 @@ def named(text: str) -> tuple[str | None, str]:
     return name, path
 
 
+def load_all(texts: Iterable[str | Path]) -> list[Run]:
+    """The finished runs that these name, each as `named` reads it."""
+    return [load(path, name) for name, path in (named(str(text)) for text in texts)]
+
+
 def load(path: str | Path, name: str | None = None) -> Run:
     """Read a finished run; `name` defaults to its mode. Raises FlyError if its samples are gone."""
     file = find_results(path)
