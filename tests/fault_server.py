@@ -50,6 +50,7 @@ class FaultServer(ThreadingHTTPServer):
         self.model, self.context, self.drafts = "tiny", 512, True
         self.delay = self.extra_tokens = 0  # seconds per token; tokens that texts get before them
         self.refused, self.echoes, self.key = set(), True, None
+        self.most_stops = 10**9
         self.scores = score_of  # log-probability of a prompt's token; None: `echo` is ignored
         self.asked, self.answered, self.headers = Counter(), Counter(), []
         self.under_way = self.most_under_way = 0
@@ -103,15 +104,16 @@ class _Handler(BaseHTTPRequestHandler):
             pages["/props"] = {"build_info": "b1", "default_generation_settings": settings}
         if server.kind == "vllm":
             pages["/version"] = {"version": "0.99"}
-        if server.kind == "vllm" and self.path == "/metrics":
+        if server.kind in ("vllm", "llama.cpp") and self.path == "/metrics":
             per_position = f'_per_pos_total{{position="0"}} {server.accepted}\n'
             lines = {
                 "drafts": server.draft_rounds,
                 "draft_tokens": server.drafted,
                 "accepted_tokens": server.accepted,
             }
-            name = "vllm:spec_decode_num_"
-            text = "".join(f'{name}{key}_total{{engine="0"}} {n}\n' for key, n in lines.items())
+            name = f"{owner}:spec_decode_num_"
+            labels = '{engine="0"}' if server.kind == "vllm" else ""
+            text = "".join(f"{name}{key}_total{labels} {n}\n" for key, n in lines.items())
             self._json((f"# HELP x\n{text}{name}accepted_tokens{per_position}").encode())
         elif self.path in pages:
             self._json(pages[self.path])
@@ -150,6 +152,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         for name in server.refused & {*body}:
             self._refuse(400, f"Unrecognized request argument: {name}")
+            return
+        if len(body.get("stop") or ()) > server.most_stops:
+            self._refuse(400, "body.stop: List should have at most 4 items after validation, not 5")
             return
         if body["model"] != server.model:
             self._refuse(404, f"The model {body['model']} does not exist")

@@ -51,6 +51,7 @@ _KEYS = {
     "use_sd",
 }
 _FEW = 4  # tokens that the probe asks for
+_STOPS = 4  # stop strings that OpenAI's endpoints take
 _UNTOLD = 2**31  # tokens of context, where neither the server nor the tokenizer tells
 
 
@@ -114,6 +115,7 @@ class ServerLM(Backend):
         self._sends_ids = False  # where the server's tokenizer reads a prompt's text otherwise
         self._answers_as: str | None = None  # the model that its answers name, perhaps an alias
         self._is_plain = False  # the server takes OpenAI's sampling parameters only
+        self._most_stops: int | None = None  # stop strings that the server takes; None is any
         self.join_run(arguments)
 
     @classmethod
@@ -341,17 +343,26 @@ class ServerLM(Backend):
             self._check_prompt(answer, request, where)
 
     async def _try(self, client: AsyncOpenAI, request: Request, where: str) -> Answer:
-        """With fewer parameters, if the server refuses those beyond OpenAI's and none is needed."""
-        few = min(_FEW, request.budget)
-        try:
-            return await self.server.ask(client, self._payload(request, few), where)
-        except FlyError:
-            sampling = request.sampling
-            needed = sampling.top_k or sampling.min_p or sampling.repetition_penalty != 1
-            if self._is_plain or needed:
-                raise
-            self._is_plain = True
-            return await self.server.ask(client, self._payload(request, few), where)
+        """With fewer stop strings, if the server refuses more than OpenAI's four: texts are cut at
+        the others here. With fewer parameters, if it refuses those beyond OpenAI's and none is
+        needed."""
+        sampling = request.sampling
+        needed = sampling.top_k or sampling.min_p or sampling.repetition_penalty != 1
+        while True:
+            try:
+                payload = self._payload(request, min(_FEW, request.budget))
+                return await self.server.ask(client, payload, where)
+            except FlyError as error:
+                if len(payload["stop"] or ()) > _STOPS and "stop" in str(error):
+                    self._most_stops = _STOPS
+                    logger.info(
+                        f"the server takes at most {_STOPS} stop strings: texts are cut at the "
+                        "others here, and their tokens past those are counted"
+                    )
+                elif self._is_plain or needed:
+                    raise
+                else:
+                    self._is_plain = True
 
     def _payload(self, request: Request, most: int) -> dict[str, Any]:
         """What is not said would be the server's default, or its model's."""
@@ -361,7 +372,7 @@ class ServerLM(Backend):
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "seed": request.seed % 2**31,
-            "stop": [stop for stop in request.stops if stop] or None,
+            "stop": [stop for stop in request.stops if stop][: self._most_stops] or None,
         }
         more: dict[str, Any] = {}
         if not self._is_plain:
@@ -397,7 +408,7 @@ class ServerLM(Backend):
         return RequestRecord(
             request,
             [],
-            "length" if answer.finish == "length" else "stop",
+            "stop" if any(stop in answer.text for stop in request.stops if stop) else answer.finish,
             prompt_tokens=len(request.prompt),
             prompt_tokens_reused=answer.cached_tokens,
             counts=Counts(

@@ -34,7 +34,7 @@ _VERSION = {  # where each kind tells its version
 }
 _PASSES_BY = ("created", "permission")  # of a listed model: they differ from start to start
 _EXTRAS = ("timings", "metrics", "sglext")  # of answers, where servers tell of speculation
-_COUNTERS = "vllm:spec_decode_"
+_COUNTERS = ":spec_decode_"  # behind the server's name
 
 
 @dataclass(frozen=True)
@@ -196,17 +196,17 @@ class Endpoint:
             )
 
     def counters(self) -> dict[str, float]:
-        """vLLM's own counters of speculation (Prometheus) by name; empty if there are none."""
+        """Counters of speculation (Prometheus: vLLM, llama.cpp) by name; empty if there are none."""
         try:
             lines = self._read("/metrics").splitlines()
         except (OSError, ValueError):
             return {}
         found: dict[str, float] = {}
         for line in lines:
-            if line.startswith(_COUNTERS) and "_created" not in line:
-                name, _, value = line.rpartition(" ")
+            if _COUNTERS in line and "#" not in line and "_created" not in line:
+                name, _, value = line.partition(_COUNTERS)[2].rpartition(" ")
                 place = name.partition('position="')[2].partition('"')[0]
-                short = name.partition("{")[0].removeprefix(_COUNTERS).removesuffix("_total")
+                short = name.partition("{")[0].removesuffix("_total")
                 key = f"{short}_{place}" if place else short
                 found[key] = found.get(key, 0.0) + float(value)
         return found

@@ -189,7 +189,7 @@ def test_acceptance_is_what_the_server_tells(place, tmp_path, capfd, kind):
     assert ("tau not told by the server" in " ".join(printed.replace("│", " ").split())) == (
         kind != "sglang"
     )
-    if kind == "vllm":
+    if kind in ("vllm", "llama.cpp"):
         counters = found["server"]["counters"]
         assert counters["num_drafts"] >= rounds  # the probe's among them
         assert f"AL 1 + {counters['num_accepted_tokens']:.0f} / " in printed
@@ -225,6 +225,16 @@ def test_a_server_that_takes_openais_parameters_only(place, tmp_path):
         assert fly(*arguments(place, server, tmp_path)) == 0
         assert not {"top_k", "min_p"} & server.bodies[0].keys()
     assert texts(tmp_path) == TEXTS
+
+
+def test_a_server_that_takes_four_stop_strings(place, tmp_path):
+    """As vLLM 0.32 and OpenAI. The texts are cut at the fifth, and did not end at the limit."""
+    more = ("--gen_kwargs", '{"until": ["w", "x", "y", "z", "a"], "max_gen_toks": 12}')
+    with FaultServer("plain", most_stops=4) as server:
+        assert fly(*arguments(place, server, tmp_path / "out", "", *more)) == 0
+        assert server.bodies[0]["stop"] == ["w", "x", "y", "z"]
+    assert texts(tmp_path / "out") == {i: text.partition("a")[0] for i, text in TEXTS.items()}
+    assert all(r["finish_reason"] == "stop" for r in records(tmp_path / "out") if "a" in r["text"])
 
 
 def test_prompts_go_as_ids_where_the_server_adds_tokens_to_texts(place, tmp_path):

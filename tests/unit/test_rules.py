@@ -11,7 +11,9 @@ from fly.speculation.rules import rule_of
 from fly.speculation.rules.base import verify
 from fly.speculation.rules.fsd import divergence
 from fly.speculation.rules.judged import JudgedDraft
+from fly.speculation.rules.mars import LogitRatioGate
 from fly.speculation.rules.places import Places
+from fly.speculation.rules.revised import RevisedRule
 from fly.speculation.sampling import Noise, Sampling, certain, draw
 
 P = torch.tensor([0.5, 0.3, 0.15, 0.05])
@@ -151,8 +153,23 @@ def test_the_entropy_rule_accepts_with_the_probability_that_is_claimed():
     entropy = -sum(p * math.log(p) for p in P.tolist())
     bar = min(0.95, math.exp(-0.4 * entropy))
     expected = sum(min(q, p / bar) for p, q in zip(P.tolist(), Q.tolist()))
-    _, accepted = outputs(made("entropy_ratio").judge)
-    assert accepted == pytest.approx(expected, abs=0.01)
+    rule = made("entropy_ratio")
+    assert outputs(rule.judge)[1] == pytest.approx(expected, abs=0.01)
+    rule.alpha /= math.log(2)  # the mutant takes the entropy in bits
+    assert outputs(rule.judge)[1] != pytest.approx(expected, abs=0.01)
+
+
+def test_sglang_does_not_ask_the_draft():
+    """d stands with probability p(d), whatever q says of it."""
+    rule = made("sglang")
+    assert outputs(rule.judge)[1] == pytest.approx((P * Q).sum().item(), abs=0.01)
+
+    def mutant(p, q, draft, noise):
+        return RevisedRule.judge(rule, p, q, draft, noise)
+
+    found, accepted = outputs(mutant)
+    assert chi_square(found, P) < BAR  # lossless as well: only the share of accepted tokens tells
+    assert accepted != pytest.approx((P * Q).sum().item(), abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -210,6 +227,16 @@ def test_mars(logits, token, passes):
         made("mars").gates,
     )  # fmt: skip
     assert found.deferrable_BK.item() is passes
+
+
+def test_mutant_mars_of_negative_logits(monkeypatch):
+    def mutant(self, logits_MV, token_M):
+        first_M, second_M = logits_MV.float().topk(2).values.unbind(-1)
+        return second_M / first_M > self.theta
+
+    monkeypatch.setattr(LogitRatioGate, "passes", mutant)
+    with pytest.raises(AssertionError):
+        test_mars([-1.0, -1.1, -9.0], 1, False)
 
 
 def asd_draft(costs, state=None):
