@@ -6,7 +6,6 @@ import sys
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 from rich import box
 from rich.cells import cell_len
@@ -121,9 +120,10 @@ def print_tables(tables: Sequence[Table], notes: Sequence[str], heading: str = "
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     fitted = [table.fit(console.width) for table in tables]
     missing = dict.fromkeys(name for _, names in fitted for name in names)
-    if heading:
-        console.print(f"\n{visible(heading)}\n", markup=False)
-    for table in chain.from_iterable(parts for parts, _ in fitted):
+    shown = [table for parts, _ in fitted for table in parts]
+    if heading or any(table.title for table in shown[:1]):
+        console.print(f"\n{visible(heading)}\n" if heading else "", markup=False)
+    for table in shown:
         console.print(table.in_terminal())
     for line in notes:
         console.print(visible(line), markup=False)
