@@ -1,7 +1,7 @@
 """FlyConfig: one flat JSON per draft-target pair, validated, with the reference's key names.
 
 A file names what to decode and how; `model_args` on the command line override its keys. Every
-refusal is one line with the field, the value and the fix.
+refusal is one line that names the key and its value, and says what to change.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class FlyError(ValueError):
-    """Bad input. The message is one line: the field, the value, the fix.
+    """Bad input. The message is one line: the setting, its value, and what to change.
 
     The command line prints it without a traceback and exits with status 2.
     """

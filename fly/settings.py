@@ -366,7 +366,7 @@ class FlySettings(PlaceSettings):
     )
     defer_across_rounds: bool = Field(
         False,
-        description="A deferral's window may be filled by later rounds; until then its tokens are "
+        description="Later rounds may complete the window of a deferral; until then its tokens are "
         "provisional. false is the paper's rule: the window must fit into the round's draft.",
     )
     window_rule: Literal["paper", "reference"] = Field(

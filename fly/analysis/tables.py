@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich import box
 from rich.cells import cell_len
@@ -30,14 +30,14 @@ _NUMBERS = (
 _LEFT_OUT_FIRST = (
     "p", "p more texts", "accepted by position", "AL/doc", "tau/doc", "texts: rounding",
     "the run's", "AL", "passes saved", "tok/s", "tokens x", "p more", "lost/won",
-    "tokens/pass", "end to end x",
+    "tokens/pass", "end to end x", "value",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Table:
-    """In a grouped table the first cell of a group's first row names the group, and is empty in
-    its other rows."""
+    """In a grouped table the first cell of a group's first row names the group, and is empty or
+    the same in its other rows."""
 
     title: str
     columns: dict[str, int | None]  # names, with their widths where they are fixed
@@ -48,31 +48,43 @@ class Table:
         columns = dict([*self.columns.items()][1:])
         found: list[Table] = []
         for name, *cells in self.rows:
-            if name:
+            if name and not (found and found[-1].title == name):
                 found.append(Table(name, columns, []))
             found[-1].rows.append(cells)
         return found
 
-    def fit(self, width: int) -> tuple[Table, list[str]]:
-        """The table without the columns that have no room in so many characters, and their names.
-        Words stay whole."""
-        left_out = list[str]()
+    def fit(self, width: int) -> tuple[list[Table], list[str]]:
+        """The table in so many characters, its words whole: as a table per task where tasks have no
+        room, without some columns where that is not enough; and the names of these."""
+        parts, left_out = [self], list[str]()
+        if width >= WIDTH and (any(self.columns.values()) or self._least() < width):
+            return parts, left_out
+        if "task" in self.columns and self._least() >= width:
+            parts = self.groups()
+            title = f"{self.title}: " if self.title else ""
+            parts = [replace(part, title=title + part.title) for part in parts]
         for name in _LEFT_OUT_FIRST:
-            kept = [column for column in self.columns if column not in left_out]
-            if sum(self._least_width(column) + 2 for column in kept) < width:
+            if all(part._without(left_out)._least() < width for part in parts):
                 break
-            left_out += [name] if name in kept else []
-        numbers = [i for i, column in enumerate(self.columns) if column not in left_out]
-        widths = dict[str, int | None].fromkeys([*self.columns][i] for i in numbers)
-        rows = [[row[i] for i in numbers] for row in self.rows]
-        return Table(self.title, widths, rows), left_out
+            left_out += [name] if name in self.columns else []
+        return [part._without(left_out) for part in parts], left_out
+
+    def _without(self, names: Sequence[str]) -> Table:
+        kept = [i for i, column in enumerate(self.columns) if column not in names]
+        columns = dict[str, int | None].fromkeys([*self.columns][i] for i in kept)
+        return Table(self.title, columns, [[row[i] for i in kept] for row in self.rows])
+
+    def _least(self) -> int:
+        return sum(self._least_width(column) + 2 for column in self.columns)
 
     def _least_width(self, name: str) -> int:
         """Without breaking a word, or a cell that is no text."""
         at = [*self.columns].index(name)
         cells = [name, *(row[at] for row in self.rows)]
-        parts = [part for cell in cells for part in (cell.split() if name in _TEXTS else [cell])]
-        return max(14 if name == "verdict" else 0, *map(cell_len, parts))
+        cut = str.split if name in _TEXTS else str.splitlines
+        parts = [part for cell in cells for part in cut(cell)]
+        least = min(14, max(map(cell_len, cells))) if name == "verdict" else 0
+        return max(least, *map(cell_len, parts))
 
     def in_terminal(self) -> RichTable:
         table = RichTable(
@@ -104,16 +116,14 @@ class Table:
 
 
 def print_tables(tables: Sequence[Table], notes: Sequence[str], heading: str = "") -> None:
-    """100 columns suffice; narrower terminals get fewer."""
+    """100 columns suffice; narrower terminals get a table per task, and fewer columns."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
-    missing = dict[str, None]()
-    if console.width < WIDTH:
-        fitted = [table.fit(console.width) for table in tables]
-        tables = [table for table, _ in fitted]
-        missing = dict.fromkeys(name for _, names in fitted for name in names)
-    if heading:
-        console.print(f"\n{visible(heading)}\n", markup=False)
-    for table in tables:
+    fitted = [table.fit(console.width) for table in tables]
+    missing = dict.fromkeys(name for _, names in fitted for name in names)
+    shown = [table for parts, _ in fitted for table in parts]
+    if heading or any(table.title for table in shown[:1]):
+        console.print(f"\n{visible(heading)}\n" if heading else "", markup=False)
+    for table in shown:
         console.print(table.in_terminal())
     for line in notes:
         console.print(visible(line), markup=False)

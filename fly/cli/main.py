@@ -145,7 +145,6 @@ class FlyCLI(HarnessCLI):
         output_dir = _prepare(args, reopened)
         before = set(reader.results_at_or_below(output_dir)) if output_dir else set()
         current = context.start(output_dir)
-        current.samples = args.samples
         if args.model in registry.ENGINES:
             registry.load_engine(args.model)  # refuses what is not installed
             from fly.harness import summary

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -70,4 +71,4 @@ class Screen:
     def _line(self, text: str) -> str:
         minutes, seconds = divmod(int(time.monotonic() - self._started), 60)
         line = f"{self._step} {minutes}:{seconds:02}  {text}"
-        return line[: os.get_terminal_size().columns - 1] if sys.stdout.isatty() else line
+        return line[: shutil.get_terminal_size().columns - 1] if sys.stdout.isatty() else line

@@ -24,7 +24,7 @@ from typing_extensions import Self
 from fly.config import FlyConfig
 from fly.errors import FlyError, reason_of
 from fly.execution.device import device_facts, peak_memory_bytes, timing_facts
-from fly.harness import progress, sandbox, turns
+from fly.harness import progress, registration, sandbox, turns
 from fly.harness.arguments import check_model_args
 from fly.harness.ranks import Ranks
 from fly.harness.requests import (
@@ -68,6 +68,7 @@ class Backend(TemplateLM):
     def use_config(self, config: FlyConfig) -> None:
         """Start with this configuration. Raises FlyError if a trace has no folder, and for earlier
         runs that cannot be read."""
+        registration.extend_evaluate()
         self.fly_config = config
         self.run_context = context.unreported()  # lm-eval makes the model: it cannot be handed over
         self.earlier = _earlier_outputs(config, self.run_context)

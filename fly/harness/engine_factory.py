@@ -236,7 +236,7 @@ class EngineFactory:
         self.draft_length = {"policy": "rule", **facts, "spd_k": length}
         if not drafts:
             logger.warning(
-                "drafting %d tokens for %d sequences would be slower than the target alone "
+                "drafting %d tokens (running sequences: %d) would be slower than the target alone "
                 "(%s passes), so nothing is drafted: lower --batch_size or spd_k, or "
                 "set draft_policy=fixed to draft all the same",
                 config.spd_k,

@@ -18,7 +18,6 @@ from lm_eval.tasks import TaskManager
 from fly import reading
 from fly.errors import FlyError
 from fly.harness import code_metrics, registration, sandbox
-from fly.runs import context
 
 
 def evaluate(model: Any, task: str, documents: list[int], **settings: Any) -> list[dict[str, Any]]:
@@ -48,7 +47,6 @@ def run_tasks(
 
     limit: the first so many documents of every task; samples: these, by task.
     """
-    context.current().samples = samples
     result: Any = simple_evaluate(
         model=model,
         tasks=list(tasks),

@@ -108,6 +108,24 @@ def extend_tracker() -> None:
     EvaluationTracker.save_results_aggregated = save_results
 
 
+@functools.cache
+def extend_evaluate() -> None:
+    """Documents that are chosen (`samples`) keep their own numbers: lm-eval numbers its requests
+    from 0, and its samples by the given list, but decodes in the documents' order."""
+    from lm_eval import evaluator
+
+    original = evaluator.evaluate
+
+    @functools.wraps(original)
+    def evaluate(*args: Any, samples: dict[str, list[int]] | None = None, **kw: Any) -> Any:
+        if samples is not None:
+            samples = {task: sorted(set(numbers)) for task, numbers in samples.items()}
+        context.current().samples = samples
+        return original(*args, samples=samples, **kw)
+
+    evaluator.evaluate = evaluate
+
+
 def name_model(config: FlyConfig, model_args: Mapping[str, Any]) -> dict[str, Any]:
     """model_args that name a model, by which lm-eval calls the folder of a run: the draft, or the
     target where there is none."""

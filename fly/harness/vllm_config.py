@@ -34,7 +34,7 @@ _ASKS_NO_MORE = {"batch_invariant": False, "draft_quantization": "none"}
 
 @dataclass(frozen=True)
 class Installed:
-    """The vLLM at hand."""
+    """The installed vLLM."""
 
     version: str
     fields: Collection[str]  # of its SpeculativeConfig

@@ -140,6 +140,28 @@ def test_yaml_config_and_samples(saved_pair, config_file, task_dir, tmp_path, ca
     assert "2 (" in capsys.readouterr().out  # two requests in fly's table
 
 
+def test_a_resumed_run_of_chosen_documents_decodes_the_others(
+    saved_pair, config_file, task_dir, tmp_path
+):
+    out = tmp_path / "out"
+    flags = ("--samples", '{"tiny_task": [3, 0, 1]}', "--log_samples", "--output_path", out)
+    assert evaluate(saved_pair, config_file, task_dir, *flags) == 0
+    (results,), (samples,) = out.rglob("results_*.json"), out.rglob("samples_*.jsonl")
+    (requests,) = out.rglob("fly_requests_*.jsonl")
+    lines = requests.read_text().splitlines(keepends=True)
+    texts = samples.read_text()
+    results.unlink(), samples.unlink()
+    requests.write_text("".join(lines[:1]))
+    (manifest,) = out.rglob("fly_run_*.json")
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "finished": False}))
+    assert run("--resume", out) == 0
+    resumed = [json.loads(line) for line in requests.open()]
+    assert resumed[0] == json.loads(lines[0])
+    assert sorted(line["doc_id"] for line in resumed) == [0, 1, 3]
+    (again,) = out.rglob("samples_*.jsonl")
+    assert again.read_text() == texts
+
+
 def test_use_cache_does_not_mix_configurations(saved_pair, config_file, task_dir, tmp_path):
     """lm-eval's cache keys ignore the model: another K must not read the first one's answers."""
     cache = tmp_path / "cache"

@@ -11,7 +11,7 @@ from lm_eval.tasks import TaskManager
 
 import fly
 from fly.harness.hf import FlyLM
-from fly.runs import context
+from fly.runs import context, reader
 from tests.integration.test_cli import write_task
 
 
@@ -83,6 +83,25 @@ def test_statistics_are_of_one_evaluation(config_file, tasks):
     first = evaluate(lm, None, tasks, limit=2)["config"]["fly"]["stats"]
     again = evaluate(lm, None, tasks, limit=3)["config"]["fly"]["stats"]
     assert (first["requests"], again["requests"]) == (2, 3)
+
+
+def test_chosen_documents_keep_their_numbers(config_file, tasks, tmp_path):
+    """Records counted them from 0, and lm-eval's samples had the order in which they were given."""
+    given = {"config_path": str(config_file), "dtype": "float32"}
+    chosen = {"alone": {"tiny_task": [3, 1]}, "exact": {"tiny_task": [1, 3]}, "all": None}
+    for name, samples in chosen.items():
+        keys = {"enable_fly": False, "use_sd": name != "alone"}
+        evaluate("fly", {**given, **keys}, tasks, tmp_path / name, samples=samples)
+        (folder,) = (tmp_path / name).iterdir()
+        (records,) = folder.glob("fly_requests_*")
+        prompts = {line["doc_id"]: line["prompt_hash"] for line in map(json.loads, records.open())}
+        (task,) = reader.load(folder, name).tasks.values()
+        questions = {number: sample.doc["question"] for number, sample in task.samples.items()}
+        assert questions == {number: f"q{number} " for number in ((1, 3) if samples else range(4))}
+        assert prompts == {number: sample.hashes[1] for number, sample in task.samples.items()}
+    (other,) = fly.compare(tmp_path / "alone", tmp_path / "exact").others
+    assert other.rows[0].scores.documents == 2
+    assert other.speeds[0].decode is not None
 
 
 def test_saved_runs_are_compared_and_reported(config_file, tasks, saved_pair, tmp_path):

@@ -97,6 +97,7 @@ def test_commands_without_models_run(line, tmp_path, monkeypatch, capsys):
 def test_the_front_door_stays_small():
     assert len(DOCS[0].read_text("utf-8").splitlines()) <= 130
     assert len(DOCS) - 1 <= 16
+    assert sum(len(page.read_text("utf-8").splitlines()) for page in DOCS[1:]) <= 1700
 
 
 def test_the_notebook_runs_and_shows_the_report(saved_pair, tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from fly.analysis import compare, compare_files, compare_table, scores
+from fly.analysis import compare, compare_files, compare_screen, compare_table, gates, scores
 from fly.analysis.html import comparison
 from fly.analysis.tables import Table, score_texts
 from fly.runs import reader
@@ -52,18 +52,25 @@ def test_a_grouped_table_is_a_table_per_group():
 
 
 @pytest.mark.parametrize("width", [100, 80, 60])
-def test_a_narrow_terminal_gets_fewer_columns_and_whole_words(tmp_path, width, capsys, monkeypatch):
-    """Words were broken at their letters: `verdic`."""
-    base = load(write(tmp_path / "a", "target-only", [1] * 50 + [0] * 10))
-    other = load(write(tmp_path / "b", "fly", [0] * 3 + [1] * 47 + [1] * 2 + [0] * 8))
-    result = compare.compare(base, [other])
+@pytest.mark.parametrize("printer", [compare_screen.print_result, compare_table.print_result])
+def test_a_narrow_terminal_gets_whole_words(tmp_path, width, printer, capsys, monkeypatch):
+    """Words and intervals were cut: `verdic`, `1.00 [1.00, 1.`."""
+    won = [0] * 3 + [1] * 47 + [1] * 2 + [0] * 8
+    tasks = {"humaneval_instruct": [1] * 50 + [0] * 10, "gsm8k_cot": [1] * 40 + [0] * 20}
+    base = load(write(tmp_path / "a", "target-only", tasks=tasks))
+    other = load(write(tmp_path / "b", "fly", tasks=dict.fromkeys(tasks, won)))
+    needed = [*gates.parse("tau", ["2"]), *gates.parse("time x", ["gsm8k_cot=1.2"])]
+    result = compare.compare(base, [other], gates=needed)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", str(width))
-    compare_table.print_result(result)
-    printed = capsys.readouterr().out
-    printed = re.sub(r"\x1b\[[\d;]*m", "", printed)
-    assert max(map(len, printed.splitlines())) <= width
-    texts = score_texts(result.others[0].rows[0].scores)
-    for whole in (texts.recovery + texts.interval, "verdict", "decoding x", "enough", "decide"):
-        assert whole in printed
-    assert ("left out at this width: " in printed) is (width < 100)
+
+    def printed(columns):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        printer(result)
+        return re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+
+    wide, narrow = printed(300), printed(width)
+    assert max(map(len, narrow.splitlines())) <= width
+    words, of_wide = ({*re.sub("[:,─]", " ", text).split()} for text in (narrow, wide))
+    assert words <= of_wide | {"left", "out", "at", "this", "width"}
+    for interval in re.findall(r"\d[.]\d+ \[.*?\]", wide):
+        assert interval in " ".join(narrow.split())

@@ -69,7 +69,7 @@ def _data(blocks: dict[str, Any]) -> Iterator[str]:
 
 
 def as_json(value: Any) -> str:
-    """JSON that may stand inside a script element: no `<`, no NaN, one line."""
+    """JSON that is safe inside a script element: no `<`, no NaN, one line."""
     text = json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c")
 

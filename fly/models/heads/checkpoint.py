@@ -171,7 +171,7 @@ def read(source: ModelSource, name: str, hub: Mapping[str, Any]) -> Checkpoint:
 def read_config(source: ModelSource, name: str, hub: Mapping[str, Any]) -> Checkpoint:
     """The head's config.json alone, without tensors, from where `read` takes it.
 
-    Raises FlyError if it cannot be had.
+    Raises FlyError if it cannot be read or downloaded.
     """
     try:
         config = _config(_folder(source, ("config.json",), hub))

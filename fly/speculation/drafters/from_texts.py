@@ -1,4 +1,4 @@
-"""Drafts from texts alone: they cost nothing and need no second model."""
+"""Drafts from texts alone: no pass and no second model computes them."""
 
 from __future__ import annotations
 

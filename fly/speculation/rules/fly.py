@@ -1,5 +1,5 @@
-"""FLy (arXiv 2511.22972, section 3.2): a mismatch may stand where the target was unsure, if the
-target agrees with everything that follows.
+"""FLy (arXiv 2511.22972, section 3.2): a mismatch is accepted where the target was unsure, if
+the target matches the tokens that follow.
 
 deferred       a mismatch that passes every gate; its window opens behind it.
 stood          a deferred mismatch whose next W tokens all match: accepted.

@@ -1,5 +1,5 @@
-"""MARS, margin-aware verification (arXiv 2601.15498): the target's second choice may stand where
-its logit is close to the first's.
+"""MARS, margin-aware verification (arXiv 2601.15498): the target's second choice is
+accepted where its logit is close to the first's.
 
 With z1 >= z2 the target's two largest logits: a mismatch stands if it is the second and z2/z1 >
 theta. A ratio of logits depends on where a model's logits lie, which softmax does not see; with
