@@ -34,8 +34,6 @@ Next (source .venv/bin/activate first; leave --limit out for all 164 problems):
       fly --model hf --model_args config_path=$pair,enable_fly=false $task --limit 8 --log_samples --output_path out/exact
   did its scores hold?
       fly compare $out/target-only out/exact
-  FLy, token by token
-      fly trace "Write a function that reverses a list." --model_args config_path=$pair
   a pair of your own: two paths in a JSON file (README.md)
       fly config check $pair
 TEXT

@@ -19,7 +19,7 @@ from lm_eval.utils import sanitize_model_name, setup_logging
 
 import fly
 from fly import launch, reading, registry
-from fly.cli import compare, config, history, pair, processes, report, trace, tune
+from fly.cli import compare, config, history, pair, processes, report, tune
 from fly.config import refuse_gone
 from fly.errors import FlyError, LostProcessError, reason_of
 from fly.harness import registration
@@ -39,7 +39,7 @@ from fly.runs.earlier_outputs import EarlierOutputs
 from fly.runs.manifest import Manifest
 from fly.version import VERSION
 
-_COMMANDS = (compare, config, history, pair, report, trace, tune)
+_COMMANDS = (compare, config, history, pair, report, tune)
 _ABOUT = """EleutherAI's lm-evaluation-harness with a backend that decodes by FLy, loosely verified
 speculative decoding, and commands that tell whether the scores held."""
 _EXAMPLE = """  # A draft, and its target by the JSON, with fly's backend (docs/configuration.md)
