@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from fly.analysis import statistics
+from fly.analysis.alignment import pair_by_document
 from fly.analysis.comparability import (
     Reason,
     Severity,
@@ -155,6 +156,17 @@ def choose_baseline(runs: Sequence[Measured], name: str | None = None) -> Measur
             return run
     known = ", ".join(run.name for run in runs)
     raise FlyError(f"--baseline-run {name}: no such run: choose one of {known}")
+
+
+def split_baseline(
+    runs: Sequence[Measured], name: str | None = None, pair_by: str = "prompt"
+) -> tuple[Measured, list[Measured]]:
+    """(`choose_baseline`, the others). pair_by: `document` for runs whose prompts differ in form
+    (`alignment.pair_by_document`)."""
+    if pair_by == "document":
+        runs = pair_by_document(runs)
+    baseline = choose_baseline(runs, name)
+    return baseline, [run for run in runs if run is not baseline]
 
 
 def compare(

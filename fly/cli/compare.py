@@ -176,7 +176,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def _execute(args: argparse.Namespace) -> None:
     from fly.analysis import (
-        alignment,
         categories,
         comment,
         comparability,
@@ -210,16 +209,12 @@ def _execute(args: argparse.Namespace) -> None:
     measured_noise = None
     if args.noise_floor:
         measured_noise, found = noise.take_noise(found)
-    if args.pair_by == "document":
-        together = alignment.pair_by_document([*([stored] if stored else []), *found])
-        stored, found = (together[0], together[1:]) if stored else (None, together)
+    runs = [stored, *found] if stored else found
+    name = stored.name if stored else args.baseline_run
+    baseline, others = compare.split_baseline(runs, name, args.pair_by)
     if stored:
-        for run in found:
-            comparability.check_reusable(args.baseline, stored, run)
-        baseline, others = stored, found
-    else:
-        baseline = compare.choose_baseline(found, args.baseline_run)
-        others = [run for run in found if run is not baseline]
+        for run in others:
+            comparability.check_reusable(args.baseline, baseline, run)
     if args.save_baseline:
         scores.check_storable(baseline.mode, f"--save-baseline {args.save_baseline}")
     if others:
@@ -394,9 +389,7 @@ def _make_missing(args: argparse.Namespace, stored: Measured | None) -> dict[str
     from fly.cli import compare_plan, run_modes, screen
     from fly.runs import context
 
-    planned = compare_plan.plan_runs(
-        compare_plan.ComparisonRequest.from_flags(args, _run_flags(args), stored)
-    )
+    planned = compare_plan.plan_runs(args, _run_flags(args), stored)
     compared = [name for name in planned.modes if name != noise.NAME]
     if len(compared) == 1 and not stored:
         _check_nothing_else_asked(args, *compared)
