@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import unicodedata
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from rich import box
 from rich.cells import cell_len
@@ -40,16 +40,16 @@ class Table:
     its other rows."""
 
     title: str
-    columns: dict[str, int | None]  # names, with their widths where they are fixed
+    columns: Sequence[str]
     rows: list[list[str]]
+    widths: Mapping[str, int] = field(default_factory=dict)  # of columns, where they are fixed
 
     def groups(self) -> list[Table]:
         """A table per group, whose title is the group's name."""
-        columns = dict([*self.columns.items()][1:])
         found: list[Table] = []
         for name, *cells in self.rows:
             if name:
-                found.append(Table(name, columns, []))
+                found.append(Table(name, self.columns[1:], [], self.widths))
             found[-1].rows.append(cells)
         return found
 
@@ -63,13 +63,12 @@ class Table:
                 break
             left_out += [name] if name in kept else []
         numbers = [i for i, column in enumerate(self.columns) if column not in left_out]
-        widths = dict[str, int | None].fromkeys([*self.columns][i] for i in numbers)
         rows = [[row[i] for i in numbers] for row in self.rows]
-        return Table(self.title, widths, rows), left_out
+        return Table(self.title, [self.columns[i] for i in numbers], rows), left_out
 
     def _least_width(self, name: str) -> int:
         """Without breaking a word, or a cell that is no text."""
-        at = [*self.columns].index(name)
+        at = self.columns.index(name)
         cells = [name, *(row[at] for row in self.rows)]
         parts = [part for cell in cells for part in (cell.split() if name in _TEXTS else [cell])]
         return max(14 if name == "verdict" else 0, *map(cell_len, parts))
@@ -81,7 +80,8 @@ class Table:
             box=box.SIMPLE_HEAD,
             padding=(0, 1, 0, 0),
         )
-        for name, width in self.columns.items():
+        for name in self.columns:
+            width = self.widths.get(name)
             table.add_column(
                 name,
                 justify="right" if name in _NUMBERS else "left",
@@ -99,7 +99,7 @@ class Table:
             shown = (visible(cell).replace("\n", "<br>").replace("|", "\\|") for cell in cells)
             return f"| {' | '.join(shown)} |"
 
-        head = [line([*self.columns]), "|" + "---|" * len(self.columns)]
+        head = [line(self.columns), "|" + "---|" * len(self.columns)]
         return "\n".join([f"### {visible(self.title)}", "", *head, *map(line, self.rows)])
 
 
