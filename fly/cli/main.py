@@ -285,11 +285,6 @@ def _output_folder(path: Path, model_args: dict[str, Any]) -> Path:
     return path
 
 
-def _lacks_examples(frames: list[Path]) -> bool:
-    """Whether one of lm-eval's samplers raised it: it found too few documents to draw from."""
-    return any(file.parts[-3:] == ("lm_eval", "api", "samplers.py") for file in frames[-2:])
-
-
 def _explain_missing(task: str | None, model: str | None) -> str:
     """What lm-eval does not know, with the nearest name that it does."""
     if task:
@@ -378,7 +373,7 @@ def _in_one_line(error: Exception) -> str | None:
     frames = [Path(frame.filename) for frame in found]
     if "did not find any docs" in message and launch.processes() > 1:
         return f"a task has fewer documents than the run has processes ({launch.processes()})"
-    if _lacks_examples(frames):
+    if any(file.parts[-3:] == ("lm_eval", "api", "samplers.py") for file in frames[-2:]):
         return f"num_fewshot: a task has fewer few-shot documents: lower it (lm-eval: {message})"
     if isinstance(error, OSError) and error.errno in _OF_FILES:
         where = error.filename or "a file of this run"
