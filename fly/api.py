@@ -70,11 +70,15 @@ def report(*runs: str | Path, output: str | Path = "report.html", traces: int = 
     from fly.paths import expanded, write_output
     from fly.runs import reader
 
-    if traces < 0:
-        raise FlyError(f"--traces {traces}: must be at least 0")
+    check_traces(traces)
     path = expanded(str(output))
     write_output(path, write.page(reader.load_all(runs), max_traces=traces), "output")
     return Page(path)
+
+
+def check_traces(count: int) -> None:
+    if count < 0:
+        raise FlyError(f"--traces {count}: must be at least 0")
 
 
 def read_runs(

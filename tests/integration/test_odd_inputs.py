@@ -981,7 +981,7 @@ def test_modes_are_checked_before_the_first_runs(
     flags,
     words,
 ):
-    monkeypatch.setattr("fly.cli.run_modes.run_child", lambda *args: pytest.fail("ran"))
+    monkeypatch.setattr("fly.cli.run_modes.run_children", lambda *args: pytest.fail("ran"))
     defaults = {"--output_path": tmp_path / "out"}
     if flags[0] in defaults:
         defaults = {}
@@ -1004,7 +1004,7 @@ def test_a_draft_that_is_damaged_is_met_before_the_first_mode_runs(
     content,
     words,
 ):
-    monkeypatch.setattr("fly.cli.run_modes.run_child", lambda *args: pytest.fail("ran"))
+    monkeypatch.setattr("fly.cli.run_modes.run_children", lambda *args: pytest.fail("ran"))
     (odd_pair / "draft" / name).write_bytes(content)
     given = arguments(place._replace(pair=odd_pair))[3:]
     refused(capsys, words, "compare", *given, "--output_path", tmp_path / "out")

@@ -26,21 +26,16 @@ def against_first(runs: Sequence[Measured]) -> tuple[list[dict[str, Any]], list[
     baseline, *others = runs
     refused = {run.name: why for run in others if (why := explain_refusal(baseline, run))}
     judged = [run for run in others if run.name not in refused]
-    entries, notes = dict[str, dict[str, Any]](), list[str]()
-    try:
-        result = compare(baseline, judged)
-        entries = {
-            run.name: {**_entry(found, result.demand), "texts": _count_texts(baseline, run)}
-            for run, found in zip(judged, result.others)
-        }
-        told = {note for found in result.others for note in found.notes}
-        notes = [note for note in result.notes if note not in told]
-    except FlyError as error:  # the runs share no metric
-        refused |= {run.name: str(error) for run in judged}
+    result = compare(baseline, judged)
+    entries = {
+        run.name: {**_entry(found, result.demand), "texts": _count_texts(baseline, run)}
+        for run, found in zip(judged, result.others)
+    }
+    told = {note for found in result.others for note in found.notes}
     found = [
         entries.get(run.name) or {"name": run.name, "refused": refused[run.name]} for run in others
     ]
-    return found, notes
+    return found, [note for note in result.notes if note not in told]
 
 
 def by_category(runs: Sequence[Measured]) -> list[dict[str, Any]]:
