@@ -292,7 +292,7 @@ class FlyLM(Backend, HFLM):
         """Raises FlyError where a model's logits are not finite."""
         config = self.fly_config
         engine = self.engines.engine(
-            config, missing, wanted, observer, config.trace, requests=self.requests_of_run(wanted)
+            config, missing, wanted, observer, requests=self.requests_of_run(wanted)
         )
         try:
             yield from engine.run(missing)
