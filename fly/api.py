@@ -44,8 +44,8 @@ def compare(
 
     Raises FlyError for runs that cannot be read, or that did not answer the same questions.
     """
-    from fly.analysis import alignment, scores
     from fly.analysis import compare as comparison
+    from fly.analysis import scores
     from fly.analysis.statistics import Demand
     from fly.harness.arguments import check_flags
     from fly.runs import reader
@@ -55,10 +55,7 @@ def compare(
         raise FlyError("fly.compare: give at least two runs")
     named = [reader.named(str(run)) for run in runs]
     measured = [scores.measure(run) for run in read_runs(named)]
-    if pair_by == "document":
-        measured = alignment.pair_by_document(measured)
-    first = comparison.choose_baseline(measured, baseline)
-    others = [run for run in measured if run is not first]
+    first, others = comparison.split_baseline(measured, baseline, pair_by)
     return comparison.compare(first, others, Demand(min_recovery, confidence), metrics)
 
 
@@ -73,11 +70,15 @@ def report(*runs: str | Path, output: str | Path = "report.html", traces: int = 
     from fly.paths import expanded, write_output
     from fly.runs import reader
 
-    if traces < 0:
-        raise FlyError(f"--traces {traces}: must be at least 0")
+    check_traces(traces)
     path = expanded(str(output))
     write_output(path, write.page(reader.load_all(runs), max_traces=traces), "output")
     return Page(path)
+
+
+def check_traces(count: int) -> None:
+    if count < 0:
+        raise FlyError(f"--traces {count}: must be at least 0")
 
 
 def read_runs(

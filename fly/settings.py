@@ -27,6 +27,7 @@ GONE = {
     "--draft_quantization": "it is the configuration's own: --model_args draft_quantization=...",
     "--memory": "docs/scale.md has the memory of the shipped pairs, and how to count any other's",
     "fly plot": "`fly report RUN...` draws the figures, and saves them as SVG and CSV",
+    "fly trace": "`fly report RUN` shows the tokens of a run with trace=true by their sources",
     "execution=onednn": "set it to auto: fly's kernels where they work, else the model's passes",
     "draft_quantization=fp8": "name a quantised checkpoint as the draft, and set it to none",
     "tp_plan": "start one process per GPU, each with the whole pair, or shard it with --model vllm",

@@ -40,6 +40,7 @@ def measure(generations: Iterable[Generation]) -> Acceptance:
 
 def _add(result: Acceptance, rounds: Counter[tuple[int, int]], generation: Generation) -> None:
     tokens, accepted = Counter[int](), Counter[int]()  # by round
+    rolled_back_at: set[int] = set()
     for token in generation.shown:
         if token.stands:
             tokens[token.round] += 1
@@ -47,15 +48,6 @@ def _add(result: Acceptance, rounds: Counter[tuple[int, int]], generation: Gener
                 accepted[token.round] += 1
                 if token.source == "deferred":
                     result.deferred[token.position] += 1
-    for line in generation.rounds:
-        result.blocks[tokens[line["round"]]] += 1
-        rounds[len(line["draft"]), accepted[line["round"]]] += 1
-    _add_entropies(result, generation)
-
-
-def _add_entropies(result: Acceptance, generation: Generation) -> None:
-    rolled_back_at: set[int] = set()
-    for token in generation.shown:
         if token.entropy is None:
             continue
         if token.source == "deferred":
@@ -65,3 +57,6 @@ def _add_entropies(result: Acceptance, generation: Generation) -> None:
             rolled_back_at.add(token.index)
         elif token.source == "recovered" and token.index not in rolled_back_at:
             result.rejected.append(token.entropy)
+    for line in generation.rounds:
+        result.blocks[tokens[line["round"]]] += 1
+        rounds[len(line["draft"]), accepted[line["round"]]] += 1

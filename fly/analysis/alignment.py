@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 from fly.analysis.scores import Measured, Task
 from fly.errors import FlyError
-from fly.runs.records import Positions
 
-_Value = TypeVar("_Value")
 _Key = tuple[str, int]  # a document's hash, and how many of the same come before it
 
 
@@ -35,7 +32,7 @@ def pair_by_document(runs: Sequence[Measured]) -> list[Measured]:
             raise FlyError(f"--pair-by document: {name}: the runs share no document")
         for index, (task, of_run) in enumerate(zip(tasks, numbers)):
             new = {of_run[key]: numbers[0][key] for key in shared}
-            found[index][name] = _renumber(task, new, ours)
+            found[index][name] = _under_prompts_of(ours, task.select(new))
             changed = sum(
                 task.documents[i].prompt != ours.documents[at].prompt for i, at in new.items()
             )
@@ -61,25 +58,9 @@ def _numbers(task: Task) -> dict[_Key, int]:
     return found
 
 
-def _renumber(task: Task, new: dict[int, int], first: Task) -> Task:
-    def move(by_number: Mapping[int, _Value]) -> dict[int, _Value]:
-        return {new[number]: value for number, value in by_number.items() if number in new}
-
-    documents = move(task.documents)
-    whole = len(new) == len(task.documents)
-    return task.model_copy(
-        update={
-            "documents": {
-                number: document.model_copy(update={"prompt": first.documents[number].prompt})
-                for number, document in documents.items()
-            },
-            "metrics": [
-                metric.model_copy(update={"scores": dict(sorted(move(metric.scores).items()))})
-                for metric in task.metrics
-            ],
-            "work": move(task.work),
-            "texts": move(task.texts),
-            "clusters": move(task.clusters),
-            "positions": task.positions if whole else Positions(),
-        }
-    )
+def _under_prompts_of(first: Task, task: Task) -> Task:
+    documents = {
+        number: document.model_copy(update={"prompt": first.documents[number].prompt})
+        for number, document in task.documents.items()
+    }
+    return task.model_copy(update={"documents": documents})

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from fly.analysis.compare import Against, Speed, compare, equal_texts
-from fly.analysis.scores import Measured, Task
+from fly.analysis.scores import Measured
 from fly.analysis.statistics import DEFAULT_DEMAND, Demand
-from fly.runs.records import Positions
 
 
 def rows(
@@ -75,15 +74,5 @@ def _row(
 
 def _restrict(run: Measured, name: str, ids: set[int]) -> Measured:
     """The run with these documents of one task alone."""
-
-    def only(values: dict[int, Any]) -> dict[int, Any]:
-        return {i: value for i, value in values.items() if i in ids}
-
-    def of_task(task: Task) -> Iterator[tuple[str, Any]]:
-        for key in ("documents", "work", "texts", "clusters"):
-            yield key, only(getattr(task, key))
-        yield "metrics", [m.model_copy(update={"scores": only(m.scores)}) for m in task.metrics]
-        yield "positions", Positions()  # not told by document
-
-    task = run.tasks[name]
-    return run.model_copy(update={"tasks": {name: task.model_copy(update=dict(of_task(task)))}})
+    task = run.tasks[name].select({number: number for number in ids})
+    return run.model_copy(update={"tasks": {name: task}})

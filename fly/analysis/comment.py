@@ -35,7 +35,7 @@ def markdown(
     link: address of the report, whose documents are linked then. groups: of `categories.rows`."""
     by_name = {run.name: run for run in runs}
     parts = [MARK, *_headlines(result), *([f"[The report]({link})"] if link else [])]
-    table = Table("", dict.fromkeys(_COLUMNS), [*_rows(result)])
+    table = Table("", _COLUMNS, [*_rows(result)])
     parts.append("\n".join(table.as_markdown().split("\n")[2:]))
     base = by_name.get(result.baseline)
     for other in result.others:

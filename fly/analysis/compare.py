@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from fly.analysis import statistics
+from fly.analysis.alignment import pair_by_document
 from fly.analysis.comparability import (
     Reason,
     Severity,
@@ -17,7 +18,14 @@ from fly.analysis.gates import FLAGS, Gate, GateRow
 from fly.analysis.gates import judge as judge_gate
 from fly.analysis.noise import NoiseRow, check_noise, noise_rows
 from fly.analysis.scores import Measured, Metric, Task, Work
-from fly.analysis.statistics import DEFAULT_DEMAND, Comparison, Demand, Ratio, Verdict
+from fly.analysis.statistics import (
+    DEFAULT_DEMAND,
+    Comparison,
+    Demand,
+    Ratio,
+    Verdict,
+    compare_rates,
+)
 from fly.errors import FlyError
 from fly.runs.records import Positions, mean_lengths
 
@@ -155,6 +163,17 @@ def choose_baseline(runs: Sequence[Measured], name: str | None = None) -> Measur
             return run
     known = ", ".join(run.name for run in runs)
     raise FlyError(f"--baseline-run {name}: no such run: choose one of {known}")
+
+
+def split_baseline(
+    runs: Sequence[Measured], name: str | None = None, pair_by: str = "prompt"
+) -> tuple[Measured, list[Measured]]:
+    """(`choose_baseline`, the others). pair_by: `document` for runs whose prompts differ in form
+    (`alignment.pair_by_document`)."""
+    if pair_by == "document":
+        runs = pair_by_document(runs)
+    baseline = choose_baseline(runs, name)
+    return baseline, [run for run in runs if run is not baseline]
 
 
 def compare(
@@ -306,9 +325,11 @@ def _against(
     """
     rows, primaries = [], []
     withheld = _why_withheld(reasons, "withhold verdict")
-    speeds = _speeds(other, baseline, _why_withheld(reasons, "withhold times"))
-    if not any(reason.subject in ("target", "decoding", "engine", "method") for reason in reasons):
-        speeds = [_without_drafts(speed, baseline, other) for speed in speeds]
+    no_times = _why_withheld(reasons, "withhold times")
+    is_alike = all(r.subject not in ("target", "decoding", "engine", "method") for r in reasons)
+    if not no_times and is_alike and other.drafted == 0 and baseline.mode == "target-only":
+        no_times = _NOTHING_DRAFTED  # both decoded token by token: it would say nothing of fly
+    speeds = _speeds(other, baseline, no_times)
     for name, metrics in chosen.items():
         first = primary(metrics)
         for metric in metrics:
@@ -431,17 +452,12 @@ def _speed(
     if baseline is None or base.keys() != work.keys():
         return speed
     pairs = [(base[key], work[key]) for key in work]
-    tokens = statistics.compare_sums([b.tokens for _, b in pairs], [a.tokens for a, _ in pairs])
+    tokens = compare_rates([(own.tokens, theirs.tokens) for theirs, own in pairs])
     if withheld:
         return replace(speed, tokens=tokens, withheld=withheld)
-    return replace(
-        speed,
-        decode=statistics.compare_sums([a.decode for a, _ in pairs], [b.decode for _, b in pairs]),
-        end_to_end=statistics.compare_sums(
-            [a.end_to_end for a, _ in pairs], [b.end_to_end for _, b in pairs]
-        ),
-        tokens=tokens,
-    )
+    decode = compare_rates([(theirs.decode, own.decode) for theirs, own in pairs])
+    whole = compare_rates([(theirs.end_to_end, own.end_to_end) for theirs, own in pairs])
+    return replace(speed, decode=decode, end_to_end=whole, tokens=tokens)
 
 
 def _gates(
@@ -462,13 +478,6 @@ def _gates(
         names = [*baseline.tasks] if gate.task is None else [gate.task]
         base, own = _work_of(baseline, names), _work_of(other, names)
         yield judge_gate(gate, base, own, withheld, demand.confidence, verdicts)
-
-
-def _without_drafts(speed: Speed, baseline: Measured, run: Measured) -> Speed:
-    """No time x where both decoded token by token, in one way: it would say nothing of fly."""
-    if speed.decode is None or run.drafted != 0 or baseline.mode != "target-only":
-        return speed
-    return replace(speed, decode=None, end_to_end=None, withheld=_NOTHING_DRAFTED)
 
 
 def _work_of(run: Measured, names: list[str]) -> dict[tuple[str, int], Work]:

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 from fly.analysis.compare import Against, Result, ScoreRow
 from fly.analysis.gates import GateRow
+from fly.analysis.statistics import Verdict
 from fly.analysis.tables import in_words, ratio_text, score_texts, visible
 
 
@@ -60,42 +61,39 @@ def as_junit(result: Result, allow_inconclusive: bool) -> str:
 
 
 def _add_gate(suite: ElementTree.Element, row: GateRow, run: str, allow: bool) -> None:
-    classname = f"{run}.{row.gate.task or 'overall'}"
-    case = ElementTree.SubElement(
-        suite, "testcase", classname=classname, name=row.gate.label, time="0"
-    )
-    value = ratio_text(row.value)
-    if row.verdict == "held":
-        ElementTree.SubElement(case, "system-out").text = value
-    else:
-        is_skipped = allow and row.verdict != "fell"
-        message = {"message": f"{row.verdict}: {row.reason or value}"}
-        kind = {} if is_skipped else {"type": row.verdict}
-        name = "skipped" if is_skipped else "failure"
-        ElementTree.SubElement(case, name, message | kind).text = value
+    place, value = f"{run}.{row.gate.task or 'overall'}", ratio_text(row.value)
+    _add(suite, place, row.gate.label, row.verdict, value, row.reason or value, allow)
 
 
 def _add_test(
     suite: ElementTree.Element, row: ScoreRow, run: str, result: Result, allow: bool
 ) -> None:
-    case = ElementTree.SubElement(
-        suite, "testcase", classname=f"{run}.{row.task}", name=row.metric, time="0"
-    )
-    scores = row.scores
-    texts = score_texts(scores)
+    scores, texts = row.scores, score_texts(row.scores)
     numbers = (
         f"{result.baseline} {scores.baseline:.4g}, {run} {texts.score}, "
         f"recovery {texts.recovery}{texts.interval}, lost / won {texts.changed} of "
         f"{scores.documents}, p {texts.p}"
     )
-    if scores.verdict in ("held", "unchanged"):
-        ElementTree.SubElement(case, "system-out").text = numbers
-        return
-    is_skipped = scores.verdict == "not enough evidence" and allow
-    words = "; ".join(in_words(scores, result.demand)) or scores.reason
-    message = {"message": f"{scores.verdict}: {words}"}
-    if is_skipped:
-        problem = ElementTree.SubElement(case, "skipped", message)
+    why = "; ".join(in_words(scores, result.demand)) or scores.reason
+    _add(suite, f"{run}.{row.task}", row.metric, scores.verdict, numbers, why, allow)
+
+
+def _add(
+    suite: ElementTree.Element,
+    place: str,
+    name: str,
+    verdict: Verdict,
+    numbers: str,
+    why: str,
+    allow: bool,
+) -> None:
+    """One test. allow: whether it is skipped without enough evidence."""
+    case = ElementTree.SubElement(suite, "testcase", classname=place, name=name, time="0")
+    message = {"message": f"{verdict}: {why}"}
+    if verdict in ("held", "unchanged"):
+        found = ElementTree.SubElement(case, "system-out")
+    elif allow and verdict == "not enough evidence":
+        found = ElementTree.SubElement(case, "skipped", message)
     else:
-        problem = ElementTree.SubElement(case, "failure", {**message, "type": scores.verdict})
-    problem.text = numbers
+        found = ElementTree.SubElement(case, "failure", {**message, "type": verdict})
+    found.text = numbers

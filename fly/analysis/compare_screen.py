@@ -8,9 +8,7 @@ from fly.analysis.compare import Against, Result, ScoreRow, Speed
 from fly.analysis.tables import Table, in_words, print_tables, ratio_text, score_texts
 from fly.runs.run_settings import with_drafts
 
-_COLUMNS: dict[str, int | None] = dict.fromkeys(
-    ("task", "run", "score", "decoding x", "end to end x", "tokens/pass")
-)
+_COLUMNS = ("task", "run", "score", "decoding x", "end to end x", "tokens/pass")
 _SAYS = {
     "held": "the score held", "unchanged": "every score is the same", "fell": "the score FELL",
     "not enough evidence": "not enough evidence", "decides nothing": "decides nothing",

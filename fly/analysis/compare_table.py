@@ -2,42 +2,31 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from fly.analysis.compare import CurvePoint, Result, ScoreRow, Speed
+from fly.analysis.csv_files import as_csv
 from fly.analysis.tables import Table, as_markdown, in_words, print_tables, ratio_text, score_texts
 from fly.runs.records import by_position
 from fly.runs.run_settings import with_drafts
 
 Categories = Sequence[dict[str, Any]]
-# The columns, with their widths where they are fixed.
-_SCORES: dict[str, int | None] = {
-    "task": None, "run": 14, "score": 7, "recovery [95 %]": 20, "lost/won": 8, "p": 6,
-    "verdict": 33,
-}  # fmt: skip
-_SPEED: dict[str, int | None] = dict.fromkeys(
-    ("task", "run", "decoding x", "end to end x", "tokens x", "tok/s", "passes saved")
-)
-_LENGTHS: dict[str, int | None] = dict.fromkeys(
-    ("task", "run", "tau", "tau/doc", "AL", "AL/doc", "accepted by position")
-)
-_CATEGORIES: dict[str, int | None] = dict.fromkeys(
-    ("task: category", "run", "score", "recovery", "lost/won", "equal texts", "tau", "AL",
-     "decoding x")
+_SCORES = ("task", "run", "score", "recovery [95 %]", "lost/won", "p", "verdict")
+_WIDTHS = {"run": 14, "score": 7, "recovery [95 %]": 20, "lost/won": 8, "p": 6, "verdict": 33}
+_SPEED = ("task", "run", "decoding x", "end to end x", "tokens x", "tok/s", "passes saved")
+_LENGTHS = ("task", "run", "tau", "tau/doc", "AL", "AL/doc", "accepted by position")
+_CATEGORIES = (
+    "task: category", "run", "score", "recovery", "lost/won", "equal texts", "tau", "AL",
+    "decoding x",
 )  # fmt: skip
-_NOISE: dict[str, int | None] = dict.fromkeys(
-    ("task", "run", "documents", "scores: rounding", "run's", "p more", "texts: rounding",
-     "the run's", "p more texts")
+_GATES = ("task", "run", "gate", "value", "verdict")
+_NOISE = (
+    "task", "run", "documents", "scores: rounding", "run's", "p more", "texts: rounding",
+    "the run's", "p more texts",
 )  # fmt: skip
-
-
-_CURVE: dict[str, int | None] = dict.fromkeys(
-    ("run", "requests at once", "tok/s for all", "tok/s per user", "verdict")
-)
+_CURVE = ("run", "requests at once", "tok/s for all", "tok/s per user", "verdict")
 
 
 def print_result(result: Result, categories: Categories = ()) -> None:
@@ -62,6 +51,7 @@ def _scores(result: Result) -> Table:
         f"{demand.min_recovery:g}, with confidence {demand.confidence:g}",
         _SCORES,
         [*_score_rows(result)],
+        _WIDTHS,
     )
 
 
@@ -70,7 +60,7 @@ def _others(result: Result, categories: Categories) -> Iterator[Table]:
         yield Table("By category", _CATEGORIES, [*_category_rows(categories)])
     if gates := list(_gate_rows(result)):
         title = f"Gates, with confidence {result.demand.confidence:g}"
-        yield Table(title, dict.fromkeys(("task", "run", "gate", "value", "verdict")), gates)
+        yield Table(title, _GATES, gates)
     if speed := list(_speed_rows(result)):
         yield Table(f"Time x, against {result.baseline}", _SPEED, speed)
         yield Table("Mean acceptance lengths", _LENGTHS, [*_length_rows(result)])
@@ -83,11 +73,7 @@ def _others(result: Result, categories: Categories) -> Iterator[Table]:
 
 def curve_csv(result: Result) -> str:
     """The curve for a plotting program."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(field.name for field in fields(CurvePoint))
-    writer.writerows(map(astuple, result.curve))
-    return text.getvalue()
+    return as_csv(map(asdict, result.curve), [field.name for field in fields(CurvePoint)])
 
 
 def _curve_rows(result: Result) -> Iterator[list[str]]:

@@ -6,7 +6,7 @@ Their intervals hold what varies between documents, not between runs of a noisy 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -48,12 +48,8 @@ class GateRow:
     reason: str = ""
 
 
-def parse(kind: Kind, texts: Sequence[str]) -> list[Gate]:
-    """Gates of a flag's words: VALUE or TASK=VALUE; a tau may be a percentage of the baseline's."""
-    return [_parse(kind, text) for text in texts]
-
-
-def _parse(kind: Kind, text: str) -> Gate:
+def parse(kind: Kind, text: str) -> Gate:
+    """The gate that a word means: VALUE or TASK=VALUE; a tau may be a share of the baseline's."""
     task, _, number = text.rpartition("=")
     is_share = number.endswith("%")
     try:
@@ -88,8 +84,8 @@ def judge(
         value = statistics.compare_rates(own, base, tails=tails)
     else:
         name = "decode" if gate.kind == "decoding x" else "end_to_end"
-        value = statistics.compare_rates([(getattr(a, name), getattr(b, name)) for a, b in pairs],
-                                         tails=tails)  # fmt: skip
+        seconds = [(getattr(theirs, name), getattr(ours, name)) for theirs, ours in pairs]
+        value = statistics.compare_rates(seconds, tails=tails)
     if value is None or value.interval is None or len(pairs) < _FEWEST:
         why = f"{len(pairs)} of at least {_FEWEST} documents with records"
         return GateRow(gate, value, "not enough evidence", why)

@@ -9,8 +9,8 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -226,7 +226,7 @@ def group(
         trend = find_trend(scores if task.higher_is_better else -scores, demand)
         if trend.first_lost:
             doc, run = trend.first_lost
-            trend = Trend(**{**vars(trend), "first_lost": (task.doc_id(doc), start + run)})
+            trend = replace(trend, first_lost=(task.doc_id(doc), start + run))
         models = " + ".join(Path(model).name for model in pair[:2] if model)
         title = f"{name} {metric}: {models}, {pair[2]}"
         found.append(Series(title, name, own, trend, start))
@@ -308,12 +308,9 @@ def as_rows(series: Sequence[Series]) -> Iterator[dict[str, Any]]:
                 "score": float(task.values.mean()), "recovery": task.recovery,
                 "recovery_low": task.interval[0] if task.interval else None,
                 "recovery_high": task.interval[1] if task.interval else None,
-                **_figures(task), "machine": ", ".join(line.machine.values()),
+                "tau": task.tau, "time_x": task.time_x, "tok_s": task.tok_s,
+                "truncated": task.truncated, "machine": ", ".join(line.machine.values()),
             }  # fmt: skip
-
-
-def _figures(task: OfTask) -> Mapping[str, float | None]:
-    return {name: getattr(task, name) for name in ("tau", "time_x", "tok_s", "truncated")}
 
 
 def trend_in_words(series: Series) -> str:

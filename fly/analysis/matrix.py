@@ -99,16 +99,18 @@ def build(runs: Sequence[Scored], metrics: Sequence[str] | None = None) -> Matri
 
 
 def relate(
-    runs: Sequence[Scored], metrics: Sequence[str] | None = None
+    runs: Sequence[Scored],
+    metrics: Sequence[str] | None = None,
+    left_out: list[str] | None = None,
 ) -> tuple[list[Cell], list[str]]:
     """(every run against its own target's, notes), before p-values are corrected. metrics: only
     these, by name or `name,filter`; None for each task's first by which its target alone scores
-    anything.
+    anything. left_out: takes a line for every run that cannot be related, instead of an error.
 
     Raises FlyError for runs that cannot be related: of another backend, without a target-only run
-    of their target or with several; and as `compare.compare`.
+    of their target or with several, of other questions; and as `compare.compare`.
     """
-    families = _families(runs)
+    families = _families(runs, left_out)
     targets, drafters, rules = _targets(families), _drafters(families), _rules(families)
     cells: list[Cell] = []
     notes: list[str] = []
@@ -136,13 +138,6 @@ def arrange(cells: list[Cell], notes: list[str]) -> Matrix:
     return Matrix(cells, sum(map(_is_tested, cells)), notes)
 
 
-def check_related(each: Scored, alone: Iterable[Scored]) -> None:
-    """Raise FlyError unless just one of these runs, of targets alone, is of the run's own target,
-    and both answered the same questions."""
-    family = _family_of(each, [_Family(of_target) for of_target in alone])
-    check_comparable(family.alone[1], each[1])
-
-
 def _is_tested(cell: Cell) -> bool:
     return cell.row.scores.other is not None
 
@@ -162,7 +157,7 @@ def _check_places(cells: Iterable[Cell]) -> None:
 # ----------------------------------------------------------------------------------- families
 
 
-def _families(runs: Sequence[Scored]) -> list[_Family]:
+def _families(runs: Sequence[Scored], left_out: list[str] | None) -> list[_Family]:
     """Every run beside its target's own; targets without other runs are left out."""
     for run, measured in runs:
         if run.entry is None:
@@ -172,10 +167,18 @@ def _families(runs: Sequence[Scored]) -> list[_Family]:
             )
     families = [_Family(each) for each in runs if each[0].mode == "target-only"]
     for each in runs:
-        if each[0].mode != "target-only":
-            _family_of(each, families).runs.append(each)
+        if each[0].mode == "target-only":
+            continue
+        try:
+            family = _family_of(each, families)
+            check_comparable(family.alone[1], each[1])
+            family.runs.append(each)
+        except FlyError as error:
+            if left_out is None:
+                raise
+            left_out.append(f"left out: {error}")
     found = [family for family in families if family.runs]
-    if not found:
+    if not found and not left_out:
         raise FlyError("a matrix needs runs that draft, besides those of the targets alone")
     return found
 

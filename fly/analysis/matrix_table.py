@@ -35,8 +35,8 @@ def _tables(matrix: Matrix, at_once: int) -> Iterator[Table]:
         rules = list(dict.fromkeys(cell.rule for cell in cells))
         for start in range(0, len(rules), at_once):
             shown = rules[start : start + at_once]
-            columns: dict[str, int | None] = {_DRAFTER: None, **dict.fromkeys(shown, _CELL)}
-            yield Table(f"{task}: {metric}{lower}", columns, [*_rows(cells, shown)])
+            rows, widths = [*_rows(cells, shown)], dict.fromkeys(shown, _CELL)
+            yield Table(f"{task}: {metric}{lower}", [_DRAFTER, *shown], rows, widths)
 
 
 def _rows(cells: list[Cell], rules: list[str]) -> Iterator[list[str]]:

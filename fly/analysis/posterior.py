@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -45,7 +46,7 @@ class Pairs:
         """Of all units; the largest score where none changed."""
         return float(np.abs(self.kept - self.base).max()) or self.top
 
-    @property
+    @cached_property
     def kinds(self) -> tuple[Floats, NDArray[np.int64]]:
         """The pairs of scores that there are, (kept, base) in columns; how many units have each."""
         both = np.stack([self.kept, self.base])

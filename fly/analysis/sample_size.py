@@ -22,13 +22,12 @@ def documents_that_decide(
 
     Over several tasks: all together, in their present proportions. doubt: that a fall may leave.
     """
-    simulated = [_Simulated(task, min_recovery) for task in pairs]
     total = sum(len(task.base) for task in pairs)
     binary = len(pairs) == 1 and bool(np.isin([pairs[0].kept, pairs[0].base], (0, 1)).all())
 
     def is_enough(documents: int) -> bool:
         rng = np.random.default_rng(0)
-        drawn = [each.draw(documents / total, rng) for each in simulated]
+        drawn = [_Drawn(task, min_recovery, documents / total, rng) for task in pairs]
         return _chance(drawn, confidence, doubt, binary) >= power
 
     if not is_enough(_MOST):
@@ -47,42 +46,31 @@ def _smallest(is_enough: Callable[[int], bool], first: int) -> int:
 
 
 class _Drawn:
-    """A task in the simulated runs: sums over its units by run, [runs] each."""
+    """A task in simulated runs of so many times its units, like those seen: sums over the units by
+    run, [runs] each."""
 
-    def __init__(self, task: _Simulated, counts_RN: Floats) -> None:
-        self.task = task
-        self.units = counts_RN.sum(axis=1)
-        self._powers_R4 = counts_RN @ task.margins[:, None] ** np.arange(4)
-        self.change = counts_RN @ task.change / self.units
-        self.change_squared = counts_RN @ task.change**2 / self.units**2
-        self.lost = counts_RN @ (task.change < 0)
-        self.won = counts_RN @ (task.change > 0)
+    def __init__(self, task: Pairs, min_recovery: float, times: float, rng: np.random.Generator):
+        (kept, base), counts = task.kinds
+        units = max(1, round(times * len(task.base)))
+        counts_RN = rng.multinomial(units, counts / counts.sum(), size=_RUNS).astype(float)
+        self.task, self._min_recovery = task, min_recovery
+        margins, change = kept - min_recovery * base, kept - base
+        self._powers_R4 = counts_RN @ margins[:, None] ** np.arange(4)
+        self.change = counts_RN @ change / units
+        self.change_squared = counts_RN @ change**2 / units**2
+        self.lost = counts_RN @ (change < 0)
+        self.won = counts_RN @ (change > 0)
 
     def cumulants(self, added_4: Floats, size: float) -> Floats:
         """Mean, variance and third central moment of the task's margin in the posterior with these
         documents added, [3, runs]: those of a mean under Dirichlet weights."""
         kept, base = size * ADDED_24
-        powers = (kept - self.task.min_recovery * base)[:, None] ** np.arange(4)
+        powers = (kept - self._min_recovery * base)[:, None] ** np.arange(4)
         weight, first, second, third = (self._powers_R4 + added_4 @ powers).T
         mean, second, third = first / weight, second / weight, third / weight
         variance = second - mean**2
         skew = third - 3 * mean * second + 2 * mean**3
         return np.stack([mean, variance / (weight + 1), 2 * skew / ((weight + 1) * (weight + 2))])
-
-
-class _Simulated:
-    def __init__(self, task: Pairs, min_recovery: float) -> None:
-        kinds, counts = task.kinds
-        self.min_recovery = min_recovery
-        self.top, self.largest_change = task.top, task.largest_change
-        self.change = kinds[0] - kinds[1]
-        self.margins = kinds[0] - min_recovery * kinds[1]
-        self._units, self._share = len(task.base), counts / counts.sum()
-
-    def draw(self, times: float, rng: np.random.Generator) -> _Drawn:
-        """Runs of so many times the units, like those seen."""
-        units = max(1, round(times * self._units))
-        return _Drawn(self, rng.multinomial(units, self._share, size=_RUNS).astype(float))
 
 
 def _chance(tasks: list[_Drawn], confidence: float, doubt: float, binary: bool) -> float:

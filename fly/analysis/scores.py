@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
@@ -26,6 +26,8 @@ from fly.runs.shapes import RequestLine
 
 _HASH_DIGITS = 16
 LARGEST = 1e50  # a score beyond it is no number: statistics take fourth powers
+_BY_DOCUMENT = ("documents", "work", "texts", "clusters", "groups")  # of a task
+_Value = TypeVar("_Value")
 _LONG = 100  # characters of a text that documents share by no chance
 
 
@@ -109,6 +111,21 @@ class Task(_Stored):
 
     def metric(self, label: str) -> Metric | None:
         return next((metric for metric in self.metrics if metric.label == label), None)
+
+    def select(self, numbers: Mapping[int, int]) -> Task:
+        """These documents alone, under new numbers: by the old ones."""
+
+        def move(values: Mapping[int, _Value]) -> dict[int, _Value]:
+            return {numbers[i]: value for i, value in values.items() if i in numbers}
+
+        changed: dict[str, Any] = {name: move(getattr(self, name)) for name in _BY_DOCUMENT}
+        changed["metrics"] = [
+            metric.model_copy(update={"scores": dict(sorted(move(metric.scores).items()))})
+            for metric in self.metrics
+        ]
+        if len(numbers) < len(self.documents):
+            changed["positions"] = Positions()  # not told by document
+        return self.model_copy(update=changed)
 
 
 class Drafts(_Stored):

@@ -34,6 +34,7 @@ Indices = NDArray[np.int64]
 
 RESAMPLES = 9999
 LEVEL = 0.95  # of the printed intervals
+_TAILS = (1 - LEVEL) / 2, (1 + LEVEL) / 2
 POWER = 0.8  # chance with which `decides` documents decide
 _MANY = 5000  # documents, whose sums are all but normal
 _FEW = 10  # resamples beyond the observed value; with fewer, p is only an upper bound
@@ -149,45 +150,31 @@ def compare_tasks(
     if verdict in ("unchanged", "not enough evidence"):
         units = documents_that_decide(pairs, demand.min_recovery, demand.confidence, doubt, POWER)
         decides = units and math.ceil(units * found.documents / len(change))
+    surprise = -math.log(1 - demand.confidence)  # in nats
     return replace(
         found,
         recovery=float(np.mean([task.kept.mean() for task in pairs])) / base,
         interval=recovery_interval(pairs, LEVEL, resamples),
-        bound=None if lost else min(1.0, unseen_loss(pairs, base, _surprise(demand))),
+        bound=None if lost else min(1.0, unseen_loss(pairs, base, surprise)),
         decides=decides,
         reason=reason,
     )
-
-
-def compare_sums(numerator: ArrayLike, denominator: ArrayLike) -> Ratio | None:
-    """The ratio of two sums over the same documents, [N] each, such as seconds of two runs.
-
-    None if one of the sums is zero.
-    """
-    above, below = np.asarray(numerator, float), np.asarray(denominator, float)
-    if not above.sum() or not below.sum():
-        return None
-
-    def ratio(index: Indices) -> Floats:
-        return divide(above[index].sum(axis=-1), below[index].sum(axis=-1))
-
-    value = float(above.sum() / below.sum())
-    return Ratio(value, _bootstrap(ratio, above - value * below))
 
 
 def compare_rates(
     rates: Sequence[tuple[float, float]],
     base: Sequence[tuple[float, float]] | None = None,
     *,
-    tails: tuple[float, float],
+    tails: tuple[float, float] = _TAILS,
 ) -> Ratio | None:
-    """The ratio of two sums over documents, given as pairs, over the same of `base`, if given.
+    """The ratio of two sums over documents, given as pairs (such as the seconds of two runs), over
+    the same of `base`, if given.
 
     tails: the probabilities of the interval's ends. None if one of the sums is zero.
     """
     sums = np.asarray([*zip(*rates), *(zip(*base) if base else ())], float)
-    totals = sums.sum(axis=1)
-    if not totals.all():
+    totals = sums.sum(axis=-1)
+    if not rates or not totals.all():
         return None
 
     def ratio(index: Indices) -> Floats:
@@ -273,7 +260,7 @@ def _sign_flips(change: Floats, resamples: int) -> float:
 def _bootstrap(
     statistic: Callable[[Indices], Floats],
     deviations: Floats,
-    tails: tuple[float, float] = ((1 - LEVEL) / 2, (1 + LEVEL) / 2),
+    tails: tuple[float, float],
 ) -> Interval | None:
     """Percentile interval of a statistic of resampled document indices, [resamples, N].
 
@@ -313,8 +300,3 @@ def _verdict(enough: bool, fell: bool, lost: int, won: int) -> tuple[Verdict, st
         return "fell", "recovery is too low, with confidence"
     none_worse = "no document scored worse, but they are too few"
     return "not enough evidence", "the documents do not tell" if lost else none_worse
-
-
-def _surprise(demand: Demand) -> float:
-    """What an event of probability 1 - confidence is, in nats."""
-    return -math.log(1 - demand.confidence)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import unicodedata
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from rich import box
 from rich.cells import cell_len
@@ -40,16 +40,16 @@ class Table:
     the same in its other rows."""
 
     title: str
-    columns: dict[str, int | None]  # names, with their widths where they are fixed
+    columns: Sequence[str]
     rows: list[list[str]]
+    widths: Mapping[str, int] = field(default_factory=dict)  # of columns, where they are fixed
 
     def groups(self) -> list[Table]:
         """A table per group, whose title is the group's name."""
-        columns = dict([*self.columns.items()][1:])
         found: list[Table] = []
         for name, *cells in self.rows:
             if name and not (found and found[-1].title == name):
-                found.append(Table(name, columns, []))
+                found.append(Table(name, self.columns[1:], [], self.widths))
             found[-1].rows.append(cells)
         return found
 
@@ -57,7 +57,7 @@ class Table:
         """The table in so many characters, its words whole: as a table per task where tasks have no
         room, without some columns where that is not enough; and the names of these."""
         parts, left_out = [self], list[str]()
-        if width >= WIDTH and (any(self.columns.values()) or self._least() < width):
+        if width >= WIDTH and (self.widths or self._least() < width):
             return parts, left_out
         if "task" in self.columns and self._least() >= width:
             parts = self.groups()
@@ -71,15 +71,15 @@ class Table:
 
     def _without(self, names: Sequence[str]) -> Table:
         kept = [i for i, column in enumerate(self.columns) if column not in names]
-        columns = dict[str, int | None].fromkeys([*self.columns][i] for i in kept)
-        return Table(self.title, columns, [[row[i] for i in kept] for row in self.rows])
+        rows = [[row[i] for i in kept] for row in self.rows]
+        return Table(self.title, [self.columns[i] for i in kept], rows)
 
     def _least(self) -> int:
         return sum(self._least_width(column) + 2 for column in self.columns)
 
     def _least_width(self, name: str) -> int:
         """Without breaking a word, or a cell that is no text."""
-        at = [*self.columns].index(name)
+        at = self.columns.index(name)
         cells = [name, *(row[at] for row in self.rows)]
         cut = str.split if name in _TEXTS else str.splitlines
         parts = [part for cell in cells for part in cut(cell)]
@@ -93,7 +93,8 @@ class Table:
             box=box.SIMPLE_HEAD,
             padding=(0, 1, 0, 0),
         )
-        for name, width in self.columns.items():
+        for name in self.columns:
+            width = self.widths.get(name)
             table.add_column(
                 name,
                 justify="right" if name in _NUMBERS else "left",
@@ -111,7 +112,7 @@ class Table:
             shown = (visible(cell).replace("\n", "<br>").replace("|", "\\|") for cell in cells)
             return f"| {' | '.join(shown)} |"
 
-        head = [line([*self.columns]), "|" + "---|" * len(self.columns)]
+        head = [line(self.columns), "|" + "---|" * len(self.columns)]
         return "\n".join([f"### {visible(self.title)}", "", *head, *map(line, self.rows)])
 
 

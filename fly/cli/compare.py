@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +14,18 @@ from fly.errors import FlyError
 
 if TYPE_CHECKING:
     from fly.analysis.scores import Measured
-    from fly.analysis.statistics import Demand
+    from fly.analysis.statistics import Demand, Verdict
+    from fly.runs.reader import Run
 
 _FILES = ("json", "markdown", "junit", "csv")
+_OF_VERDICTS = (
+    "min_recovery", "confidence", "allow_inconclusive", "min_tau", "min_time_x", "min_decoding_x",
+)  # fmt: skip
 _NOT_OF_MATRIX = (
     "by", "baseline_run", "baseline", "save_baseline", "with_outputs", "noise_floor", "concurrency",
-    "parallel", "csv", "min_recovery", "confidence", "allow_inconclusive", "junit", "history",
-    "link", "min_tau", "min_time_x", "min_decoding_x",
+    "parallel", "csv", "junit", "history", "link", *_OF_VERDICTS,
 )  # fmt: skip
-STATUS = {"held": 0, "unchanged": 0, "fell": 1, "not enough evidence": 3}
+_STATUS = {"held": 0, "unchanged": 0, "fell": 1, "not enough evidence": 3}
 _USAGE = """fly compare RUN RUN ... [options]
        fly compare RUN RUN ... --matrix [options]
        fly compare --model_args config_path=<pair>.json --tasks <task> ... --output_path <folder>
@@ -137,18 +140,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help="runs of several targets, drafters and rules as one matrix, each against the "
         "target-only run of its own target",
     )
-    group.add_argument(
-        "--min-recovery",
-        type=float,
-        metavar="SHARE",
-        help="share of the baseline's score that a run must keep (default: 0.99)",
-    )
-    group.add_argument(
-        "--confidence",
-        type=float,
-        metavar="SHARE",
-        help="how sure a verdict must be (default: 0.95)",
-    )
+    add_demand(group, "the baseline's score that a run must keep")
     for flag, what in (
         ("--min-tau", "mean acceptance length; 97%% is a share of the baseline's"),
         ("--min-time-x", "time x, end to end"),
@@ -157,9 +149,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         group.add_argument(
             flag, nargs="+", metavar="[TASK=]VALUE", help=f"least {what}, in all tasks or in one"
         )
-    group.add_argument(
-        "--allow-inconclusive", action="store_true", help="exit status 0 without enough evidence"
-    )
     group.add_argument(
         "--history", type=Path, metavar="FILE", help="append the runs there (fly history FILE)"
     )
@@ -174,9 +163,37 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     outputs.add_force(group)
 
 
+def add_demand(parser: Any, kept: str) -> None:
+    """The flags that make a verdict the exit status. kept: share of what --min-recovery is."""
+    add = parser.add_argument
+    add("--min-recovery", type=float, metavar="SHARE", help=f"share of {kept} (default: 0.99)")
+    add(
+        "--confidence", type=float, metavar="SHARE",
+        help="how sure a verdict must be (default: 0.95)",
+    )  # fmt: skip
+    add("--allow-inconclusive", action="store_true", help="exit status 0 without enough evidence")
+
+
+def read_demand(args: argparse.Namespace, command: str) -> Demand:
+    from fly.analysis.statistics import Demand
+    from fly.harness.arguments import check_flags
+
+    given = {name: getattr(args, name) for name in ("min_recovery", "confidence")}
+    given = {name: value for name, value in given.items() if value is not None}
+    check_flags(given, command)
+    return Demand(**given)
+
+
+def exit_with(verdict: Verdict, args: argparse.Namespace, *, is_gate: bool = False) -> None:
+    """End with the verdict's status, if a flag asks for it. is_gate: whether another flag does."""
+    asked = (args.min_recovery, args.confidence, args.allow_inconclusive or None)
+    is_allowed = verdict == "not enough evidence" and args.allow_inconclusive
+    if (is_gate or any(value is not None for value in asked)) and not is_allowed:
+        sys.exit(_STATUS[verdict])
+
+
 def _execute(args: argparse.Namespace) -> None:
     from fly.analysis import (
-        alignment,
         categories,
         comment,
         comparability,
@@ -194,7 +211,7 @@ def _execute(args: argparse.Namespace) -> None:
     if args.matrix:
         _matrix(args)
         return
-    demand = _demand(args)
+    demand = read_demand(args, "fly compare")
     stored = scores.read(args.baseline) if args.baseline else None
     if stored:
         scores.check_storable(stored.mode, f"--baseline {args.baseline}")
@@ -202,24 +219,21 @@ def _execute(args: argparse.Namespace) -> None:
             raise FlyError("--baseline-run contradicts --baseline: the file is the baseline")
     _check_outputs(args)
     limits = [
-        gate
+        gates.parse(kind, text)
         for kind, flag in gates.FLAGS.items()
-        for gate in gates.parse(kind, getattr(args, flag[2:].replace("-", "_")) or ())
+        for text in getattr(args, flag[2:].replace("-", "_")) or ()
     ]
-    found = _read_finished(args, stored) if args.runs else _make_runs(args, stored)
+    loaded = _load(args, stored)
+    found = [measured for _, measured in loaded]
     measured_noise = None
     if args.noise_floor:
         measured_noise, found = noise.take_noise(found)
-    if args.pair_by == "document":
-        together = alignment.pair_by_document([*([stored] if stored else []), *found])
-        stored, found = (together[0], together[1:]) if stored else (None, together)
+    runs = [stored, *found] if stored else found
+    name = stored.name if stored else args.baseline_run
+    baseline, others = compare.split_baseline(runs, name, args.pair_by)
     if stored:
-        for run in found:
-            comparability.check_reusable(args.baseline, stored, run)
-        baseline, others = stored, found
-    else:
-        baseline = compare.choose_baseline(found, args.baseline_run)
-        others = [run for run in found if run is not baseline]
+        for run in others:
+            comparability.check_reusable(args.baseline, baseline, run)
     if args.save_baseline:
         scores.check_storable(baseline.mode, f"--save-baseline {args.save_baseline}")
     if others:
@@ -242,7 +256,7 @@ def _execute(args: argparse.Namespace) -> None:
             told = {baseline.name, *against}  # not the noise run
             lines = [
                 history.line_of(run, own, against.get(own.name))
-                for run, own in args.measured
+                for run, own in loaded
                 if own.name in told
             ]
             history.append(args.history, lines)
@@ -254,42 +268,19 @@ def _execute(args: argparse.Namespace) -> None:
         print(f"baseline {baseline.name} saved: {args.save_baseline}")
     if not others:
         return
-    given = (args.min_recovery, args.confidence, args.allow_inconclusive or None, args.junit)
-    is_gate = any(value is not None for value in given) or limits
-    inconclusive = result.verdict == "not enough evidence"
-    if is_gate and not (inconclusive and args.allow_inconclusive):
-        sys.exit(STATUS[result.verdict])
+    exit_with(result.verdict, args, is_gate=bool(args.junit or limits))
 
 
 def _check_nothing_else_asked(args: argparse.Namespace, baseline: str) -> None:
     """Refuse a lone baseline wherever a comparison was asked for, too."""
     asked = [
         f"--{name.replace('_', '-')}"
-        for name in (
-            *_FILES,
-            "min_recovery",
-            "confidence",
-            "allow_inconclusive",
-            "history",
-            "noise_floor",
-            "min_tau",
-            "min_time_x",
-            "min_decoding_x",
-        )
+        for name in (*_FILES, *_OF_VERDICTS, "history", "noise_floor")
         if getattr(args, name)
     ]
     if asked or not args.save_baseline:
         flag = f"{asked[0]}: " if asked else ""
         raise FlyError(f"{flag}nothing to compare {baseline} with: name one more run")
-
-
-def _demand(args: argparse.Namespace) -> Demand:
-    from fly.analysis.statistics import Demand
-    from fly.harness.arguments import check_flags
-
-    given = {"min_recovery": args.min_recovery, "confidence": args.confidence}
-    check_flags(given, "fly compare")
-    return Demand(**{name: value for name, value in given.items() if value is not None})
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
@@ -304,8 +295,7 @@ def _check_outputs(args: argparse.Namespace) -> None:
 
 def _matrix(args: argparse.Namespace) -> None:
     """The command's other answer: no verdict, but every run against its own target."""
-    from fly.analysis import matrix, matrix_table, scores
-    from fly.runs import reader
+    from fly.analysis import matrix, matrix_table
 
     for name in _NOT_OF_MATRIX:
         if getattr(args, name) not in (None, False, []):
@@ -314,13 +304,7 @@ def _matrix(args: argparse.Namespace) -> None:
                 "their own target's, without verdicts"
             )
     _check_outputs(args)
-    if args.runs:
-        _check_finished(args)
-        named = [(name or path, path) for name, path in map(reader.named, args.runs)]
-    else:
-        named = [(name, str(path)) for name, path in _make_missing(args, None).items()]
-    runs = [(run, scores.measure(run, cluster=args.cluster)) for run in api.read_runs(named)]
-    found = matrix.build(runs, args.metric)
+    found = matrix.build(_load(args), args.metric)
     _write(
         args,
         json=lambda: matrix_table.as_json(found),
@@ -340,20 +324,30 @@ def _write(args: argparse.Namespace, **texts: Callable[[], str]) -> None:
             print(f"{name}: {path}")
 
 
-def _read_finished(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
-    """The runs that the command names, which are on disk."""
-    _check_finished(args)
-    needed = 1 if stored or args.save_baseline else 2
-    if len(args.runs) < needed:
-        raise FlyError(f"fly compare {args.runs[0]}: give at least two runs, or --baseline FILE")
+def _load(args: argparse.Namespace, stored: Measured | None = None) -> list[tuple[Run, Measured]]:
+    """The runs that the command names, or else makes where it has not before; with their scores."""
+    from fly.analysis import scores
     from fly.runs import reader
 
-    named = [reader.named(text) for text in args.runs]
-    return _load(named, [stored.name] if stored else [], args)
+    named: list[tuple[str | None, str | Path]]
+    if args.runs:
+        _check_finished(args, stored)
+        named = [*map(reader.named, args.runs)]
+        if args.matrix:
+            named = [(name or str(path), path) for name, path in named]
+    else:
+        named = [*_make_missing(args, stored).items()]
+    return [
+        (
+            run,
+            scores.measure(run, with_outputs=args.with_outputs, cluster=args.cluster, by=args.by),
+        )
+        for run in api.read_runs(named, [stored.name] if stored else [])
+    ]
 
 
-def _check_finished(args: argparse.Namespace) -> None:
-    """Refuse flags that say how runs are made: these are."""
+def _check_finished(args: argparse.Namespace, stored: Measured | None) -> None:
+    """Refuse flags that say how runs are made: these are; and a run without another."""
     makes = (args.tasks, args.model_args, args.modes, args.mode, args.rules, args.drafters)
     if any(makes):
         raise FlyError(
@@ -364,28 +358,8 @@ def _check_finished(args: argparse.Namespace) -> None:
     if given:
         flag = given[0].partition("=")[0]
         raise FlyError(f"{flag}: finished runs are compared as they are: leave it out")
-
-
-def _load(
-    paths: Sequence[tuple[str | None, str | Path]], taken: list[str], args: argparse.Namespace
-) -> list[Measured]:
-    """The scores of the runs at these paths, as `read_runs` names them."""
-    from fly.analysis import scores
-
-    args.measured = [
-        (
-            run,
-            scores.measure(run, with_outputs=args.with_outputs, cluster=args.cluster, by=args.by),
-        )
-        for run in api.read_runs(paths, taken)
-    ]
-    return [measured for _, measured in args.measured]
-
-
-def _make_runs(args: argparse.Namespace, stored: Measured | None) -> list[Measured]:
-    """The modes' runs, made now where they have not been before."""
-    folders = _make_missing(args, stored)
-    return _load(list(folders.items()), [stored.name] if stored else [], args)
+    if len(args.runs) < 2 and not (stored or args.save_baseline or args.matrix):
+        raise FlyError(f"fly compare {args.runs[0]}: give at least two runs, or --baseline FILE")
 
 
 def _make_missing(args: argparse.Namespace, stored: Measured | None) -> dict[str, Path]:
@@ -394,9 +368,7 @@ def _make_missing(args: argparse.Namespace, stored: Measured | None) -> dict[str
     from fly.cli import compare_plan, run_modes, screen
     from fly.runs import context
 
-    planned = compare_plan.plan_runs(
-        compare_plan.ComparisonRequest.from_flags(args, _run_flags(args), stored)
-    )
+    planned = compare_plan.plan_runs(args, _run_flags(args), stored)
     compared = [name for name in planned.modes if name != noise.NAME]
     if len(compared) == 1 and not stored:
         _check_nothing_else_asked(args, *compared)

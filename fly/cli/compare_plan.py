@@ -1,6 +1,6 @@
-"""What a comparison will run: its request, and the modes as planned, before anything decodes.
+"""What a comparison will run: the modes as planned, before anything decodes.
 
-flags -> ComparisonRequest -> plan_runs -> run_modes.run_missing -> the comparison: one way.
+flags -> plan_runs -> run_modes.run_missing -> the comparison: one way.
 """
 
 from __future__ import annotations
@@ -54,161 +54,101 @@ class Mode:
 
 
 @dataclass(frozen=True)
-class ComparisonRequest:
-    """A comparison that makes runs: its flags, with those of --config."""
-
-    model: str
-    model_args: dict[str, Any]
-    gen_kwargs: dict[str, Any]
-    batch_size: Any
-    use_cache: str | None
-    output: Path
-    flags: tuple[str, ...]  # the command line's flags of `fly run`, for every mode
-    # hashes of the files that the flags name, by flag; see run_inputs
-    inputs: dict[str, dict[str, str]]
-    modes: tuple[str, ...] | None
-    custom_modes: tuple[str, ...]
-    noise_floor: bool
-    baseline_run: str | None
-    baseline: Path | None
-    stored: scores.Measured | None  # the run of --baseline
-    save_baseline: Path | None
-    with_outputs: bool
-    concurrency: tuple[int, ...] = ()  # requests at once, of every server
-    at_once: bool = False  # ask all servers together
-    rules: tuple[str, ...] = ()  # further modes, by verification rule
-    drafters: tuple[str, ...] = ()  # every mode that drafts once with each of them
-
-    @classmethod
-    def from_flags(
-        cls, args: argparse.Namespace, flags: Sequence[str], stored: scores.Measured | None
-    ) -> ComparisonRequest:
-        """Check the flags, those of --config among them."""
-        from_config = merge_config(args)
-        samples = args.samples
-        check_run(args, from_config)  # replaces --samples by its content
-        for flag in ("tasks", "model_args", "output_path"):
-            is_optional = flag == "model_args" and args.model == _SERVER
-            if not (getattr(args, flag) or is_optional):
-                raise FlyError(
-                    f"fly compare needs --{flag}, or finished runs: fly compare RUN RUN ..."
-                )
-        output = Path(args.output_path)
-        return cls(
-            model=args.model or "hf",
-            model_args=as_dict(args.model_args),
-            gen_kwargs=as_dict(args.gen_kwargs),
-            batch_size=vars(args).get("batch_size"),
-            use_cache=args.use_cache,
-            output=output,
-            flags=tuple(flags),
-            inputs=run_inputs.hash_inputs(args, output, samples),
-            modes=args.modes and tuple(args.modes),
-            custom_modes=tuple(args.mode),
-            noise_floor=args.noise_floor,
-            baseline_run=args.baseline_run,
-            baseline=args.baseline,
-            stored=stored,
-            save_baseline=args.save_baseline,
-            with_outputs=args.with_outputs,
-            concurrency=tuple(args.concurrency or ()),
-            at_once=args.parallel,
-            rules=tuple(args.rules or ()),
-            drafters=tuple(args.drafters or ()),
-        )
-
-
-@dataclass(frozen=True)
 class PlannedRuns:
-    """Runs to be made, in this order. The rest is as in `ComparisonRequest`."""
+    """Runs to be made, in this order."""
 
     modes: dict[str, Mode]  # by name
     output: Path
-    flags: Sequence[str] = ()
+    flags: Sequence[str] = ()  # the command line's flags of `fly run`, for every mode
+    # hashes of the files that the flags name, by flag; see run_inputs
     inputs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    at_once: bool = False
+    at_once: bool = False  # ask all servers together
 
 
-def plan_runs(request: ComparisonRequest) -> PlannedRuns:
-    """The runs that the request needs. Raises FlyError for what could not be compared or stored."""
-    stored = request.stored
-    engine = registry.IN_PLACE_OF.get(request.model, request.model)
+def plan_runs(
+    args: argparse.Namespace, flags: Sequence[str], stored: scores.Measured | None
+) -> PlannedRuns:
+    """The runs that the command line asks for, with what --config adds to it.
+
+    flags: those of `fly run`, for every mode. stored: the run of --baseline. Raises FlyError for
+    flags that cannot be, and for what could not be compared or stored.
+    """
+    from_config = merge_config(args)
+    samples = args.samples
+    check_run(args, from_config)  # replaces --samples by its content
+    args.model = args.model or "hf"
+    for flag in ("tasks", "model_args", "output_path"):
+        is_optional = flag == "model_args" and args.model == _SERVER
+        if not (getattr(args, flag) or is_optional):
+            raise FlyError(f"fly compare needs --{flag}, or finished runs: fly compare RUN RUN ...")
+    args.model_args, output = as_dict(args.model_args), Path(args.output_path)
+    inputs = run_inputs.hash_inputs(args, output, samples)
+    engine = registry.IN_PLACE_OF.get(args.model, args.model)
     if engine not in registry.ENGINES:
-        raise FlyError(f"--model {request.model}: fly compare makes runs of hf, vllm and server")
-    default: Sequence[str] = DEFAULT[:1] if request.rules else DEFAULT
+        raise FlyError(f"--model {args.model}: fly compare makes runs of hf, vllm and server")
+    default: Sequence[str] = DEFAULT[:1] if args.rules else DEFAULT
     if engine == _SERVER:  # servers have no modes but their own
         default = ()
     modes = plan_modes(
-        request.modes or [name for name in default if not (stored and name == stored.mode)],
-        request.custom_modes,
-        request.model_args,
-        request.baseline if stored and stored.has_outputs else None,
+        args.modes or [name for name in default if not (stored and name == stored.mode)],
+        args.mode,
+        args.model_args,
+        args.baseline if stored and stored.has_outputs else None,
         engine,
-        request.concurrency,
-        request.rules,
-        request.drafters,
+        args.concurrency or (),
+        args.rules or (),
+        args.drafters or (),
     )
-    if len(modes) < (1 if stored or request.save_baseline else 2):
+    if len(modes) < (1 if stored or args.save_baseline else 2):
         raise FlyError("--modes: give at least two, or --baseline FILE")
-    if request.baseline_run and request.baseline_run not in modes:
-        raise FlyError(f"--baseline-run {request.baseline_run}: choose one of {', '.join(modes)}")
-    if stored:
-        _check_stored(request, stored)
-    if request.save_baseline:
-        _check_storable(_baseline_mode(request, modes), request)
-    if request.noise_floor:
-        modes[noise.NAME] = _noise_mode(request, modes)
-    if request.use_cache and "hf" in modes:
-        modes["hf"] = _with_own_cache(modes["hf"], request.use_cache)
-    if request.at_once and engine != _SERVER:
-        raise FlyError("--parallel: runs of one machine would slow each other: leave it out")
-    return PlannedRuns(modes, request.output, request.flags, request.inputs, request.at_once)
-
-
-def _baseline_mode(request: ComparisonRequest, modes: Mapping[str, Mode]) -> Mode:
-    """The mode whose run the others will be compared with."""
+    if args.baseline_run and args.baseline_run not in modes:
+        raise FlyError(f"--baseline-run {args.baseline_run}: choose one of {', '.join(modes)}")
+    if stored:  # before anything runs: another target, or other gen_kwargs on the command line
+        config, _ = fly_config.of_model_args(args.model_args)
+        files = scores.fingerprint(config.target_model_path)
+        comparability.check_reusable_for(args.baseline, stored, files, as_dict(args.gen_kwargs))
     target_only = [name for name, mode in modes.items() if mode.rule == "target-only"]
-    return modes[request.baseline_run or [*target_only, *modes][0]]
+    baseline = modes[args.baseline_run or [*target_only, *modes][0]]
+    if args.save_baseline:
+        _check_storable(baseline, args)
+    if args.noise_floor:
+        if stored:
+            raise FlyError("--noise-floor: needs the baseline made here: leave --baseline out")
+        if noise.NAME in modes:
+            raise FlyError(f"--mode {noise.NAME}: --noise-floor makes it: choose another name")
+        modes[noise.NAME] = _noise_mode(baseline, args)
+    if args.use_cache and "hf" in modes:
+        modes["hf"] = _with_own_cache(modes["hf"], args.use_cache)
+    if args.parallel and engine != _SERVER:
+        raise FlyError("--parallel: runs of one machine would slow each other: leave it out")
+    return PlannedRuns(modes, output, flags, inputs, args.parallel)
 
 
-def _check_stored(request: ComparisonRequest, stored: scores.Measured) -> None:
-    """Refuse before anything runs: another target, or other gen_kwargs on the command line."""
-    assert request.baseline is not None
-    config, _ = fly_config.of_model_args(request.model_args)
-    files = scores.fingerprint(config.target_model_path)
-    comparability.check_reusable_for(request.baseline, stored, files, request.gen_kwargs)
-
-
-def _check_storable(mode: Mode, request: ComparisonRequest) -> None:
-    scores.check_storable(mode.rule, f"--save-baseline {request.save_baseline}")
-    if request.with_outputs and not mode.records.get("enable_statistics"):
+def _check_storable(mode: Mode, args: argparse.Namespace) -> None:
+    scores.check_storable(mode.rule, f"--save-baseline {args.save_baseline}")
+    if args.with_outputs and not mode.records.get("enable_statistics"):
         raise FlyError(
             f"--with-outputs: {mode.name} keeps no token ids: take a mode of fly's own backend, "
             "with enable_statistics=true"
         )
 
 
-def _noise_mode(request: ComparisonRequest, modes: Mapping[str, Mode]) -> Mode:
+def _noise_mode(baseline: Mode, args: argparse.Namespace) -> Mode:
     """The baseline's decoding with another number of running sequences, whose passes round
     otherwise."""
-    if request.stored:
-        raise FlyError("--noise-floor: needs the baseline made here: leave --baseline out")
-    if request.use_cache:
+    if args.use_cache:
         raise FlyError(
             "--noise-floor with --use_cache: the noise run would get the baseline's texts "
             "instead of decoding: leave one of them out"
         )
-    if noise.NAME in modes:
-        raise FlyError(f"--mode {noise.NAME}: --noise-floor makes it: choose another name")
-    baseline = _baseline_mode(request, modes)
-    if request.model == _SERVER:  # what else it decodes meanwhile rounds otherwise, too
+    if args.model == _SERVER:  # what else it decodes meanwhile rounds otherwise, too
         return replace(baseline, name=noise.NAME)
     if baseline.rule == "hf":
         raise FlyError(
             "--noise-floor with hf as the baseline: its batch size is not fly's to choose: "
             "add target-only to --modes, or name another --baseline-run"
         )
-    other = "8" if str(request.batch_size or 1) == "1" else "1"
+    other = "8" if str(vars(args).get("batch_size") or 1) == "1" else "1"
     return replace(baseline, name=noise.NAME, flags=("--batch_size", other))
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fly.cli import outputs
+from fly.cli.compare import add_demand, exit_with, read_demand
 from fly.errors import FlyError
 from fly.paths import expanded, write_output
 
 if TYPE_CHECKING:
     from fly.analysis.history import Line
-
-_FLAGS = ("min_recovery", "confidence")
 
 
 def add_command(subparsers: Any) -> None:
@@ -42,17 +40,7 @@ def add_command(subparsers: Any) -> None:
         metavar="RUN",
         help="name, date, commit or revision of the run that trends begin with (default: first)",
     )
-    parser.add_argument(
-        "--min-recovery", type=float, metavar="SHARE",
-        help="share of the first run's score that must be kept (default: 0.99)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--confidence", type=float, metavar="SHARE",
-        help="how sure a verdict must be (default: 0.95)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--allow-inconclusive", action="store_true", help="exit status 0 without enough evidence"
-    )
+    add_demand(parser, "the first run's score that must be kept")
     outputs.add_force(parser)
     parser.set_defaults(func=_history)
 
@@ -60,14 +48,10 @@ def add_command(subparsers: Any) -> None:
 def _history(args: argparse.Namespace) -> None:
     from fly.analysis import compare, csv_files, history
     from fly.analysis.html import history_page
-    from fly.analysis.statistics import Demand
-    from fly.harness.arguments import check_flags
 
-    given = {name: getattr(args, name) for name in _FLAGS if getattr(args, name) is not None}
-    check_flags(given, "fly history")
+    demand = read_demand(args, "fly history")
     output = expanded(args.output)
     outputs.check(args, {"--output": output, "--csv": args.csv})
-    demand = Demand(**given)
     lines = [line for path in args.paths for line in _lines(path)]
     series = history.group(lines, args.good, demand)
     if not series:
@@ -80,12 +64,7 @@ def _history(args: argparse.Namespace) -> None:
         words = history.trend_in_words(each)
         print(f"{each.title}, {len(each.lines)} runs: {each.trend.verdict}: {words}")
     print(f"history: {output}")
-    verdict = compare.weakest(each.trend.verdict for each in series)
-    is_allowed = verdict == "not enough evidence" and args.allow_inconclusive
-    if (given or args.allow_inconclusive) and not is_allowed:
-        from fly.cli.compare import STATUS
-
-        sys.exit(STATUS[verdict])
+    exit_with(compare.weakest(each.trend.verdict for each in series), args)
 
 
 def _lines(path: str) -> list[Line]:

@@ -19,7 +19,7 @@ from lm_eval.utils import sanitize_model_name, setup_logging
 
 import fly
 from fly import launch, reading, registry
-from fly.cli import compare, config, history, pair, processes, report, trace, tune
+from fly.cli import compare, config, history, pair, processes, report, tune
 from fly.config import refuse_gone
 from fly.errors import FlyError, LostProcessError, reason_of
 from fly.harness import registration
@@ -39,7 +39,7 @@ from fly.runs.earlier_outputs import EarlierOutputs
 from fly.runs.manifest import Manifest
 from fly.version import VERSION
 
-_COMMANDS = (compare, config, history, pair, report, trace, tune)
+_COMMANDS = (compare, config, history, pair, report, tune)
 _ABOUT = """EleutherAI's lm-evaluation-harness with a backend that decodes by FLy, loosely verified
 speculative decoding, and commands that tell whether the scores held."""
 _EXAMPLE = """  # A draft, and its target by the JSON, with fly's backend (docs/configuration.md)
@@ -284,11 +284,6 @@ def _output_folder(path: Path, model_args: dict[str, Any]) -> Path:
     return path
 
 
-def _lacks_examples(frames: list[Path]) -> bool:
-    """Whether one of lm-eval's samplers raised it: it found too few documents to draw from."""
-    return any(file.parts[-3:] == ("lm_eval", "api", "samplers.py") for file in frames[-2:])
-
-
 def _explain_missing(task: str | None, model: str | None) -> str:
     """What lm-eval does not know, with the nearest name that it does."""
     if task:
@@ -377,7 +372,7 @@ def _in_one_line(error: Exception) -> str | None:
     frames = [Path(frame.filename) for frame in found]
     if "did not find any docs" in message and launch.processes() > 1:
         return f"a task has fewer documents than the run has processes ({launch.processes()})"
-    if _lacks_examples(frames):
+    if any(file.parts[-3:] == ("lm_eval", "api", "samplers.py") for file in frames[-2:]):
         return f"num_fewshot: a task has fewer few-shot documents: lower it (lm-eval: {message})"
     if isinstance(error, OSError) and error.errno in _OF_FILES:
         where = error.filename or "a file of this run"

@@ -48,13 +48,6 @@ def ending_in_order() -> Iterator[None]:
             signal.signal(each, handler)
 
 
-def run_child(
-    command: Sequence[str], log: IO[str] | None = None, on_line: Callable[[str], None] | None = None
-) -> int:
-    """Run a command of fly's and return its exit status; else as `run_children`."""
-    return run_children([command], log, on_line)[0]
-
-
 def run_children(
     commands: Sequence[Sequence[str]],
     log: IO[str] | None = None,
@@ -100,7 +93,7 @@ def run_children(
 
 
 def end_with_parent() -> None:
-    """In a child of `run_child`: send SIGTERM to this process when its parent ends."""
+    """In a child of `run_children`: send SIGTERM to this process when its parent ends."""
     reading = os.environ.pop(_LIFELINE, None)
     if reading is None:
         return

@@ -7,6 +7,7 @@ import webbrowser
 from pathlib import Path
 from typing import Any
 
+from fly import api
 from fly.cli import outputs
 from fly.errors import FlyError
 from fly.paths import expanded, write_output
@@ -58,8 +59,7 @@ def _report(args: argparse.Namespace) -> None:
     from fly.analysis.html import write as report
     from fly.runs import reader
 
-    if args.traces < 0:
-        raise FlyError(f"--traces {args.traces}: must be at least 0")
+    api.check_traces(args.traces)
     if args.watch:
         _watch(args, args.watch.expanduser())
         return

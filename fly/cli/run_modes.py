@@ -12,7 +12,7 @@ from typing import Any
 
 from fly import reading
 from fly.cli.compare_plan import Mode, PlannedRuns
-from fly.cli.processes import run_child, run_children
+from fly.cli.processes import run_children
 from fly.cli.screen import Screen
 from fly.errors import FlyError
 from fly.execution.device import machine_facts
@@ -164,11 +164,11 @@ def _write_mark(folder: Path, mark: dict[str, Any]) -> None:
 
 def _run(runs: Sequence[_Begun], screen: Screen | None) -> None:
     """Run them in processes of their own, all at once. Raises FlyError if one fails."""
+    if not runs:
+        return
     commands = [[sys.executable, "-m", "fly", "run", *begun.arguments] for begun in runs]
-    if screen:
-        statuses = run_children(commands, screen.log, screen.show)
-    else:
-        statuses = [run_child(commands[0])] if len(commands) == 1 else run_children(commands)
+    output = (screen.log, screen.show) if screen else (None, None)
+    statuses = run_children(commands, *output)
     for begun, status in zip(runs, statuses):
         if status:
             how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
@@ -181,5 +181,5 @@ def _run(runs: Sequence[_Begun], screen: Screen | None) -> None:
         models = begun.mode.models()
         if models != _read_mark(begun.folder).get("models"):  # it has fetched a hub's commit
             _write_mark(begun.folder, {**begun.mark, "models": models})
-    if screen and runs:
+    if screen:
         screen.end()

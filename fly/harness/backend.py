@@ -56,8 +56,6 @@ class Backend(TemplateLM):
 
     An engine calls `use_config` before it loads models and `join_run` after that. processes: all of
     the run.
-    observers: they see every round, with the target's entropies; whoever adds one shows the
-    progress.
     """
 
     fly_config: FlyConfig
@@ -75,7 +73,6 @@ class Backend(TemplateLM):
         self._same_target: bool | None = None
         self._matched = earlier_outputs.MatchCounts()
         self._unshared_matched = earlier_outputs.MatchCounts()
-        self.observers: list[Observer] = []
         self.samplings: set[Sampling] = set()
         self.stats = RunStats()
         self._unshared = RunStats()  # counts that the other processes do not know of yet
@@ -202,11 +199,11 @@ class Backend(TemplateLM):
             traces = Trace(self.run_context, self.tokenizer, self.rank, self.world_size)
         bar = progress.Progress(
             len(wanted),
-            enabled=not disable_tqdm and not self.observers and self.processes.rank == 0,
+            enabled=not disable_tqdm and self.processes.rank == 0,
             log=self.fly_config.verbose,
             done=finished,
         )
-        observers = [bar.on_round, *([traces.on_round] if traces else []), *self.observers]
+        observers = [bar.on_round, *([traces.on_round] if traces else [])]
 
         def observe(record: RoundRecord) -> None:
             for observer in observers:
@@ -241,9 +238,9 @@ class Backend(TemplateLM):
 
     def _begin_evaluation(self) -> None:
         """Python code may evaluate a model again: each evaluation has statistics of its own."""
-        observers, same_target = self.observers, self._same_target
+        same_target = self._same_target
         self.use_config(self.fly_config)
-        self.observers, self._same_target = observers, same_target
+        self._same_target = same_target
 
     @property
     def is_cached(self) -> bool:

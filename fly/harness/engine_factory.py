@@ -70,7 +70,6 @@ class EngineFactory:
         missing: list[Request],
         wanted: list[Request],
         observer: Observer,
-        trace_entropy: bool,
         *,
         requests: int | None,
     ) -> Engine:
@@ -96,7 +95,7 @@ class EngineFactory:
             decode=texts.decode,
             observer=observer,
             reuse_prefixes=config.prefix_reuse,
-            trace_entropy=config.entropy_kind if trace_entropy else None,
+            trace_entropy=config.entropy_kind if config.trace else None,
             decode_lines=texts.decode_lines,
         )
 

@@ -291,9 +291,8 @@ class FlyLM(Backend, HFLM):
     ) -> Iterator[RequestRecord]:
         """Raises FlyError where a model's logits are not finite."""
         config = self.fly_config
-        trace_entropy = bool(config.trace or self.observers)
         engine = self.engines.engine(
-            config, missing, wanted, observer, trace_entropy, requests=self.requests_of_run(wanted)
+            config, missing, wanted, observer, requests=self.requests_of_run(wanted)
         )
         try:
             yield from engine.run(missing)

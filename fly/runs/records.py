@@ -214,7 +214,6 @@ class RoundRecord:
     rolled_back: int | None  # the place of a recovered token that replaces a deferral
     open_at: int | None  # the deferral still open
     finish: str | None  # why the request ended; None while it has not
-    seconds: dict[str, float]  # spent on the request so far, by phase
     entropy: list[float] | None = None
 
     @property

@@ -264,7 +264,6 @@ class Sequence:
             rolled_back=rolled_back,
             open_at=None if self.open is None else self.open.at,
             finish=self.finish_reason,
-            seconds=dict(self.seconds),
             entropy=verdict.entropy,
         )
 

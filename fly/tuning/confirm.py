@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fly.analysis import statistics
-from fly.analysis.statistics import Ratio
+from fly.analysis.statistics import Ratio, compare_rates
 from fly.config import FlyConfig
 from fly.tuning import fidelity
 from fly.tuning.fidelity import Recovery
@@ -102,7 +101,5 @@ def confirm(
 
 
 def _time_x(baseline: RunResult, other: RunResult) -> Ratio | None:
-    keys = sorted(baseline.decode_seconds)
-    return statistics.compare_sums(
-        [baseline.decode_seconds[key] for key in keys], [other.decode_seconds[key] for key in keys]
-    )
+    seconds = sorted(baseline.decode_seconds.items())
+    return compare_rates([(taken, other.decode_seconds[key]) for key, taken in seconds])

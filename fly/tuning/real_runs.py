@@ -14,7 +14,6 @@ from fly import config as fly_config
 from fly.analysis import scores
 from fly.analysis.scores import Measured, Task
 from fly.config import FlyConfig
-from fly.errors import FlyError
 from fly.harness import evaluate
 from fly.harness.hf import FlyLM
 from fly.models import fingerprint
@@ -182,8 +181,6 @@ class TunedPair:
     def __init__(self, config_path: str, model_args: dict[str, Any]) -> None:
         self.lm = _TimedLM(config_path=config_path, batch_size=1, **model_args)
         self.given = given = self.lm.fly_config
-        if self.lm.draft_model is None:
-            raise FlyError(f"config_path={config_path}: names no draft model: nothing to tune")
         self._model_args = model_args
         if given.draft_runs:
             # settings are for runs that have no earlier outputs to draft from, by the rule and the

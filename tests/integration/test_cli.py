@@ -116,7 +116,7 @@ def test_a_comparison_that_breaks_down_does_not_say_that_scores_fell(monkeypatch
     def broken(*args):
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr(cli.compare, "_read_finished", broken)
+    monkeypatch.setattr(cli.compare, "_load", broken)
     assert run("compare", "a", "b") == 2
     assert "RuntimeError: a defect" in capsys.readouterr().err
 

@@ -58,11 +58,12 @@ def graded_tasks(task_dir, saved_pair):
 def forked(monkeypatch, tmp_path):
     """Modes run in forks of a process that has imported everything; the CI examples' do not."""
 
-    def start(command):
+    def start(commands, *output):
+        (command,) = commands
         assert command[1:4] == ["-m", "fly", "run"]
-        return killing.Run(command[3:], tmp_path).end()[0]
+        return [killing.Run(command[3:], tmp_path).end()[0]]
 
-    monkeypatch.setattr(run_modes, "run_child", start)
+    monkeypatch.setattr(run_modes, "run_children", start)
 
 
 def flags(saved_pair, config_file, tasks, out):
@@ -127,11 +128,11 @@ def test_a_mode_that_was_cut_short_goes_on(tmp_path, monkeypatch):
     go on with a run of another command."""
     calls = []
 
-    def cut_short(command):
-        calls.append(command[4:])
-        return -9
+    def cut_short(commands, *output):
+        calls.extend(command[4:] for command in commands)
+        return [-9 for _ in commands]
 
-    monkeypatch.setattr(run_modes, "run_child", cut_short)
+    monkeypatch.setattr(run_modes, "run_children", cut_short)
     mode = compare_plan.Mode("fly", "fly", {}, "identity")
     folder = tmp_path / "fly"
     with pytest.raises(FlyError, match=r"killed by signal 9.*goes on with fly$"):
@@ -164,14 +165,14 @@ def test_a_hub_models_commit_becomes_known_while_it_runs(tmp_path, monkeypatch, 
     commit = [None]
     calls = []
 
-    def fetched(command):
-        calls.append(command[4:])
+    def fetched(commands, *output):
+        calls.extend(command[4:] for command in commands)
         commit[0] = commit[0] or "abc"
-        return status
+        return [status for _ in commands]
 
     look = lambda: {"target": {"path": "org/model", "commit": commit[0]}}  # noqa: E731
     mode = compare_plan.Mode("fly", "fly", {}, "identity", look)
-    monkeypatch.setattr(run_modes, "run_child", fetched)
+    monkeypatch.setattr(run_modes, "run_children", fetched)
     status = -9
     with pytest.raises(FlyError, match="killed by signal 9"):
         run_modes.run_missing(compare_plan.PlannedRuns({"fly": mode}, tmp_path, []))
@@ -203,9 +204,12 @@ def test_a_failing_mode_ends_with_one_line_and_keeps_the_finished(
     out = tmp_path / "out"
     common = flags(saved_pair, config_file, graded_tasks, out)
     command = (*common, "--limit", "1", "--modes", "target-only", "--mode", "bad=spd_k=3")
-    start = run_modes.run_child
-    fails = lambda command: 2 if str(out / "bad") in command else start(command)  # noqa: E731
-    monkeypatch.setattr(run_modes, "run_child", fails)
+    start = run_modes.run_children
+
+    def fails(commands, *output):
+        return [2] if str(out / "bad") in commands[0] else start(commands, *output)
+
+    monkeypatch.setattr(run_modes, "run_children", fails)
     for finished_before in (0, 1):
         assert run(*command) == 2
         captured = capfd.readouterr()
@@ -267,7 +271,7 @@ def test_a_mode_whose_end_nobody_saw_is_not_decoded_again(tmp_path, monkeypatch,
     that outlived its parent, had hours decoded again. Another command's run is still another's."""
     made = []
 
-    def ends_unseen(command):
+    def ends_unseen(commands, *output):
         made.append(configured_runs.write_run(tmp_path / "hf/m", {"t": [1, 0]}, backend="hf"))
         raise Killed
 
@@ -282,7 +286,7 @@ def test_a_mode_whose_end_nobody_saw_is_not_decoded_again(tmp_path, monkeypatch,
             return "decoded"
         return capsys.readouterr().out.split(",")[0].split(": ")[1]
 
-    monkeypatch.setattr(run_modes, "run_child", ends_unseen)
+    monkeypatch.setattr(run_modes, "run_children", ends_unseen)
     assert [compare("1"), compare("1")] == ["decoded", "finished before"]
     assert [compare("2"), compare("2")] == ["decoded", "finished before"]
     # half of the samples, as a kill in the middle of their writing leaves them
@@ -495,7 +499,8 @@ def test_hf_modes_of_two_targets_have_caches_of_their_own(
 ):
     """lm-eval's cache knows no model: a second pair's hf run got the first one's answers."""
     commands = []
-    monkeypatch.setattr(run_modes, "run_child", lambda command: commands.append(command) or 9)
+    ends = lambda run, *output: commands.extend(run) or [9]  # noqa: E731
+    monkeypatch.setattr(run_modes, "run_children", ends)
     common = flags(saved_pair, config_file, graded_tasks, tmp_path / "out")
     given = ("--modes", "hf", "exact", "--use_cache", tmp_path / "cache")
     other = saved_pair / "draft"

@@ -123,7 +123,7 @@ def test_a_child_ends_with_its_parent(tmp_path, number):
         from fly.cli import processes
         os.chdir({str(tmp_path)!r})
         with processes.ending_in_order():
-            processes.run_child([sys.executable, "-c", {child!r}])
+            processes.run_children([[sys.executable, "-c", {child!r}]])
     """, env={**os.environ, "PYTHONPATH": str(ROOT)}, start_new_session=True)  # fmt: skip
     wait_for((tmp_path / "child").exists)
     parent.send_signal(number)
@@ -133,9 +133,9 @@ def test_a_child_ends_with_its_parent(tmp_path, number):
 
 
 def test_the_childs_own_status_is_the_status():
-    assert processes.run_child([sys.executable, "-c", "raise SystemExit(7)"]) == 7
+    assert processes.run_children([[sys.executable, "-c", "raise SystemExit(7)"]]) == [7]
     killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    assert processes.run_child([sys.executable, "-c", killed]) == -9
+    assert processes.run_children([[sys.executable, "-c", killed]]) == [-9]
 
 
 def test_a_folder_removed_in_the_middle_is_no_success(place):

@@ -615,15 +615,19 @@ def odd_pair(saved_pair, tmp_path):
     return shutil.copytree(saved_pair, tmp_path / "odd")
 
 
-def trace(pair, *more):
+def decode(pair, tasks, model_args=""):
+    """A run that loads the pair and decodes one document."""
     paths = f"target_model_path={pair / 'target'},pretrained={pair / 'draft'},spd_k=4,win_len=1"
-    own = f"{paths},dtype=float32,draft_policy=fixed"
-    return ["trace", "abc", "--device", "cpu", "--max_gen_toks", "4", "--model_args", own, *more]
+    return [
+        "run", "--model", "fly", "--device", "cpu", "--tasks", "tiny_task", "--limit", "1",
+        "--include_path", tasks, "--gen_kwargs", "max_gen_toks=4",
+        "--model_args", f"{paths},dtype=float32,draft_policy=fixed,{model_args}".rstrip(","),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "content", "words"), MODEL_FILES)
 @pytest.mark.parametrize("role", ["target", "draft"])
-def test_model_folders(odd_pair, capsys, role, name, content, words):
+def test_model_folders(odd_pair, task_dir, capsys, role, name, content, words):  # noqa: F811
     file = odd_pair / role / name
     if content is None:
         file.unlink()
@@ -632,17 +636,17 @@ def test_model_folders(odd_pair, capsys, role, name, content, words):
     else:
         content(file)
     field = {"target": "target_model_path", "draft": "pretrained"}[role]
-    assert field in refused(capsys, words, *trace(odd_pair))
+    assert field in refused(capsys, words, *decode(odd_pair, task_dir))
 
 
-def test_tied_weights_are_stored_once(odd_pair, capsys):
+def test_tied_weights_are_stored_once(odd_pair, task_dir):  # noqa: F811
     """The head is not in the file, and is not missed."""
     for role in ("target", "draft"):
         config = odd_pair / role / "config.json"
         values = json.loads(config.read_text())
         config.write_text(json.dumps({**values, "tie_word_embeddings": True}))
         _without("lm_head.weight")(odd_pair / role / WEIGHTS)
-    assert run(*trace(odd_pair)) == 0
+    assert run(*decode(odd_pair, task_dir)) == 0
 
 
 @pytest.mark.parametrize(
@@ -659,28 +663,28 @@ def test_tied_weights_are_stored_once(odd_pair, capsys):
         (b"GGUF\xff\xff\xff\xff" + b"\xff" * 64, ["cannot be loaded", "fetch it again"]),
     ],
 )
-def test_gguf_files(saved_pair, tmp_path, capsys, content, words):
+def test_gguf_files(saved_pair, task_dir, tmp_path, capsys, content, words):  # noqa: F811
     file = tmp_path / "model.gguf"
     file.write_bytes(content)
-    more = ("--model_args", f"target_model_path={file}")
-    assert "model.gguf" in refused(capsys, words, *trace(saved_pair, *more))
+    arguments = decode(saved_pair, task_dir, f"target_model_path={file}")
+    assert "model.gguf" in refused(capsys, words, *arguments)
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
 @pytest.mark.parametrize("more", ["", "temperature=1.0", "drafter=cascade", "verification=top_k"])
-def test_logits_that_are_no_numbers(odd_pair, capsys, role, more):
+def test_logits_that_are_no_numbers(odd_pair, task_dir, capsys, role, more):  # noqa: F811
     """One embedding, of a byte that the self-check at load does not feed."""
     file = odd_pair / role / WEIGHTS
     tensors = load_file(file)
     token = tiny.byte_tokenizer().convert_tokens_to_ids("~")
     tensors["model.embed_tokens.weight"][token] = float("nan")
     save_file(tensors, file, metadata={"format": "pt"})
-    assert run(*trace(odd_pair)) == 0
-    arguments = trace(odd_pair, *(("--model_args", more) if more else ()))
-    arguments[1] = "a~c"
+    assert run(*decode(odd_pair, task_dir)) == 0
+    utils = task_dir / "tiny_utils.py"
+    utils.write_text(utils.read_text().replace("q{i} ", "a~c"))
     field = {"target": "target_model_path", "draft": "pretrained"}[role]
-    words = [field, "not finite", "task prompt, doc 0, after 0 new tokens", "dtype=float32"]
-    refused(capsys, words, *arguments)
+    words = [field, "not finite", "task tiny_task, doc 0, after 0 new tokens", "dtype=float32"]
+    refused(capsys, words, *decode(odd_pair, task_dir, more))
 
 
 # ------------------------------------------------------------------------- finished runs
@@ -977,7 +981,7 @@ def test_modes_are_checked_before_the_first_runs(
     flags,
     words,
 ):
-    monkeypatch.setattr("fly.cli.run_modes.run_child", lambda *args: pytest.fail("ran"))
+    monkeypatch.setattr("fly.cli.run_modes.run_children", lambda *args: pytest.fail("ran"))
     defaults = {"--output_path": tmp_path / "out"}
     if flags[0] in defaults:
         defaults = {}
@@ -1000,7 +1004,7 @@ def test_a_draft_that_is_damaged_is_met_before_the_first_mode_runs(
     content,
     words,
 ):
-    monkeypatch.setattr("fly.cli.run_modes.run_child", lambda *args: pytest.fail("ran"))
+    monkeypatch.setattr("fly.cli.run_modes.run_children", lambda *args: pytest.fail("ran"))
     (odd_pair / "draft" / name).write_bytes(content)
     given = arguments(place._replace(pair=odd_pair))[3:]
     refused(capsys, words, "compare", *given, "--output_path", tmp_path / "out")
@@ -1009,24 +1013,6 @@ def test_a_draft_that_is_damaged_is_met_before_the_first_mode_runs(
 # ------------------------------------------------------------------------- other commands
 
 OTHERS = [
-    (["trace"], "give a prompt"),
-    (["trace", "a", "--task", "b"], "give a prompt"),
-    (["trace", "a", "--doc", "1"], "add --task NAME"),
-    (["trace", "a", "--doc", "one"], ["--doc", "'one'", "fly trace --help"]),
-    (["trace", "a", "--max_gen_toks", "0"], "max_gen_toks=0"),
-    (["trace", "a"], "--model_args names no pair"),
-    (["trace", "a\udc80", "PAIR"], ["character 2", "\\udc80", "no UTF-8"]),
-    (["trace", "\ud83d", "PAIR"], ["character 1", "\\ud83d"]),
-    (["trace", "a", "PAIR", "--device", "banana"], "--device=banana"),
-    (["trace", "a", "PAIR", "--num_fewshot", "-1"], "num_fewshot=-1"),
-    (
-        ["trace", "a", "--model_args", "target_model_path=a,device=cpu", "--device", "cpu"],
-        "--model_args device: give it once",
-    ),
-    (["trace", "--task", "t", "PAIR", "--include_path", "/nowhere"], "--include_path /nowhere"),
-    (["trace", "a", "--model_args", '{"config_path": 5}'], "config_path=5"),
-    (["trace", "a", "--model_args", '{"spd_k": 1, "spd_k": 2}'], "'spd_k' is there twice"),
-    (["trace", "a", "--model_args", "[1"], "expected `key=value`"),
     (["tune"], ["required", "fly tune --help"]),
     (["tune", "CONFIG", "TUNE", "--limit", "0"], "limit=0"),
     (["tune", "CONFIG", "TUNE", "--candidates", "0"], "candidates=0"),
@@ -1059,6 +1045,7 @@ OTHERS = [
     (["report", "a", "--output", "/"], "--output /: is a folder"),
     (["plot", "runs/", "--output", "figures"], "fly report RUN..."),
     (["plot"], "fly report RUN..."),
+    (["trace", "abc"], "fly report RUN"),
     (["config", "check"], ["file", "fly config check --help"]),
     (["config", "cheque"], ["cheque", "check"]),
     (["banana", "split"], ["banana", "fly --help"]),

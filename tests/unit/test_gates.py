@@ -83,13 +83,13 @@ def test_wrong_falls_are_rare():
 @pytest.mark.parametrize("text", ["x", "-1", "0", "nan", "task=", "inf"])
 def test_no_number(text):
     with pytest.raises(FlyError, match=r"--min-tau .*: give a number above 0"):
-        gates.parse("tau", [text])
+        gates.parse("tau", text)
 
 
 def test_only_tau_has_a_share():
-    assert gates.parse("tau", ["a=97%"]) == [Gate("tau", 0.97, True, "a")]
+    assert gates.parse("tau", "a=97%") == Gate("tau", 0.97, True, "a")
     with pytest.raises(FlyError, match="--min-time-x 97%"):
-        gates.parse("time x", ["97%"])
+        gates.parse("time x", "97%")
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ def test_a_run_tells_how_far_it_is_and_prints_into_the_log(tmp_path):
     told = []
     code = "from fly.harness import progress; progress.tell('1 of 2 requests'); print('words')"
     with open(tmp_path / "log.txt", "w") as log:
-        assert processes.run_child([sys.executable, "-c", code], log, told.append) == 0
+        assert processes.run_children([[sys.executable, "-c", code]], log, told.append) == [0]
     assert told == ["1 of 2 requests"]
     assert (tmp_path / "log.txt").read_text() == "words\n"
 

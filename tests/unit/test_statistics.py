@@ -502,16 +502,16 @@ def test_pairing_narrows_the_interval():
 
 
 def test_a_ratio_is_one_of_sums():
-    found = statistics.compare_sums([10.0, 30.0], [5.0, 15.0])
+    found = statistics.compare_rates([*zip([10.0, 30.0], [5.0, 15.0])])
     assert found.value == pytest.approx(2)
-    uneven = statistics.compare_sums([10.0, 30.0], [10.0, 10.0])
+    uneven = statistics.compare_rates([*zip([10.0, 30.0], [10.0, 10.0])])
     assert uneven.value == pytest.approx(2)
     assert uneven.interval.low < 2 < uneven.interval.high
-    steady = statistics.compare_sums([2.0] * 9, [1.0] * 9)
+    steady = statistics.compare_rates([*zip([2.0] * 9, [1.0] * 9)])
     assert steady == statistics.Ratio(2.0, statistics.Interval(2.0, 2.0))
-    assert statistics.compare_sums([0.0], [1.0]) is None
-    assert statistics.compare_sums([1.0], [0.0]) is None
-    assert statistics.compare_sums([], []) is None
+    assert statistics.compare_rates([*zip([0.0], [1.0])]) is None
+    assert statistics.compare_rates([*zip([1.0], [0.0])]) is None
+    assert statistics.compare_rates([*zip([], [])]) is None
 
 
 def test_the_same_input_gives_the_same_numbers():

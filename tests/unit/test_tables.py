@@ -41,10 +41,10 @@ def test_a_row_is_the_same_everywhere(tmp_path, capsys):
 
 def test_a_grouped_table_is_a_table_per_group():
     rows = [["t", "a", "1"], ["", "b", "2"], ["u", "a", "3"]]
-    table = Table("scores", {"task": None, "run": 9, "score": None}, rows)
+    table = Table("scores", ("task", "run", "score"), rows, {"run": 9})
     assert table.groups() == [
-        Table("t", {"run": 9, "score": None}, [["a", "1"], ["b", "2"]]),
-        Table("u", {"run": 9, "score": None}, [["a", "3"]]),
+        Table("t", ("run", "score"), [["a", "1"], ["b", "2"]], {"run": 9}),
+        Table("u", ("run", "score"), [["a", "3"]], {"run": 9}),
     ]
     assert table.as_markdown().splitlines()[2:] == [
         "| task | run | score |", "|---|---|---|", "| t | a | 1 |", "|  | b | 2 |", "| u | a | 3 |",

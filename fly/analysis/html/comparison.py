@@ -7,7 +7,7 @@ from typing import Any
 
 from fly.analysis import categories, matrix
 from fly.analysis.comparability import explain_refusal
-from fly.analysis.compare import Against, compare
+from fly.analysis.compare import Against, compare, equal_texts
 from fly.analysis.compare_files import against_as_dict
 from fly.analysis.scores import Measured
 from fly.analysis.statistics import Comparison, Demand
@@ -26,21 +26,16 @@ def against_first(runs: Sequence[Measured]) -> tuple[list[dict[str, Any]], list[
     baseline, *others = runs
     refused = {run.name: why for run in others if (why := explain_refusal(baseline, run))}
     judged = [run for run in others if run.name not in refused]
-    entries, notes = dict[str, dict[str, Any]](), list[str]()
-    try:
-        result = compare(baseline, judged)
-        entries = {
-            run.name: {**_entry(found, result.demand), "texts": _count_texts(baseline, run)}
-            for run, found in zip(judged, result.others)
-        }
-        told = {note for found in result.others for note in found.notes}
-        notes = [note for note in result.notes if note not in told]
-    except FlyError as error:  # the runs share no metric
-        refused |= {run.name: str(error) for run in judged}
+    result = compare(baseline, judged)
+    entries = {
+        run.name: {**_entry(found, result.demand), "texts": _count_texts(baseline, run)}
+        for run, found in zip(judged, result.others)
+    }
+    told = {note for found in result.others for note in found.notes}
     found = [
         entries.get(run.name) or {"name": run.name, "refused": refused[run.name]} for run in others
     ]
-    return found, notes
+    return found, [note for note in result.notes if note not in told]
 
 
 def by_category(runs: Sequence[Measured]) -> list[dict[str, Any]]:
@@ -59,22 +54,13 @@ def of_families(
     there is no matrix; there may be cells all the same.
     """
     own = [each for each in runs if each[0].entry is not None]
-    alone = [each for each in own if each[0].mode == "target-only"]
-    drafted = [each for each in own if each[0].mode != "target-only"]
-    if len(drafted) < 2:
+    if sum(run.mode != "target-only" for run, _ in own) < 2:
         return None, []
-    related, left_out = list[matrix.Scored](), list[str]()
-    for each in drafted:
-        try:
-            matrix.check_related(each, alone)
-            related.append(each)
-        except FlyError as error:
-            left_out.append(f"left out: {error}")
-    if not related:
-        return {"refused": "; ".join(left_out)}, []
-    cells = list[matrix.Cell]()
+    left_out, cells = list[str](), list[matrix.Cell]()
     try:
-        cells, notes = matrix.relate([*alone, *related])
+        cells, notes = matrix.relate(own, left_out=left_out)
+        if left_out and not cells:
+            return {"refused": "; ".join(left_out)}, []
         return matrix.arrange(cells, [*left_out, *notes]).as_dict, cells
     except FlyError as error:
         return {"refused": "; ".join([*left_out, str(error)])}, cells
@@ -82,13 +68,9 @@ def of_families(
 
 def _count_texts(baseline: Measured, run: Measured) -> dict[str, int]:
     """Of how many documents both runs have texts, and how many of these differ."""
-    pairs = [
-        (task.texts[number], texts)
-        for name, task in baseline.tasks.items()
-        for number, texts in run.tasks[name].texts.items()
-        if number in task.texts
-    ]
-    return {"differ": sum(ours != theirs for ours, theirs in pairs), "of": len(pairs)}
+    found = [equal_texts(task, run.tasks[name]) for name, task in baseline.tasks.items()]
+    known = [each for each in found if each is not None]
+    return {"differ": sum(of - equal for equal, of in known), "of": sum(of for _, of in known)}
 
 
 def _entry(against: Against, demand: Demand) -> dict[str, Any]:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import datetime, timezone
 
 from fly.analysis import history
 from fly.analysis.history import Series
 from fly.analysis.html.page import render
-from fly.version import VERSION
 
-_SCRIPTS = ("dom.js", "save.js", "charts.js", "figures.js", "history.js")
 _MOST = 400  # points of a line; a browser draws them as fast as one looks
 
 
@@ -28,6 +25,4 @@ def page(series: Sequence[Series]) -> bytes:
         }
         for number, each in enumerate(series)
     ]
-    written = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    blocks = {"data-summary": {"version": VERSION, "created": written, "series": shown}}
-    return render("fly history", blocks, _SCRIPTS)
+    return render("fly history", {"series": shown}, "history.js")

@@ -11,28 +11,24 @@ import hashlib
 import html
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from fly.version import VERSION
+
 _FOLDER = Path(__file__).parent
-SCRIPTS = (
-    "dom.js",
-    "save.js",
-    "charts.js",
-    "figures.js",
-    "diff.js",
-    "trace.js",
-    "table.js",
-    "report.js",
-)
+_FIRST = ("dom.js", "save.js", "charts.js", "figures.js")
 
 
-def render(title: str, blocks: dict[str, Any], scripts: Sequence[str] = SCRIPTS) -> bytes:
-    """The page. title: "fly COMMAND" or "fly COMMAND: more". blocks: JSON values by the id of their
-    script element; lists may be iterators."""
+def render(title: str, summary: dict[str, Any], *scripts: str, **blocks: Any) -> bytes:
+    """The page. title: "fly COMMAND" or "fly COMMAND: more". summary, blocks: JSON values, each for
+    the script element data-NAME; lists may be iterators. scripts: after those of all pages."""
+    now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    blocks = {"summary": {"version": VERSION, "created": now, **summary}, **blocks}
     style = _read("report.css")
-    script = "\n".join(_read(name) for name in scripts)
+    script = "\n".join(_read(name) for name in (*_FIRST, *scripts))
     parts: dict[str, Iterable[str]] = {
         "policy": [
             f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
@@ -57,7 +53,7 @@ def render(title: str, blocks: dict[str, Any], scripts: Sequence[str] = SCRIPTS)
 def _data(blocks: dict[str, Any]) -> Iterator[str]:
     """The script elements, an iterator's items one by one: the whole may be large."""
     for name, value in blocks.items():
-        yield f'<script type="application/json" id="{name}">'
+        yield f'<script type="application/json" id="data-{name}">'
         if isinstance(value, Iterator):
             yield "["
             for number, item in enumerate(value):

@@ -6,11 +6,15 @@ import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fly.analysis.terminal.styles import STYLES
 from fly.errors import FlyError
 from fly.runs import run_settings
 from fly.runs.reader import Run
 from fly.runs.replay import Generation, generations, set_texts
+
+LETTERS = {  # by fly.runs.replay's sources, as trace.js has them
+    "draft": "d", "ngram": "n", "earlier": "e", "sibling": "s", "other": "o", "deferred": "w",
+    "recovered": "r", "bonus": "b", "rolled_back": "x",
+}  # fmt: skip
 
 
 def replayed(run: Run) -> Iterator[Generation]:
@@ -81,7 +85,7 @@ def _columns(generation: Generation, texts: dict[str, int]) -> dict[str, Any]:
     shown = generation.shown
     return {
         "finish": generation.finish,
-        "source": "".join(STYLES[token.source].letter for token in shown),
+        "source": "".join(LETTERS[token.source] for token in shown),
         "by": "".join(token.by or "t" for token in shown),
         "text": [number(token.text) for token in shown],
         "target": [number(token.target_text, not token.matches_target) for token in shown],

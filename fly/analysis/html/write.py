@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timezone
 from typing import Any
 
 from fly.analysis import acceptance, scores
@@ -12,8 +11,8 @@ from fly.analysis.html import comparison, documents, points, summary, traces
 from fly.analysis.html.page import render
 from fly.analysis.matrix import Scored
 from fly.runs.reader import Run
-from fly.version import VERSION
 
+_SCRIPTS = ("diff.js", "trace.js", "table.js", "report.js")
 _COLUMNS = ("score", "change", "same", "parts", "length", "tokens", "tau", "seconds")
 
 
@@ -62,21 +61,18 @@ def page(runs: list[Run], max_traces: int = 200, by: str | None = None) -> bytes
     return render(
         f"fly report: {', '.join(each.name for each in measured)}",
         {
-            "data-summary": {
-                "version": VERSION,
-                "created": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-                "runs": summaries,
-                "scores": summary.scores(runs),
-                "comparisons": comparisons,
-                "notes": notes,
-                "categories": comparison.by_category(measured) if by else [],
-                "matrix": matrix,
-                "frontier": points.frontier(cells),
-                "points": points.of_runs(found, cells),
-                "traced": {"shown": shown.rows, "all": len(shown.traced)},
-            },
-            "data-documents": iter(table),
-            "data-texts": documents.texts(samples),
-            "data-traces": shown.block(),
+            "runs": summaries,
+            "scores": summary.scores(runs),
+            "comparisons": comparisons,
+            "notes": notes,
+            "categories": comparison.by_category(measured) if by else [],
+            "matrix": matrix,
+            "frontier": points.frontier(cells),
+            "points": points.of_runs(found, cells),
+            "traced": {"shown": shown.rows, "all": len(shown.traced)},
         },
+        *_SCRIPTS,
+        documents=iter(table),
+        texts=documents.texts(samples),
+        traces=shown.block(),
     )

@@ -1,1 +1,0 @@
-"""`fly trace`: one generation in the terminal, every token marked by where it came from."""
