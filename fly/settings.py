@@ -52,14 +52,6 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _numbers(value: Any) -> Any:
-    """As `_as_tuple`, of whole numbers; those of a command line may be texts."""
-    values = _as_tuple(value)
-    if not isinstance(values, tuple):
-        return values
-    return tuple(int(n) if isinstance(n, str) and n.isdecimal() else n for n in values)
-
-
 def _check_known(names: Mapping[str, Any]) -> Callable[[str], str]:
     def check(name: str) -> str:
         if name not in names:
@@ -167,8 +159,8 @@ class ModelSettings(Settings):
     )
     head_layer_ids: (
         Annotated[
-            tuple[Annotated[int, Field(ge=0)], ...],
-            BeforeValidator(_numbers, json_schema_input_type=list[int] | str),
+            tuple[Annotated[int, Field(ge=0, strict=False)], ...],
+            BeforeValidator(_as_tuple, json_schema_input_type=list[int] | str),
         ]
         | None
     ) = Field(

@@ -356,8 +356,9 @@ class ServerLM(Backend):
                 if len(payload["stop"] or ()) > _STOPS and "stop" in str(error):
                     self._most_stops = _STOPS
                     logger.info(
-                        f"the server takes at most {_STOPS} stop strings: texts are cut at the "
-                        "others here, and their tokens past those are counted"
+                        "the server takes at most %d stop strings: texts are cut at the others "
+                        "here, and their tokens past those are counted",
+                        _STOPS,
                     )
                 elif self._is_plain or needed:
                     raise

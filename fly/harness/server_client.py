@@ -196,7 +196,7 @@ class Endpoint:
             )
 
     def counters(self) -> dict[str, float]:
-        """Counters of speculation (Prometheus: vLLM, llama.cpp) by name; empty if there are none."""
+        """Counters of speculation by name (Prometheus; vLLM, llama.cpp); empty without any."""
         try:
             lines = self._read("/metrics").splitlines()
         except (OSError, ValueError):

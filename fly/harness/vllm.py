@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Iterator
 from importlib.metadata import version
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, get_args
 
 import torch
@@ -43,7 +43,6 @@ from fly.harness.vllm_config import (
     METHODS,
     Installed,
     counts,
-    seconds_of_workers,
     shares,
     speculative_config,
     verifies_by_fly,
@@ -69,11 +68,6 @@ _MADE_BY_FLY = ("speculative_config", "additional_config", "per_request_spec_dec
 def _installed() -> Installed:
     fields = [field.name for field in dataclasses.fields(SpeculativeConfig)]
     return Installed(version("vllm"), fields, get_args(SpeculativeMethod))
-
-
-def _has_workers(vllm_args: dict[str, Any]) -> bool:
-    """Whether lm-eval starts Ray's workers, which cannot be asked for rounds."""
-    return int(vllm_args.get("data_parallel_size") or 1) > 1
 
 
 @dataclasses.dataclass
@@ -131,7 +125,7 @@ class FlyVLLM(Backend, VLLM):
             super().__init__(
                 pretrained=target.path,
                 max_batch_size=max_batch_size,
-                **self._engine_arguments(config, notes_rounds=not _has_workers(vllm_args)),
+                **self._engine_arguments(config),
                 **vllm_args,
             )
         except FlyError:
@@ -161,9 +155,11 @@ class FlyVLLM(Backend, VLLM):
                     f"unknown model_args key {key!r}: neither fly nor vLLM {installed.version} "
                     f"has it: {hint}"
                 )
-        if config.trace and _has_workers(model_args):
+        copies = model_args.get("data_parallel_size")
+        if copies not in (None, 1):  # lm-eval's Ray workers, whose responses come all at once
             raise FlyError(
-                "trace=true: Ray's workers do not tell their rounds: leave data_parallel_size out"
+                f"data_parallel_size={copies}: fly drives one engine: leave it out and start a run "
+                "per share of the tasks, or ask a server with so many copies (--model server)"
             )
         for field in ("target_model_path", "draft_model_path"):
             name = getattr(config, field)
@@ -173,14 +169,14 @@ class FlyVLLM(Backend, VLLM):
                     f"for GGUF files, or make a folder of it: `fly pair export {name} FOLDER`"
                 )
 
-    def _engine_arguments(self, config: FlyConfig, *, notes_rounds: bool) -> dict[str, Any]:
+    def _engine_arguments(self, config: FlyConfig) -> dict[str, Any]:
         arguments: dict[str, Any] = {"disable_log_stats": False}  # vLLM counts only if it logs
         if self.speculative_config is not None:
             arguments["speculative_config"] = dict(self.speculative_config)
             arguments["per_request_spec_decode_metrics"] = "detailed"
         if self.by_fly:
             keys = config.model_dump(mode="json", exclude_defaults=True)
-            arguments["additional_config"] = {options.KEY: keys, options.RECORD_KEY: notes_rounds}
+            arguments["additional_config"] = {options.KEY: keys, options.RECORD_KEY: True}
         if config.compile == "off":
             arguments["enforce_eager"] = True
         if not config.prefix_reuse:
@@ -230,23 +226,14 @@ class FlyVLLM(Backend, VLLM):
 
     @property
     def target_dtype(self) -> str:
-        given = str(self.model_args["dtype"])
-        has_engine = self.data_parallel_size <= 1
-        return str(self.model.llm_engine.model_config.dtype) if has_engine else given
+        return str(self.model.llm_engine.model_config.dtype)
 
     # ---------------------------------------------------------------- decoding
 
     def decode(
         self, missing: list[Request], wanted: list[Request], observer: Observer
     ) -> Iterator[RequestRecord]:
-        """By vLLM's engine in this process's charge, or by lm-eval's Ray workers, whose responses
-        come all at once. Raises FlyError for what vLLM refuses."""
-        if missing and self.data_parallel_size > 1:
-            yield from self._decode_by_workers(missing)
-        elif missing:
-            yield from self._decode_here(missing, observer)
-
-    def _decode_here(self, missing: list[Request], observer: Observer) -> Iterator[RequestRecord]:
+        """Raises FlyError for what vLLM refuses."""
         engine = self.model.llm_engine
         running: dict[str, _Running] = {}
         try:
@@ -294,37 +281,16 @@ class FlyVLLM(Backend, VLLM):
             state.prefilled_at = state.prefilled_at if state.lengths else now
             state.lengths.append(len(output.outputs[0].token_ids))
 
-    def _decode_by_workers(self, missing: list[Request]) -> Iterator[RequestRecord]:
-        outputs = self._model_generate(
-            [list(request.prompt) for request in missing],
-            generate=True,
-            sampling_params=[self._sampling_params(request) for request in missing],
-        )
-        all_times = [output.metrics for output in outputs]
-        spans = [(times.scheduled_ts, times.last_token_ts) for times in all_times]
-        seconds = seconds_of_workers(spans, self.data_parallel_size)
-        for request, output, times, whole in zip(missing, outputs, all_times, seconds):
-            state = _Running(request)
-            ran = times.last_token_ts - times.scheduled_ts
-            prefill = (times.first_token_ts - times.scheduled_ts) / ran if ran else 1.0
-            state.seconds["prefill"] = prefill * whole
-            state.seconds["verify"] = (1 - prefill) * whole
-            widths = [accepted + 1 for _, accepted in self._drafts(state, output)]
-            plain = len(output.outputs[0].token_ids) - 1 - sum(widths)
-            state.lengths = [*accumulate([1, *widths, *[1] * plain])]
-            yield self._record(state, output, times.last_token_ts - times.first_token_ts)
-
     def _sampling_params(self, request: Request) -> SamplingParams:
-        """Stop strings are looked for with special tokens, which may be a part of them. Ray's
-        workers do not look for them where they speculate: they would not tell their rounds."""
+        """Stop strings are looked for with special tokens, which may be a part of them."""
         sampling = request.sampling
-        is_left_out = self.data_parallel_size > 1 and self.speculative_config is not None
-        stops = () if is_left_out else self._stops(request)
         return SamplingParams(
             **dataclasses.asdict(sampling),
             seed=None if sampling.is_greedy else request.seed,
             max_tokens=request.budget,
-            stop=[stop for stop in stops if stop],  # vLLM takes no empty ones; `_record` cuts
+            stop=[
+                stop for stop in self._stops(request) if stop
+            ],  # vLLM takes no empty ones; `_record` cuts
             stop_token_ids=sorted(self.eos_ids),
             skip_special_tokens=False,
             spaces_between_special_tokens=False,
@@ -348,8 +314,8 @@ class FlyVLLM(Backend, VLLM):
         state: _Running,
         output: Any,
         now: float,
-        rounds: list[Any] | None = None,
-        observer: Observer = lambda record: None,
+        rounds: list[Any] | None,
+        observer: Observer,
     ) -> RequestRecord:
         request, completion = state.request, output.outputs[0]
         if completion.finish_reason not in ("stop", "length"):
@@ -419,20 +385,14 @@ class FlyVLLM(Backend, VLLM):
                 "version": _installed().version,
                 "speculative_config": self.speculative_config,
                 **sizes,
-                "data_parallel_size": self.data_parallel_size,
-                "max_num_seqs": self._max_num_seqs(),
+                "max_num_seqs": self.model.llm_engine.vllm_config.scheduler_config.max_num_seqs,
                 "counters": self._counters(),
             },
         }
 
-    def _max_num_seqs(self) -> int | None:
-        if self.data_parallel_size > 1:
-            return self.model_args["max_num_seqs"]
-        return self.model.llm_engine.vllm_config.scheduler_config.max_num_seqs
-
     def _counters(self) -> dict[str, Any]:
         """vLLM's own counts of speculation in this process, by the names it gives them."""
-        if self.data_parallel_size > 1 or self.speculative_config is None:
+        if self.speculative_config is None:
             return {}
         return {
             metric.name.removeprefix(_COUNTERS): getattr(metric, "values", None)

@@ -183,24 +183,6 @@ def counts(
     return found, positions
 
 
-def seconds_of_workers(spans: Sequence[tuple[float, float]], workers: int) -> list[float]:
-    """Each request's share of its worker's busy seconds, by the time that it ran.
-
-    spans: when each request was scheduled and when it ended, by its worker's clock; lm-eval gives
-    worker w every request of which the number is w modulo `workers`. Loading is in none.
-    """
-    seconds = [0.0] * len(spans)
-    for worker in range(workers):
-        mine = spans[worker::workers]
-        if not mine:
-            continue
-        busy = max(end for _, end in mine) - min(start for start, _ in mine)
-        ran = [end - start for start, end in mine]
-        whole = sum(ran) or 1.0
-        seconds[worker::workers] = [busy * each / whole for each in ran]
-    return seconds
-
-
 def shares(elapsed: float, tokens: Iterable[int]) -> list[float]:
     """A pass's seconds divided among its sequences by the tokens that it computed for each."""
     weights = [max(1, count) for count in tokens]

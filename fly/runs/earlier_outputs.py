@@ -8,8 +8,10 @@ anew from its text, and used only if nothing is lost by that. docs/drafters.md.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -207,42 +209,31 @@ def _read(path: str, own: Own | None) -> EarlierRun:
     return _of_samples(found.results)
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class _Found:
     """A run in a folder."""
 
-    folder: Path = field(compare=False)
-    started: str  # for other backends, when it ended
-    results: Path | None = field(compare=False)  # once it has ended
+    folder: Path
+    started: str  # empty for other backends
+    results: Path | None = None  # once it has ended
+
+    def is_of(self, own: Own | None) -> bool:
+        return own is not None and own == (self.folder.resolve(), self.started)
 
 
 def _newest(folder: Path, own: Own | None) -> _Found | None:
-    """Of the runs in the folder and in those below it the one that started last; one that has not
-    ended only if none has."""
-    below = [path for path in folder.iterdir() if path.is_dir()]
-    found = [each for place in [folder, *below] for each in _runs_in(place)]
-    if own is not None:
-        found = [each for each in found if not _is_own(each, own)]
-    return max(found, key=lambda each: (each.results is not None, each), default=None)
-
-
-def _runs_in(folder: Path) -> Iterator[_Found]:
-    results: dict[str, Path | None] = {}
-    for path in folder.glob(f"{_RECORDS}*.jsonl"):
-        results[path.stem.removeprefix(_RECORDS).partition("_rank")[0]] = None
-    for path in reader.results_in(folder):
-        try:
-            started = reader.started_of(path)
-        except FlyError:  # a kill left half of it; the records are whole
-            continue
-        results[started or reader.date_of(path)] = path
-    for started, path_of in results.items():
-        yield _Found(folder, started, path_of)
-
-
-def _is_own(found: _Found, own: Own) -> bool:
-    folder, started = own
-    return found.started == started and found.folder.resolve() == folder.resolve()
+    """Of the runs in the folder and in those below it the newest that has ended; without any, the
+    one that started last."""
+    own = own and (own[0].resolve(), own[1])
+    for results in reversed(reader.results_at_or_below(folder)):
+        with suppress(FlyError):  # a kill left half of it; the records are whole
+            found = _Found(results.parent, reader.started_of(results) or "", results)
+            if not found.is_of(own):
+                return found
+    records = [*folder.glob(f"{_RECORDS}*.jsonl"), *folder.glob(f"*/{_RECORDS}*.jsonl")]
+    started = {(p.parent, p.stem.removeprefix(_RECORDS).partition("_rank")[0]) for p in records}
+    begun = [found for found in starmap(_Found, started) if not found.is_of(own)]
+    return max(begun, key=lambda found: found.started, default=None)
 
 
 def _of_records(found: _Found, files: Sequence[Path]) -> EarlierRun:

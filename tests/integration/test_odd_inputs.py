@@ -582,7 +582,7 @@ MODEL_FILES = [
     (WEIGHTS, POINTER, [WEIGHTS, "git-lfs pointer", "git lfs pull"]),
     (WEIGHTS, b"<html>not found</html>", [WEIGHTS, "cut short", "fetch it again"]),
     (WEIGHTS, b"\x08\0\0\0\0\0\0\0[1,2,3] ", [WEIGHTS, "cut short, or no file of its kind"]),
-    (WEIGHTS, _cut, [WEIGHTS, "is cut short (", "fetch it again"]),
+    (WEIGHTS, _cut, [WEIGHTS, "is cut short", "fetch it again"]),
     (WEIGHTS, None, ["cannot be loaded", WEIGHTS]),
     (WEIGHTS, _without("model.norm.weight"), ["lacks model.norm.weight", "fetch the model again"]),
     (

@@ -93,6 +93,8 @@ def test_a_head_with_ids_of_its_own_keeps_its_output_head():
         ({"block_size": 1}, r"block_size=1 drafts nothing"),
         ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": [4]}}, r"\[5\].*0 to 4"),
         ({"dflash_config": {"target_layer_ids": [1]}}, r"config.json lacks 'mask_token_id'"),
+        ({"layer_types": 5}, r"config.json makes no sense: TypeError"),
+        ({"architectures": 5}, r"config.json makes no sense: TypeError"),
     ],
 )
 def test_what_does_not_fit_is_one_line(changes, told):

@@ -106,31 +106,6 @@ def test_a_head_that_does_not_fit_is_refused_as_by_a_run(tmp_path, capsys, hidde
     assert line in refused
 
 
-# of a head's config.json: what was built, or ended in a traceback, before it was looked at
-SHAPES = [
-    ("architectures", 5, "a valid list"),
-    ("layer_types", 5, "a valid list"),
-    ("dflash_config", 5, "a valid dictionary"),
-    ("eagle_config", 5, "a valid dictionary"),
-    ("transformer_layer_config", 5, "a valid dictionary"),
-    ("transformer_layer_config", {"hidden_size": "32"}, "a valid integer"),
-    ("num_hidden_layers", 10**6, "less than or equal to 1024"),
-    ("block_size", 10**9, "less than or equal to 1024"),
-    ("intermediate_size", 10**30, "less than or equal to"),
-    ("markov_rank", -1, "greater than or equal to 0"),
-    ("mask_token_id", True, "a valid integer"),
-    ("rope_theta", 0, "greater than 0"),
-    ("rope_parameters", {"rope_theta": 0}, "greater than 0"),
-    ("rope_scaling", {"rope_type": "linear", "factor": -1.0}, "greater than 0"),
-]
-
-
-@pytest.mark.parametrize(("key", "value", "why"), SHAPES)
-def test_a_config_of_another_shape_is_refused_before_anything_is_built(key, value, why):
-    with pytest.raises(FlyError, match=rf"^pretrained=x: {key}.* \(config\.json\): .*{why}"):
-        Checkpoint("x", {**heads.SHAPE, key: value}, {})
-
-
 @pytest.mark.parametrize(("drafter", "key"), [("eagle3", "eagle_config"), ("block", "layer_types")])
 def test_a_config_of_another_shape_is_one_line_of_config_check(tmp_path, capsys, drafter, key):
     keys = heads.SHAPE if drafter == "eagle3" else block_heads.config("dflash", tiny.model(1))
@@ -138,7 +113,7 @@ def test_a_config_of_another_shape_is_one_line_of_config_check(tmp_path, capsys,
     file = pair(tmp_path, head, drafter=drafter)
     capsys.readouterr()
     assert run("config", "check", file) == 2
-    said = f"fly: error: pretrained={head}: {key}=5 (config.json): input should be a valid "
+    said = f"fly: error: pretrained={head}: its config.json makes no sense: "
     assert capsys.readouterr().err.startswith(said)
 
 

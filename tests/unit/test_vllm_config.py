@@ -14,7 +14,6 @@ from fly.harness.arguments import check_model_args
 from fly.harness.vllm_config import (
     Installed,
     counts,
-    seconds_of_workers,
     shares,
     speculative_config,
     verifies_by_fly,
@@ -254,13 +253,3 @@ def test_counts_add_up(drafts, plain, cut):
 
 def test_a_pass_is_shared_by_what_it_computed():
     assert shares(6.0, [100, 50, 0, 149]) == pytest.approx([2.0, 1.0, 0.02, 2.98])
-
-
-def test_seconds_of_workers_are_those_in_which_they_were_busy():
-    """Loading the workers was divided among the requests, and two workers' seconds were one's."""
-    first, second = [(100.0, 104.0), (101.0, 103.0)], [(7.0, 8.0)]  # clocks of their own
-    spans = [first[0], second[0], first[1]]
-    found = seconds_of_workers(spans, 2)
-    assert found == pytest.approx([4 * 4 / 6, 1.0, 4 * 2 / 6])
-    assert sum(found) == pytest.approx(4 + 1)
-    assert seconds_of_workers([(1.0, 1.0)], 4) == [0.0]

@@ -125,6 +125,8 @@ def test_what_nobody_knows_is_refused(place):
     said = fly(place, "run", more=",tensor_paralel_size=2,use_sd=False", fails=True)
     assert "unknown model_args key 'tensor_paralel_size'" in said
     assert "did you mean 'tensor_parallel_size'" in said
+    said = fly(place, "run", more=",data_parallel_size=2,use_sd=False", fails=True)
+    assert "data_parallel_size=2: fly drives one engine" in said
 
 
 @pytest.mark.slow

@@ -87,18 +87,18 @@ def parse(
     computes what fly does not.
     """
     config = checkpoint.config
-    is_named = any(name in _ARCHITECTURES for name in config.get("architectures") or ())
-    if not is_named and config.get("speculators_model_type") not in _SPECULATORS:
-        raise checkpoint.refuse(
-            f"no DFlash or DSpark head (architectures={shown(config.get('architectures'))}): name "
-            "one, or choose another drafter"
-        )
-    shape: Mapping[str, Any] = config.get("transformer_layer_config") or config
-    # SpecForge has all keys of the method in dflash_config, z-lab some
-    keys = {**shape, **config, **(config.get("dflash_config") or {})}
-    _refuse_unsupported(checkpoint, keys)
     d2t = checkpoint.tensors.get("d2t")
     with checkpoint.reading_config():
+        is_named = any(name in _ARCHITECTURES for name in config.get("architectures") or ())
+        if not is_named and config.get("speculators_model_type") not in _SPECULATORS:
+            raise checkpoint.refuse(
+                f"no DFlash or DSpark head (architectures={shown(config.get('architectures'))}): "
+                "name one, or choose another drafter"
+            )
+        shape: Mapping[str, Any] = config.get("transformer_layer_config") or config
+        # SpecForge has all keys of the method in dflash_config, z-lab some
+        keys = {**shape, **config, **(config.get("dflash_config") or {})}
+        _refuse_unsupported(checkpoint, keys)
         spec = BlockSpec(
             decoder=_decoder(checkpoint, shape),
             layers=checkpoint.layers_of(_layers(keys), target, override),

@@ -21,7 +21,6 @@ from transformers import PretrainedConfig
 
 from fly.errors import FlyError, reason_of, summarize_names
 from fly.models.draft_vocabulary import DraftVocabulary
-from fly.models.heads import shapes
 from fly.models.sources import ModelSource, is_local
 
 T = TypeVar("T", bound=nn.Module)
@@ -52,20 +51,11 @@ class TargetShape:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """name: as the run's configuration gives it. tensors: by name, 8-bit weights dequantised.
-
-    Raises FlyError if its config.json is of another shape than `shapes` says.
-    """
+    """name: as the run's configuration gives it. tensors: by name, 8-bit weights dequantised."""
 
     name: str
     config: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
-
-    def __post_init__(self) -> None:
-        try:
-            shapes.check(self.config)
-        except FlyError as error:
-            raise self.refuse(str(error)) from None
 
     def refuse(self, why: str) -> FlyError:
         return FlyError(f"pretrained={self.name}: {why}")

@@ -28,6 +28,7 @@ from fly.models.heads.checkpoint import Checkpoint, TargetShape
 
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _OUTPUT_IDS = "target_layer_ids"  # DeepSpec's
+_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _FAMILIES = ("llama", "qwen2", "qwen3")
 _PADDING = 512  # ids that models of one tokenizer may pad their vocabularies by
 _PREFIXES = re.compile(r"^(?:model\.)?(?:midlayer\.|layers\.0\.)?")
@@ -63,28 +64,22 @@ def files_of(
     Raises FlyError, in one line, for what is no EAGLE-3 head or does not fit the target.
     """
     config = checkpoint.config
-    eagle = config.get("eagle_config") or {}
-
-    def flag(name: str) -> bool:
-        return bool(config.get(name) or eagle.get(name))
-
     tensors = {_name(name): tensor for name, tensor in checkpoint.tensors.items()}
     tensors.pop("t2d", None)
     renamed = Checkpoint(checkpoint.name, config, tensors)
-    shape = config.get("transformer_layer_config") or config
     with renamed.reading_config():
+        eagle = config.get("eagle_config") or {}
+        shape = config.get("transformer_layer_config") or config
         _check_kind(renamed, shape, eagle)
         llama = _llama(renamed, shape)
         _check_fits(renamed, llama, config.get("target_hidden_size"), target)
         layers = renamed.layers_of(_layers(config, eagle, target), target, override)
+        flags = {name: bool(config.get(name) or eagle.get(name)) for name in _FLAGS}
     return Eagle3Files(
         llama=llama,
         layers=layers,
         feature_size=target.hidden_size,
-        norm_before_residual=flag("norm_before_residual"),
-        norm_before_fc=flag("norm_before_fc"),
-        fc_norm=flag("fc_norm"),
-        norm_output=flag("norm_output"),
+        **flags,
         vocabulary=_vocabulary(renamed, tensors.pop("d2t", None), llama.vocab_size, target),
         tensors=tensors,
     )
