@@ -254,10 +254,13 @@ class Backend(TemplateLM):
             return None
         return sum(self.processes.exchange(len(wanted)))
 
+    def note_system(self, history: list[dict[str, str]]) -> None:
+        """A chat template is applied: further turns get it as well, behind this system message."""
+        self._system = [message for message in history if message["role"] == "system"]
+
     def apply_chat_template(self, *args: Any, **kwargs: Any) -> str:
         """Raises FlyError if there is none."""
-        history = args[0] if args else kwargs["chat_history"]
-        self._system = [message for message in history if message["role"] == "system"]
+        self.note_system(args[0] if args else kwargs["chat_history"])
         try:
             text: str = super().apply_chat_template(*args, **kwargs)
         except ValueError as error:

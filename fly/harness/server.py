@@ -205,6 +205,7 @@ class ServerLM(Backend):
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """The prompt's text; for api=chat the messages as JSON, whose template is the server's."""
+        self.note_system(chat_history)
         if self.api == "chat":
             return json.dumps(chat_history, ensure_ascii=False)
         if getattr(self.tokenizer, "chat_template", None) is None:

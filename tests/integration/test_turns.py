@@ -9,6 +9,7 @@ import pytest
 from fly.errors import FlyError
 from fly.harness import task_data, turns
 from fly.runs import reader
+from tests.fault_server import FaultServer
 from tests.integration.test_cli import config_file, run  # noqa: F401  fixtures
 
 ROWS = [
@@ -59,6 +60,26 @@ def test_every_turn_follows_the_answers_before_it(
     printed = " ".join(capfd.readouterr().out.split())
     assert "spec_bench has no score to compare: 3 of 3 texts equal" in printed
     assert "spec_bench: writing (2)" in printed
+
+
+@pytest.mark.parametrize("api", ["chat", "completions"])
+def test_a_server_is_asked_for_further_turns_by_the_chat_template(
+    saved_pair, questions, tmp_path, api
+):
+    with FaultServer("plain") as server:
+        arguments = f"base_url={server.url},tokenizer={saved_pair / 'target'},api={api}"
+        assert run(
+            "--model", "server", "--model_args", arguments, "--tasks", "spec_bench",
+            "--gen_kwargs", "max_gen_toks=6", "--apply_chat_template", "--output_path", tmp_path, "--log_samples",
+        ) == 0  # fmt: skip
+        asked = [body.get("messages", body.get("prompt")) for body in server.bodies]
+    (last,) = [each for each in asked if "say e " in str(each) and "say f " in str(each)]
+    roles = ["user", "assistant"] * 2 + ["user"]
+    if api == "chat":
+        assert [message["role"] for message in last] == roles
+    else:
+        assert all(f"[{role}]" in last for role in roles)
+        assert last.startswith("[user]say d [assistant]")
 
 
 def test_a_run_that_was_cut_off_between_turns_goes_on(saved_pair, config_file, questions, tmp_path):
