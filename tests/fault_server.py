@@ -206,6 +206,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
+        if server.kind == "vllm":
+            self._event(self._chunk(is_chat, ""))
         for number, token in enumerate(tokens):
             time.sleep(server.delay)
             if number == 1 and fault == "drop":

@@ -296,7 +296,7 @@ class Endpoint:
                 extras = chunk.model_extra or {}
                 for choice in chunk.choices or ():
                     text = choice.delta.content if self.api == "chat" else choice.text
-                    if text and not parts:
+                    if text and not answer.first:  # vLLM begins with an empty one
                         answer.first, answer.first_share = time.perf_counter(), self.clock.read()
                     parts.append(text or "")
                     answer.finish = choice.finish_reason or answer.finish

@@ -17,7 +17,7 @@ from lm_eval.api.instance import Instance
 pytest.importorskip("openai", reason="--model server needs the extra `server`")
 
 from fly.cli import main as cli
-from fly.harness import evaluate, server_client
+from fly.harness import evaluate, registration, server_client
 from fly.harness.server import ServerLM
 from fly.harness.server_client import SharedClock, Told
 from tests import killing, tiny
@@ -41,6 +41,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch):
+    registration.extend_tasks()  # of the class, not of what stands in for it below
     own = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", own)
     monkeypatch.setattr(evaluate, "TaskManager", own)
@@ -235,6 +236,16 @@ def test_a_server_that_takes_four_stop_strings(place, tmp_path):
         assert server.bodies[0]["stop"] == ["w", "x", "y", "z"]
     assert texts(tmp_path / "out") == {i: text.partition("a")[0] for i, text in TEXTS.items()}
     assert all(r["finish_reason"] == "stop" for r in records(tmp_path / "out") if "a" in r["text"])
+
+
+@pytest.mark.parametrize("kind", ["llama.cpp", "vllm"])
+def test_decoding_begins_with_the_first_text(place, tmp_path, kind):
+    """vLLM sends an empty text first."""
+    with FaultServer(kind, delay=0.02) as server:
+        assert fly(*arguments(place, server, tmp_path)) == 0
+    for record in records(tmp_path):
+        told, tokens = record["server"], len(TEXTS[record["doc_id"]].split())
+        assert told["seconds"] - told["first_token_seconds"] > 0.01 * (tokens - 2)
 
 
 def test_prompts_go_as_ids_where_the_server_adds_tokens_to_texts(place, tmp_path):

@@ -70,7 +70,8 @@ def test_a_server_is_asked_for_further_turns_by_the_chat_template(
         arguments = f"base_url={server.url},tokenizer={saved_pair / 'target'},api={api}"
         assert run(
             "--model", "server", "--model_args", arguments, "--tasks", "spec_bench",
-            "--gen_kwargs", "max_gen_toks=6", "--apply_chat_template", "--output_path", tmp_path, "--log_samples",
+            "--gen_kwargs", "max_gen_toks=6", "--apply_chat_template", "--output_path", tmp_path,
+            "--log_samples",
         ) == 0  # fmt: skip
         asked = [body.get("messages", body.get("prompt")) for body in server.bodies]
     (last,) = [each for each in asked if "say e " in str(each) and "say f " in str(each)]
