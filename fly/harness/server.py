@@ -404,13 +404,14 @@ class ServerLM(Backend):
         ended = time.perf_counter()
         self._check_answer(answer, request, where)
         told = Told.of(answer.extras, self.server.facts.kind)
+        is_stopped = any(stop in answer.text for stop in request.stops if stop)  # and cut here
         seconds = zero_seconds()
         seconds["prefill"] = answer.first_share - joined
         seconds["verify"] = left - answer.first_share
         return RequestRecord(
             request,
             [],
-            "stop" if any(stop in answer.text for stop in request.stops if stop) else answer.finish,
+            "length" if answer.finish == "length" and not is_stopped else "stop",
             prompt_tokens=len(request.prompt),
             prompt_tokens_reused=answer.cached_tokens,
             counts=Counts(
