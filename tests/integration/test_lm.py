@@ -265,9 +265,7 @@ def test_characters_that_a_stop_string_matched_are_not_cleaned_away(saved_pair, 
     lm = fly_lm(saved_pair)
     monkeypatch.setattr(lm.tokenizer, "clean_up_tokenization_spaces", True)
     wanted = lm.build_requests(instances({"until": ["b "]}, ["a"]))
-    engine = lm.engines.engine(
-        lm.fly_config, wanted, wanted, lambda record: None, False, requests=1
-    )
+    engine = lm.engines.engine(lm.fly_config, wanted, wanted, lambda record: None, requests=1)
     assert engine._decode(lm.tok_encode("b .", add_special_tokens=False)) == "b ."
 
 
@@ -477,9 +475,7 @@ def test_lossy_drafts_are_all_or_none_whatever_is_left_to_decode(saved_pair, cap
     wanted = lm.build_requests(instances({"max_gen_toks": 4}))
     lengths = []
     for missing in (wanted, wanted[:1]):
-        lm.engines.engine(
-            lm.fly_config, missing, wanted, lambda record: None, False, requests=len(wanted)
-        )
+        lm.engines.engine(lm.fly_config, missing, wanted, lambda record: None, requests=len(wanted))
         lengths.append(lm.engines.draft_length)
     assert lengths[0] == lengths[1]
     assert lengths[0]["policy"] == "rule"

@@ -208,7 +208,7 @@ def test_results_say_what_the_passes_were_and_why(monkeypatch, caplog):
         assert (packed.as_dict()["target"], packed.as_dict()["eager"]) == ("graphs", {})
         monkeypatch.setattr(CudaGraphRunner, "_make", refuse)
         wanted = requests(3, [GREEDY])
-        engine = factory.engine(config, wanted, wanted, lambda record: None, False, requests=3)
+        engine = factory.engine(config, wanted, wanted, lambda record: None, requests=3)
         list(engine.run(wanted))
         facts = packed.as_dict()
         assert (facts["target"], facts["draft"]) == ("eager", "eager")

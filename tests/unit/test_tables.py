@@ -59,7 +59,7 @@ def test_a_narrow_terminal_gets_whole_words(tmp_path, width, printer, capsys, mo
     tasks = {"humaneval_instruct": [1] * 50 + [0] * 10, "gsm8k_cot": [1] * 40 + [0] * 20}
     base = load(write(tmp_path / "a", "target-only", tasks=tasks))
     other = load(write(tmp_path / "b", "fly", tasks=dict.fromkeys(tasks, won)))
-    needed = [*gates.parse("tau", ["2"]), *gates.parse("time x", ["gsm8k_cot=1.2"])]
+    needed = [gates.parse("tau", "2"), gates.parse("time x", "gsm8k_cot=1.2")]
     result = compare.compare(base, [other], gates=needed)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
 
