@@ -76,23 +76,23 @@ def plan_runs(
     from_config = merge_config(args)
     samples = args.samples
     check_run(args, from_config)  # replaces --samples by its content
-    args.model = args.model or "hf"
+    model = args.model or "hf"
     for flag in ("tasks", "model_args", "output_path"):
-        is_optional = flag == "model_args" and args.model == _SERVER
+        is_optional = flag == "model_args" and model == _SERVER
         if not (getattr(args, flag) or is_optional):
             raise FlyError(f"fly compare needs --{flag}, or finished runs: fly compare RUN RUN ...")
-    args.model_args, output = as_dict(args.model_args), Path(args.output_path)
+    model_args, output = as_dict(args.model_args), Path(args.output_path)
     inputs = run_inputs.hash_inputs(args, output, samples)
-    engine = registry.IN_PLACE_OF.get(args.model, args.model)
+    engine = registry.IN_PLACE_OF.get(model, model)
     if engine not in registry.ENGINES:
-        raise FlyError(f"--model {args.model}: fly compare makes runs of hf, vllm and server")
+        raise FlyError(f"--model {model}: fly compare makes runs of hf, vllm and server")
     default: Sequence[str] = DEFAULT[:1] if args.rules else DEFAULT
     if engine == _SERVER:  # servers have no modes but their own
         default = ()
     modes = plan_modes(
         args.modes or [name for name in default if not (stored and name == stored.mode)],
         args.mode,
-        args.model_args,
+        model_args,
         args.baseline if stored and stored.has_outputs else None,
         engine,
         args.concurrency or (),
@@ -104,7 +104,7 @@ def plan_runs(
     if args.baseline_run and args.baseline_run not in modes:
         raise FlyError(f"--baseline-run {args.baseline_run}: choose one of {', '.join(modes)}")
     if stored:  # before anything runs: another target, or other gen_kwargs on the command line
-        config, _ = fly_config.of_model_args(args.model_args)
+        config, _ = fly_config.of_model_args(model_args)
         files = scores.fingerprint(config.target_model_path)
         comparability.check_reusable_for(args.baseline, stored, files, as_dict(args.gen_kwargs))
     target_only = [name for name, mode in modes.items() if mode.rule == "target-only"]
