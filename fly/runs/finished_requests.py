@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,8 +32,9 @@ class FinishedRequests:
     traced_tokens: ids that the vocabulary beside the trace has.
     """
 
-    def __init__(self, folder: Path, started: str) -> None:
-        """Raises FlyError for damaged files."""
+    def __init__(self, folder: Path, started: str, *, is_traced: bool = False) -> None:
+        """is_traced: the run writes a trace. Raises FlyError for damaged files, and if the trace
+        lacks rounds of a finished request."""
         self._path = folder / f"fly_requests_{started}.jsonl"
         self._asked: set[_Key] = set()
         self._records: dict[_Key, shapes.ResumableLine] = {}
@@ -51,7 +53,28 @@ class FinishedRequests:
         self.traced_requests = 1 + max(numbers, default=-1)
         vocabulary = _whole_lines(folder, "fly_vocabulary", started, shapes.TokenLine)
         self.traced_tokens = {line["id"] for line in vocabulary}
+        if is_traced:
+            self._check_traced(rounds)
         self._traces = run_files(folder, "fly_trace", started)  # with rounds of unfinished requests
+
+    def _check_traced(self, rounds: list[shapes.TracedLine]) -> None:
+        """Lines of a trace are written before the record of their request, and a token's before the
+        first line that names it: what lacks was removed."""
+        traced = Counter(map(_key_of_round, rounds))
+        for key, record in self._records.items():
+            if traced[key] != (count := record["rounds"]):
+                raise self._lacks("trace", f"{traced[key]} of {count} rounds of {_name(record)}")
+        named = {
+            token for line in rounds for token in (*line.get("draft", ()), *line.get("choice", ()))
+        }
+        if missing := named - self.traced_tokens:
+            raise self._lacks("vocabulary", f"no token {min(missing)}, which the trace names")
+
+    def _lacks(self, kind: str, what: str) -> FlyError:
+        path = self._path.with_name(self._path.name.replace("requests", kind, 1))
+        return FlyError(
+            f"{path}: holds {what}: put the file back, or start a new run (leave --resume out)"
+        )
 
     def __len__(self) -> int:
         return len(self._records)

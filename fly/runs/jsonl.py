@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from fly.errors import FlyError
-from fly.paths import fly_home
+from fly.paths import fly_home, write_whole
 
 if TYPE_CHECKING:
     from fly.runs.context import RunContext
+
+logger = logging.getLogger(__name__)
 
 
 class JsonLines:
@@ -32,11 +35,20 @@ class JsonLines:
         self._run = run
         self._file: IO[str] | None = None
         self._unsaved: list[str] = []
-        self.count = 0  # lines that are whole in the file
+        self._start = 0
 
     @property
     def path(self) -> Path:
         return (self._folder or fly_home() / "interrupted") / self._name
+
+    def count(self) -> int:
+        """Whole lines of this object's in the file: a full disk may have cut the last one."""
+        if self._file is None:
+            return 0
+        # its own buffer may hold what a full disk refused
+        with open(os.dup(self._file.fileno()), "rb") as file:
+            file.seek(self._start)
+            return file.read().count(b"\n")
 
     def write(self, record: Mapping[str, Any]) -> None:
         self._unsaved.append(json.dumps(record, ensure_ascii=False) + "\n")
@@ -44,28 +56,47 @@ class JsonLines:
             self.flush()
 
     def flush(self) -> None:
-        """Append what is in memory to the file. Raises FlyError if that was removed or moved."""
+        """Append what is in memory to the file. Raises FlyError if the file was removed or moved;
+        `close` puts its content back."""
         if not self._unsaved:
             return
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
-        lines, self._unsaved = self._unsaved, []  # first: a signal may flush once more
-        self._file.write("".join(lines))
+            self._file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115
+            self._start = os.fstat(self._file.fileno()).st_size
+        text, self._unsaved = "".join(self._unsaved), []  # first: a signal may flush once more
+        self._file.write(text)
         self._file.flush()
-        self.count += len(lines)
         if not self._is_in_place(self._file):
             raise FlyError(
-                f"output_path={self._run.output_dir}: was removed or moved while the run wrote to "
-                "it: put it back, and `fly --resume` goes on, or start a new run"
+                f"output_path={self._run.output_dir}: was removed or moved while the run wrote "
+                f"to it: what was finished is put back there; {self._run.resume_hint}"
             )
 
     def close(self) -> None:
+        """Close the file, and write it again if it was removed or moved: an open file can still be
+        read then."""
         if self._file is None:
             self._run.unsaved.setdefault(self._name, []).extend(self._unsaved)
             return
+        if not self._is_in_place(self._file):
+            self._file.seek(0)
+            self._put_back(self._file.read())
         self._file.close()
         self._file = None
 
     def _is_in_place(self, file: IO[str]) -> bool:
         return os.fstat(file.fileno()).st_nlink > 0 and self.path.exists()
+
+    def _put_back(self, text: str) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self.path, text)
+        except OSError:
+            if self._folder is None:
+                raise
+            self._folder = None  # the folder cannot be made again: use FLY_HOME
+            self._put_back(text)
+            logger.warning(
+                "the folder cannot be made again: kept in %s (draft_runs can use it)", self.path
+            )

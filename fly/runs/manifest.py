@@ -44,6 +44,7 @@ class Manifest:
     @classmethod
     def create(cls, folder: Path, arguments: dict[str, Any]) -> Manifest:
         """A new run in `folder`, under a name (the second it started) that no other run has."""
+        cls._remove_orphaned_locks(folder)
         while True:
             started = timestamp()
             data = {
@@ -61,6 +62,14 @@ class Manifest:
                 manifest.save()
                 return manifest
             time.sleep(0.1)
+
+    @classmethod
+    def _remove_orphaned_locks(cls, folder: Path) -> None:
+        """Of processes that were killed between locking their run and writing its manifest."""
+        for lock in folder.glob(".fly_run_*.lock"):
+            run = cls(folder / f"{lock.stem[1:]}.json", {"finished": False})
+            if not run.path.exists() and run.hold():
+                run.release()
 
     @classmethod
     def read(cls, path: Path) -> Manifest:

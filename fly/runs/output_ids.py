@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 _HASH_DIGITS = 16  # hex digits that are kept of a SHA-256
+_MOST = 1 << 20  # ids of an output: a few bytes may decompress to gigabytes
 
 
 class Tokenizer(Protocol):
@@ -38,12 +39,18 @@ def encode(ids: Sequence[int]) -> str:
 
 
 def decode(text: str) -> tuple[int, ...]:
-    """The ids of `encode`'s text. Raises ValueError if it is damaged."""
+    """The ids of `encode`'s text. Raises ValueError if it is damaged, or of too many ids."""
+    stream = zlib.decompressobj()
     try:
-        data = zlib.decompress(base64.b64decode(text, validate=True))
-        return tuple(np.frombuffer(data, "<u4").tolist())
+        data = stream.decompress(base64.b64decode(text, validate=True), 4 * _MOST + 4)
+        numbers = np.frombuffer(data, "<u4")
     except (binascii.Error, zlib.error, ValueError) as error:
         raise ValueError(f"no token ids ({error})") from None
+    if len(numbers) > _MOST:
+        raise ValueError(f"more than {_MOST} token ids")
+    if not stream.eof:
+        raise ValueError("no token ids (incomplete)")
+    return tuple(numbers.tolist())
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:

@@ -83,6 +83,7 @@ def reopen(args: argparse.Namespace, given: dict[str, Any], secrets: dict[str, A
     """
     manifest = find(args.resume)
     if manifest.finished:
+        _check_ended(manifest)
         return manifest
     for name in manifest.data["arguments"]:
         if name not in _ARGUMENTS:
@@ -151,7 +152,7 @@ def keeping_manifest(
         check_models(manifest, config, hf_args, loaded=False)
         finished = None
         if reopened:
-            finished = FinishedRequests(folder, manifest.started)
+            finished = FinishedRequests(folder, manifest.started, is_traced=config.trace)
         run.join(manifest, finished)
         yield
         _finish(run, manifest, arguments)
@@ -160,6 +161,9 @@ def keeping_manifest(
         if not (reopened or records or _results(manifest)):
             with suppress(OSError):  # its folder may be gone
                 manifest.remove()
+        elif not manifest.path.exists():  # the folder was removed, and its records put back
+            with suppress(OSError):
+                manifest.save()
         raise
     finally:
         run.manifest = run.finished_requests = None  # this process may decode more, of no run
@@ -214,6 +218,23 @@ def _finish(run: RunContext, manifest: Manifest, arguments: dict[str, Any]) -> N
             f"were removed while the run went on; {run.resume_hint}"
         )
     manifest.finish(results)
+
+
+def _check_ended(manifest: Manifest) -> None:
+    """Raise FlyError unless a run that is said to have ended has left results and all records."""
+    results = manifest.results
+    if results is None or not results.is_file():
+        lacks = f"no results file {manifest.data['results']}"
+    else:
+        stats = (reader.read_results(results)["config"].get("fly") or {}).get("stats") or {}
+        requests, count = stats.get("requests"), _count_records(manifest)
+        if requests in (count, None):
+            return
+        lacks = f"{count} of {requests} records"
+    raise FlyError(
+        f"{manifest.path}: finished=true, and the folder holds {lacks}: put its files back, or set "
+        "finished to false and resume"
+    )
 
 
 def _count_records(manifest: Manifest) -> int:

@@ -241,10 +241,12 @@ class _TraceLine(TypedDict):
 
 
 class TracedLine(_TraceLine):
-    """Which request a line of a trace is of, for `--resume`."""
+    """Which request a line of a trace is of, and the tokens that it names, for `--resume`."""
 
     idx: int
     repeat: int
+    draft: NotRequired[_Ids]
+    choice: NotRequired[_Ids]
 
 
 class RoundLine(_TraceLine):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from fly.cli import processes
+from fly.runs import reader
 from tests import killing
 
 ROOT = Path(__file__).parents[2]
@@ -148,4 +149,10 @@ def test_a_folder_removed_in_the_middle_is_no_success(place):
     assert status == 2, output[-2000:]
     last = output.splitlines()[-1]
     assert last.startswith("fly: error: output_path=removed")
-    assert "was removed or moved while the run wrote to it" in last
+    assert "is put back there; `fly --resume" in last
+    kept = killing.count(out)
+    assert kept >= 5
+    status, output = killing.Run(["--resume", out], place).end()
+    assert status == 0, output[-2000:]
+    assert len(killing.records(out)) == killing.REQUESTS
+    assert reader.load(out).entry["resumed"]["requests"] == kept

@@ -1,8 +1,10 @@
 """Outputs of earlier runs: kept as ids, found by task and prompt, never under another
 tokenizer's ids."""
 
+import base64
 import json
 import random
+import zlib
 
 import pytest
 from hypothesis import given
@@ -65,6 +67,16 @@ def test_damaged_ids_are_refused_with_file_and_line(tmp_path, tokenizer, text):
     folder = write(tmp_path / "run", record(), bad)
     with pytest.raises(FlyError, match=r"output\.ids=.* \(.*fly_requests_.*jsonl, line 2\)"):
         EarlierOutputs.read([str(folder)])
+
+
+def test_ids_that_decompress_to_gigabytes_are_refused():
+    """They took minutes, and the memory."""
+    stream = zlib.compressobj(9)
+    data = b"".join(stream.compress(bytes(1 << 20)) for _ in range(8)) + stream.flush()
+    whole = base64.b64encode(data).decode()
+    assert len(whole) < 12_000
+    with pytest.raises(ValueError, match="more than 1048576 token ids"):
+        output_ids.decode(whole)
 
 
 def test_no_more_of_an_output_is_encoded_than_a_request_can_use(tmp_path, tokenizer):

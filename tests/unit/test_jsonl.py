@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import shutil
 
 import pytest
@@ -23,7 +24,7 @@ def numbers(path):
 
 
 @pytest.mark.parametrize("how", ["removed", "moved", "replaced"])
-def test_a_folder_taken_away_in_the_middle_ends_the_run(run, tmp_path, how):
+def test_a_folder_taken_away_in_the_middle_ends_the_run_and_loses_nothing(run, tmp_path, how):
     """The records went to a file that had no name any more, and the run ended with status 0."""
     lines = JsonLines(run, "fly_requests", 0)
     lines.write({"n": 1})
@@ -37,6 +38,18 @@ def test_a_folder_taken_away_in_the_middle_ends_the_run(run, tmp_path, how):
     with pytest.raises(FlyError, match="out: was removed or moved while the run wrote to it"):
         lines.write({"n": 2})
     lines.close()
+    assert lines.path.parent == tmp_path / "out"
+    assert numbers(lines.path) == [1, 2]
+
+
+def test_what_cannot_be_put_back_is_kept_in_fly_home(run, tmp_path):
+    lines = JsonLines(run, "fly_requests", 0)
+    lines.write({"n": 1})
+    shutil.rmtree(tmp_path / "out")
+    (tmp_path / "out").write_text("a file in its place")
+    lines.close()
+    assert lines.path.parent == tmp_path / "home" / "interrupted"
+    assert numbers(lines.path) == [1]
 
 
 def test_a_signal_in_the_middle_of_a_write_does_not_write_it_twice(run, monkeypatch):
@@ -62,14 +75,15 @@ def test_lines_that_a_full_disk_cut_are_not_counted(run, monkeypatch):
     What an earlier process wrote is not this one's."""
     (run.output_dir / f"fly_requests_{run.started}.jsonl").write_text('{"n": 0}\n')
     lines = JsonLines(run, "fly_requests", 0)
-    assert lines.count == 0
+    assert lines.count() == 0
     lines.write({"n": 1})
 
-    class Full:
-        def write(self, text):
-            raise OSError(errno.ENOSPC, "No space left on device")
+    def full(file):
+        os.truncate(lines.path, lines.path.stat().st_size - 3)
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(lines, "_file", Full())
+    monkeypatch.setattr(lines, "_is_in_place", full)
     with pytest.raises(OSError, match="No space left"):
         lines.write({"n": 2})
-    assert lines.count == 1
+    assert lines.count() == 1
+    assert lines.path.read_text() == '{"n": 0}\n{"n": 1}\n{"n": '

@@ -180,6 +180,17 @@ def test_one_process_at_a_time(tmp_path):
     other.release()
 
 
+def test_a_lock_whose_process_was_killed_before_its_manifest_was_written_is_removed(tmp_path):
+    orphan, held = (Manifest(tmp_path / f"fly_run_{name}.json", {}) for name in ("a", "b"))
+    for run in (orphan, held):
+        assert run.hold()
+    orphan.lock.release()  # as the system does for a killed process: the file stays
+    assert len([*tmp_path.glob(".fly_run_*.lock")]) == 2
+    create(tmp_path)
+    assert not (tmp_path / ".fly_run_a.lock").exists()
+    assert (tmp_path / ".fly_run_b.lock").exists()
+
+
 def test_facts_are_noted_once_and_then_compared(tmp_path):
     first = create(tmp_path)
     first.agree("facts", {"target": {"files": {"a.json": "1"}}, "many": (1, 2)})
@@ -239,6 +250,8 @@ MANIFESTS = [
     ({"arguments": {"output_path": "x", "frobnicate": 1}}, "{}: arguments.frobnicate: `fly run`"),
     ({"arguments": {"output_path": "x", "limits": 1}}, "no such flag: did you mean 'limit'?"),
     ({"arguments": {"output_path": "x", "func": "f"}}, "{}: arguments.func: `fly run` has no such"),
+    ({"finished": True}, "{}: finished=true, and the folder holds no results file None: "),
+    ({"finished": True, "results": "gone.json"}, "{}: finished=true, and the folder holds no res"),
 ]
 
 
@@ -250,10 +263,56 @@ def test_a_damaged_manifest_is_refused_in_one_line(tmp_path, change, message):
         resume.reopen(argparse.Namespace(resume=str(tmp_path)), {}, {})
 
 
+def test_a_finished_run_without_all_its_records_has_not_ended(tmp_path):
+    """It was said to have ended, with status 0."""
+    folder = written_runs.write(tmp_path / "run", "fly", [1, 0])
+    (results,) = folder.glob("results_*")
+    seconds = {"prefill": 1, "draft": 1, "verify": 1, "other": 1}
+    stats = {"requests": 2, "emitted": 9, "rounds": 3, "tau": 3.0, "seconds": seconds}
+    value = json.loads(results.read_text())
+    value["config"]["fly"]["stats"] = stats
+    results.write_text(json.dumps(value))
+    data = {**WHOLE, "started": written_runs.STARTED, "finished": True, "results": results.name}
+    path = folder / f"fly_run_{written_runs.STARTED}.json"
+    path.write_text(json.dumps(data))
+    given = argparse.Namespace(resume=str(folder))
+    assert resume.reopen(given, {}, {}).finished
+    records = folder / f"fly_requests_{written_runs.STARTED}.jsonl"
+    records.write_text(records.read_text().splitlines()[0] + "\n")
+    words = re.escape(f"{path}: finished=true, and the folder holds 1 of 2 records")
+    with pytest.raises(FlyError, match=words):
+        resume.reopen(given, {}, {})
+
+
 def test_a_folder_in_place_of_records_is_named(tmp_path):
     (tmp_path / "fly_requests_s.jsonl").mkdir()
     with pytest.raises(FlyError, match=r"fly_requests_s\.jsonl: cannot be read: Is a directory"):
         finished_requests.FinishedRequests(tmp_path, "s")
+
+
+@pytest.mark.parametrize(
+    ("rounds", "tokens", "message"),
+    [
+        (2, [7, 8, 9], None),
+        (0, [7, 8, 9], "fly_trace_s.jsonl: holds 0 of 2 rounds of task t, doc 3"),
+        (1, [7, 8, 9], "fly_trace_s.jsonl: holds 1 of 2 rounds of task t, doc 3"),
+        (2, [7, 9], "fly_vocabulary_s.jsonl: holds no token 8"),
+        (2, [], "fly_vocabulary_s.jsonl: holds no token 7"),
+    ],
+)
+def test_a_run_with_a_trace_goes_on_with_the_whole_trace(tmp_path, rounds, tokens, message):
+    """Without its file, the finished requests were left out of it."""
+    write(tmp_path, record())
+    line = {"task_name": "t", "doc_id": 3, "idx": 0, "repeat": 0, "request": 4}
+    lines = [{**line, "draft": [7], "choice": [8, 9]}] * rounds
+    write(tmp_path, *lines, name="fly_trace_s.jsonl")
+    write(tmp_path, *({"id": token} for token in tokens), name="fly_vocabulary_s.jsonl")
+    assert len(finished_requests.FinishedRequests(tmp_path, "s")) == 1  # a run without a trace
+    if message is None:
+        finished_requests.FinishedRequests(tmp_path, "s", is_traced=True)
+        return
+    with pytest.raises(FlyError, match=re.escape(f"{tmp_path}/{message}")):
+        finished_requests.FinishedRequests(tmp_path, "s", is_traced=True)
 
 
 def test_arguments_are_what_lm_eval_sees_without_secrets(tmp_path):
