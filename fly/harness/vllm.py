@@ -288,9 +288,7 @@ class FlyVLLM(Backend, VLLM):
             **dataclasses.asdict(sampling),
             seed=None if sampling.is_greedy else request.seed,
             max_tokens=request.budget,
-            stop=[
-                stop for stop in self._stops(request) if stop
-            ],  # vLLM takes no empty ones; `_record` cuts
+            stop=[*filter(None, self._stops(request))],  # vLLM takes no empty ones; `_record` cuts
             stop_token_ids=sorted(self.eos_ids),
             skip_special_tokens=False,
             spaces_between_special_tokens=False,

@@ -229,13 +229,20 @@ def test_a_server_that_takes_openais_parameters_only(place, tmp_path):
 
 
 def test_a_server_that_takes_four_stop_strings(place, tmp_path):
-    """As vLLM 0.32 and OpenAI. The texts are cut at the fifth, and did not end at the limit."""
-    more = ("--gen_kwargs", '{"until": ["w", "x", "y", "z", "a"], "max_gen_toks": 12}')
+    """As vLLM 0.32 and OpenAI. The texts are cut at the fifth; an answer that went on to the limit
+    behind it ended there all the same."""
+    more = ("--gen_kwargs", '{"until": ["w", "x", "y", "z", "a"], "max_gen_toks": 5}')
     with FaultServer("plain", most_stops=4) as server:
-        assert fly(*arguments(place, server, tmp_path / "out", "", *more)) == 0
+        assert fly(*arguments(place, server, tmp_path, "", *more)) == 0
         assert server.bodies[0]["stop"] == ["w", "x", "y", "z"]
-    assert texts(tmp_path / "out") == {i: text.partition("a")[0] for i, text in TEXTS.items()}
-    assert all(r["finish_reason"] == "stop" for r in records(tmp_path / "out") if "a" in r["text"])
+    whole = {i: answer_of(f"q{i} ") for i in range(DOCUMENTS)}
+    given = {i: "".join(tokens[:5]) for i, tokens in whole.items()}
+    assert texts(tmp_path) == {i: text.partition("a")[0] for i, text in given.items()}
+    at_limit = {i for i, tokens in whole.items() if len(tokens) > 5}
+    stopped = {i for i, text in given.items() if "a" in text}
+    assert at_limit & stopped
+    found = {r["doc_id"] for r in records(tmp_path) if r["finish_reason"] == "length"}
+    assert found == at_limit - stopped
 
 
 @pytest.mark.parametrize("kind", ["llama.cpp", "vllm"])
