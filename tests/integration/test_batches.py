@@ -1,5 +1,6 @@
 """Continuous batching: results do not depend on batch size, order, shared prefixes, memory."""
 
+import contextlib
 import random
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import torch
 from fly.errors import FlyError
 from fly.execution import oom
 from fly.execution.batch_size import SequenceWork, sequences_that_fit
+from fly.execution.cuda_graphs import CapturedPasses
 from fly.execution.model_runner import ModelRunner
 from fly.execution.pass_costs import PairCosts, PassCosts
 from fly.speculation import engine as engine_module
@@ -18,7 +20,8 @@ from fly.speculation.drafters.base import NoDrafter
 from fly.speculation.drafters.cascade import CascadeDrafter
 from fly.speculation.drafters.draft_model import ModelDrafter
 from fly.speculation.sampling import Sampling
-from fly.speculation.sequence import Request
+from fly.speculation.sequence import Request, Sequence
+from fly.speculation.stop_strings import StopMatcher
 from tests import tiny
 
 
@@ -249,6 +252,47 @@ def test_only_decoding_is_decode_time(pair, monkeypatch):
     assert total["verify"] == pytest.approx(Slow.fails * slow["fail"])
     assert total["other"] == pytest.approx(Slow.moves * slow["move"])
     assert total["draft"] == total["prefill"] == 0
+
+
+@pytest.mark.parametrize(
+    ("has_ended", "milliseconds", "late"),
+    [(True, 7000, 4), (True, 2000, 0), (True, 90_000, 10), (False, 7000, 0)],
+    ids=["drafts late", "drafts while it is queued", "never more than the wait", "failed"],
+)
+def test_drafting_that_verification_waited_for_is_draft_time(
+    monkeypatch, has_ended, milliseconds, late
+):
+    """The host queues a draft in 3 s, 1 s of them for capturing, and waits 10 s for the verdict."""
+    clock = Clock()
+    monkeypatch.setattr(phase_timer, "time", clock)
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = clock.now
+
+        def query(self):
+            return has_ended
+
+        def elapsed_time(self, end):
+            assert end.at > self.at
+            return milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    timer = phase_timer.PhaseTimer([torch.device("cuda:0")])
+    sequence = Sequence(Request((5,), 4), frozenset(), StopMatcher((), decode))
+    with timer.timed("draft", [sequence]):
+        clock.spend(3.0)
+        monkeypatch.setattr(CapturedPasses, "all_seconds", CapturedPasses.all_seconds + 1.0)
+    for _ in range(2):  # the second has no draft of its own
+        with timer.timed("verify", [sequence]):
+            clock.spend(10.0)
+    seconds = {phase: taken for phase, taken in sequence.seconds.items() if taken}
+    assert seconds == {"draft": 2 + late, "verify": 20 - late, "compile": 1}
+    assert timer.clock == 22
 
 
 def test_wall_seconds_hold_the_passes_of_others_since_a_requests_own_prefill(pair, monkeypatch):
