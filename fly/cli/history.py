@@ -61,8 +61,8 @@ def _history(args: argparse.Namespace) -> None:
         write_output(args.csv, csv_files.as_csv(history.as_rows(series)), "--csv")
         print(f"csv: {args.csv}")
     for each in series:
-        words = history.trend_in_words(each)
-        print(f"{each.title}, {len(each.lines)} runs: {each.trend.verdict}: {words}")
+        count = f"{len(each.lines)} run{'s' if len(each.lines) > 1 else ''}"
+        print(f"{each.title}, {count}: {each.trend.verdict}: {history.trend_in_words(each)}")
     print(f"history: {output}")
     exit_with(compare.weakest(each.trend.verdict for each in series), args)
 
