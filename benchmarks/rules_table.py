@@ -1,16 +1,18 @@
 """Every training-free rule at two or three settings on one pair: one table, Holm over all of it.
 
     python benchmarks/rules_table.py --training FOLDER --output FOLDER \\
-        --passes TARGET_MS DRAFT_MS
+        --passes TARGET_MS VERIFY_MS DRAFT_MS
 
 HumanEval's problems 0 to 39 and GSM8K's training questions 0 to 99 (`--training`: a folder whose
-gsm8k_test.jsonl holds them), under batch_invariant, each mode by `fly compare` into
-OUTPUT/<task>/<mode>: a run that is cut short goes on with the same command. `--temperature` takes
-the rules that are for sampling instead. `--report` prints the table of what is there.
+gsm8k_test.jsonl holds them; `--documents` takes other numbers), under batch_invariant, each mode by
+`fly compare` into OUTPUT/<task>/<mode>: a run that is cut short goes on with the same command.
+`--temperature` takes the rules that are for sampling instead. `--report` prints the table of what
+is there.
 
-Time x is predicted for one sequence from counts: rounds and draft tokens, each at --passes
-milliseconds, against the target alone. `*`: no other setting has more of time x and of recovery
-(the mean of both tasks). The last line is one JSON object.
+Time x is predicted for one sequence from counts and --passes: the milliseconds of a pass of the
+target over one token, of one over K + 1, and of a draft step. It is against the target alone. `*`:
+no other setting has more of time x and of recovery (the mean of both tasks). The last line is one
+JSON object.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ SAMPLED = {
     **{f"cascade-{a}": f"verification=cascade,cascade_alpha={a}" for a in (0.1, 0.3)},
     **{f"ensemble-{w}": f"verification=ensemble,assistant_ensemble_weight={w}" for w in (0.9, 0.7)},
 }
-TASKS = {"humaneval_instruct": 40, "gsm8k_cot": 100}
+TASKS = ("humaneval_instruct", "gsm8k_cot")
 
 
 def make(args: argparse.Namespace, modes: dict[str, str], task: str) -> None:
@@ -71,7 +73,8 @@ def make(args: argparse.Namespace, modes: dict[str, str], task: str) -> None:
     common = f"config_path={args.config},batch_invariant=true,draft_policy=fixed,spd_k={args.k}"
     words = [sys.executable, "-m", "fly", "compare", "--matrix", "--force", "--modes"]
     words += ["target-only", "exact", "--model_args", f"{common},seed=1", "--tasks", task]
-    words += ["--gen_kwargs", gen, "--limit", str(TASKS[task]), "--apply_chat_template"]
+    limit = str(args.documents[TASKS.index(task)])
+    words += ["--gen_kwargs", gen, "--limit", limit, "--apply_chat_template"]
     words += ["--confirm_run_unsafe_code"] if task == "humaneval_instruct" else []
     words += ["--batch_size", str(args.batch_size), "--output_path", str(args.output / task)]
     words += ["--num_fewshot", "0"] if task == "gsm8k_cot" else []
@@ -83,11 +86,13 @@ def make(args: argparse.Namespace, modes: dict[str, str], task: str) -> None:
     subprocess.run(words, check=True, env=environment)
 
 
-def milliseconds(folder: Path, passes: tuple[float, float]) -> float:
+def milliseconds(folder: Path, passes: tuple[float, float, float]) -> float:
     """What the counts of a run take, one sequence at a time."""
     entry = reader.load(folder).entry
     assert entry is not None
-    return float(entry["stats"]["rounds"] * passes[0] + entry["stats"]["drafted"] * passes[1])
+    alone, verify, draft = passes
+    drafted = entry["stats"]["drafted"]
+    return float(entry["stats"]["rounds"] * (verify if drafted else alone) + drafted * draft)
 
 
 def collect(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -143,7 +148,9 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=8)
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--max_gen_toks", type=int, default=384)
-    parser.add_argument("--passes", type=float, nargs=2, metavar=("TARGET_MS", "DRAFT_MS"))
+    costs = ("TARGET_MS", "VERIFY_MS", "DRAFT_MS")
+    parser.add_argument("--passes", type=float, nargs=3, metavar=costs)
+    parser.add_argument("--documents", type=int, nargs=2, default=(40, 100), metavar=("HE", "GSM"))
     parser.add_argument("--only", nargs="+", help="only these settings")
     parser.add_argument("--report", action="store_true")
     args = parser.parse_args()

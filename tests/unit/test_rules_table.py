@@ -45,11 +45,11 @@ def test_the_table(script, tmp_path, capsys):
             paths.append(f"{name}={folder}")
         cli.main(["compare", *paths, "--matrix", "--json", str(tmp_path / f"{task}.json")])
     capsys.readouterr()
-    rows = script.collect(argparse.Namespace(output=tmp_path, passes=(10.0, 1.0)))
+    rows = script.collect(argparse.Namespace(output=tmp_path, passes=(10.0, 12.0, 1.0)))
     assert [(row["run"], row["on_frontier"]) for row in rows] == [("good", True), ("bad", False)]
-    assert rows[0]["time_x"] == pytest.approx(2400 / 1040)
+    assert rows[0]["time_x"] == pytest.approx(2400 / 1200)
     assert rows[1]["recovery"] == pytest.approx(0.6)
     lost = rows[1]["gsm8k_cot"]
     assert lost["p"] == pytest.approx(4 * lost["p_uncorrected"])  # of four cells the least
     script.print_table(rows)
-    assert "| good * | 2.31 | 1.000 |" in capsys.readouterr().out
+    assert "| good * | 2.00 | 1.000 |" in capsys.readouterr().out
