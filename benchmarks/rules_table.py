@@ -43,8 +43,8 @@ GREEDY = {  # besides exact verification
     },
     **{f"mars-{t}": f"verification=mars,mars_theta={t}" for t in (0.98, 0.95, 0.9)},
     **{
-        f"asd-{b}-{m}": f"verification=asd,asd_budget={b},asd_max_mismatches={m}"
-        for b, m in ((2, 1), (8, 1), (8, 2))
+        f"asd-{b}-{g}": f"verification=asd,asd_budget={b},asd_gap={g},asd_max_mismatches={m}"
+        for b, g, m in ((2, None, 1), (8, 0.25, 2), (12, 0.5, 2))
     },
     **{
         f"fsd-{kind}-{t}": f"verification=fsd,fsd_div_type={kind},fsd_div_threshold={t}"

@@ -17,7 +17,7 @@ RULES = {
     "fsd": {"verification": "fsd", "fsd_div_type": "tv_div", "fsd_div_threshold": 0.4},
     "cascade": {"verification": "cascade", "cascade_alpha": 0.4},
     "mars": {"verification": "mars", "mars_theta": 0.6},
-    "asd": {"verification": "asd", "asd_budget": 3.0, "asd_max_mismatches": 2},
+    "asd": {"verification": "asd", "asd_budget": 3.0, "asd_gap": None, "asd_max_mismatches": 2},
     "cactus": {"verification": "cactus", "cactus_delta": 0.5},
     "entropy_ratio": {"verification": "entropy_ratio", "posterior_alpha": 1.0},
     "sglang": {"verification": "sglang", "speculative_accept_threshold_acc": 0.3},

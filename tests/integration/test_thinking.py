@@ -98,7 +98,7 @@ def test_slots_do_not_matter(thinker):
 @pytest.mark.parametrize("rule", ["cascade", "ensemble", "asd", "typical"])
 def test_published_rules_know_it_too(thinker, rule):
     keys = {"cascade": {"cascade_alpha": 0.6}, "ensemble": {"assistant_ensemble_weight": 0.3},
-            "asd": {"asd_budget": 50.0, "asd_max_mismatches": 9},
+            "asd": {"asd_budget": 50.0, "asd_gap": None, "asd_max_mismatches": 9},
             "typical": {"typical_epsilon": 0.01}}[rule]  # fmt: skip
     relaxed = decoded(thinker, made("thinking", verification=rule, **keys), prefix=(OPEN,))
     inside, outside = inside_and_outside(*relaxed, (OPEN,))

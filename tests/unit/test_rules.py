@@ -248,6 +248,9 @@ def asd_draft(costs, state=None):
     )
 
 
+ASD = {"asd_budget": 2.0, "asd_gap": None, "asd_max_mismatches": 1}
+
+
 @pytest.mark.parametrize(
     ("costs", "keys", "accepted", "spent"),
     [
@@ -263,12 +266,12 @@ def asd_draft(costs, state=None):
     ],
 )
 def test_asd(costs, keys, accepted, spent):
-    found = made("asd", **keys).resolve(asd_draft(costs))
+    found = made("asd", **ASD | keys).resolve(asd_draft(costs))
     assert (found.accepted, found.state) == (accepted, spent)
 
 
 def test_asd_counts_over_a_request():
-    rule = made("asd")
+    rule = made("asd", **ASD)
     first = rule.resolve(asd_draft([1.5, 0]))
     assert rule.resolve(asd_draft([0.5, 0], first.state)).accepted == 2
     assert rule.resolve(asd_draft([0.6, 0], first.state)).accepted == 0

@@ -33,7 +33,7 @@ RULES = {
     "accept_all": {"verification": "accept_all"},
     "cascade": {"verification": "cascade", "cascade_alpha": 0.9},
     "mars": {"verification": "mars", "mars_theta": 0.5},
-    "asd": {"verification": "asd", "asd_budget": 9.0, "asd_max_mismatches": 3},
+    "asd": {"verification": "asd", "asd_budget": 9.0, "asd_gap": None, "asd_max_mismatches": 3},
 }
 
 

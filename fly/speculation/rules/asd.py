@@ -1,11 +1,11 @@
-"""ASD, approximate speculative decoding (arXiv 2608.03447; LightLLM, issue 1552). For greedy
-requests.
+"""ASD, approximate speculative decoding (arXiv 2608.03447; its code: Kissmetothemoon/ASD). For
+greedy requests.
 
 A mismatch d_i costs its regret r_i = max z - z(d_i), z the target's logits. It stands while (1) the
 regrets of a request add up to at most B, (2) r_i / (K - i) <= g, K - i the tokens from it to the
 draft's end, and (3) it is at most the m-th mismatch of its draft. The first that does not ends the
 draft. B = 0 or m = 0 is exact verification. K is the draft's own length, so that the same mismatch
-is dearer in a short draft.
+is dearer in a short draft; in the code it is the block's, and all blocks have one length.
 """
 
 from __future__ import annotations

@@ -40,19 +40,20 @@ class MarsSettings(PlaceSettings):
 
 
 class AsdSettings(PlaceSettings):
+    # B, g and m of the authors' frozen configuration (Kissmetothemoon/ASD, dspark_stable.json)
     asd_budget: float = Field(
-        2.0,
+        8.0,
         ge=0,
         description="verification=asd: B, the regret (logits) that a request may spend. 0: exact.",
     )
     asd_gap: float | None = Field(
-        None,
+        0.25,
         ge=0,
         description="verification=asd: g, the most regret per token from the mismatch to the "
         "draft's end. null: any.",
     )
     asd_max_mismatches: int = Field(
-        1, ge=0, description="verification=asd: m, the most mismatches of a draft. 0 is exact."
+        2, ge=0, description="verification=asd: m, the most mismatches of a draft. 0 is exact."
     )
 
 
