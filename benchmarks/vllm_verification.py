@@ -100,7 +100,11 @@ def run(args: argparse.Namespace) -> None:
     for name in args.settings or settings(args):
         if args.engine == "hf" and name == "exact by vLLM":
             continue
-        config = fly_config.build({**own, **settings(args)[name]}, name)
+        keys = settings(args)[name]
+        if args.engine == "hf" and not args.from_prompts and "exact_first_tokens" in keys:
+            # vLLM's first token is one of them, and here the prompt's last
+            keys["exact_first_tokens"] = max(0, keys["exact_first_tokens"] - 1)
+        config = fly_config.build({**own, **keys}, name)
         other = lm.with_config(config)
         if args.engine == "vllm":
             use_rule(other, config)
