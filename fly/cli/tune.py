@@ -17,7 +17,6 @@ from fly.runs import context
 
 
 def add_command(subparsers: Any) -> None:
-    """Register the subcommand with the CLI's parser."""
     parser = subparsers.add_parser(
         "tune", help="Find the configuration that decodes a pair fastest on this machine"
     )
@@ -70,15 +69,12 @@ def _tune(args: argparse.Namespace) -> None:
 
     context.start()
     pair = TunedPair(args.file, model_args)
+    same = ("limit", "max_gen_toks", "num_fewshot", "include_path", "confirm_run_unsafe_code")
     workload = Workload(
         tasks=tuple(args.tasks),
-        limit=args.limit,
         available=available,
         chat=args.apply_chat_template,
-        max_gen_toks=args.max_gen_toks,
-        num_fewshot=args.num_fewshot,
-        include_path=args.include_path,
-        confirm_run_unsafe_code=args.confirm_run_unsafe_code,
+        **{name: getattr(args, name) for name in same},
     )
     options = Options(args.output, args.candidates, args.min_recovery)
     facts = device_facts(pair.lm.device)
@@ -108,10 +104,8 @@ def _tune(args: argparse.Namespace) -> None:
 
 
 def _check_arguments(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, int]]:
-    """Refuse what can be refused before models load.
-
-    Returns the model's arguments, and how many documents each task has.
-    """
+    """Refuse what can be refused before models load. Returns the model's arguments, and how many
+    documents each task has."""
     from fly.harness import evaluate
     from fly.harness.arguments import check_flags, check_model_args, check_task_files
 
@@ -148,17 +142,11 @@ def _check_arguments(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str
 
 
 def _check_tunable(config: fly_config.FlyConfig, where: str) -> None:
-    if not config.needs_draft_model:
-        drafter = config.drafter_name or "none"
+    if not config.needs_draft_model or config.head_class is not None:
         raise FlyError(
             f"{where}: nothing to tune: no draft model takes part (use_sd={config.use_sd}, "
-            f"spd_k={config.spd_k}, drafter {drafter}): set use_sd=true, spd_k >= 1 and drafter to "
-            "model or cascade"
-        )
-    if config.head_class is not None:
-        raise FlyError(
-            f"{where}: drafter={config.drafter_name}: its list is for draft models, not heads: "
-            "set drafter to model or cascade, or compare settings by fly compare"
+            f"spd_k={config.spd_k}, drafter {config.drafter_name or 'none'}): set use_sd=true, "
+            "spd_k >= 1 and drafter to model or cascade"
         )
     if config.draft_model_path is None:
         raise FlyError(

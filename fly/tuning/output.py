@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from fly import config as fly_config
 from fly.analysis.statistics import Ratio
-from fly.analysis.tables import interval_text
+from fly.analysis.tables import Table, interval_text, print_tables
 from fly.execution.device import device_facts
 from fly.paths import write_output
 from fly.runs.environment import versions
@@ -24,6 +20,7 @@ from fly.tuning.real_runs import TunedPair, Workload
 from fly.tuning.tune import Options, RealRun, Tuning
 from fly.version import VERSION
 
+_COLUMNS = ("rule", "K", "settings", "time x", "tok/s", "tau", "changed", "recovery", "held")
 _NOT_WRITTEN = ("trace", "draft_runs")  # switched off for the time of tuning
 
 
@@ -125,21 +122,20 @@ def _evidence(
 def print_table(tuning: Tuning, least: float) -> None:
     """What was run on all documents, the fastest first; the target alone last. Then what was found
     when the fastest was run once more."""
-    table = Table(title="fly tune: measured decoding", title_justify="left")
-    for name in ("rule", "K", "settings"):
-        table.add_column(name)
-    for name in ("time x", "tok/s", "tau", "changed", "recovery", "held"):
-        table.add_column(name, justify="right")
-    alone = tuning.baseline
+    alone, rows = tuning.baseline, list[list[str]]()
     for run in sorted(tuning.finished, key=lambda run: run.seconds):
-        over = _number(alone.seconds_of_decoding / run.seconds if run.seconds else None)
-        table.add_row(*_setting(run), over, *_numbers(run), *_scores(run, least))
-    table.add_row("the target alone", "", "", "1", f"{alone.tok_s:.2f}", "1.00", "-", "1", "")
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+        config, stats, over = run.config, run.result.stats, None
+        if run.seconds:
+            over = alone.seconds_of_decoding / run.seconds
+        words = ", ".join(rule_in_words(config.rule, config.model_dump()))
+        numbers = map(_number, (over, stats["decode_tok_s"], stats["tau"]))
+        changed = f"{run.result.changed:.1%}"
+        rows.append([_kind(run), str(config.spd_k), words, *numbers, changed, *_scores(run, least)])
+    rows.append(["the target alone", "", "", "1", f"{alone.tok_s:.2f}", "1.00", "-", "1", ""])
     dropped = len(_ran(tuning)) - len(tuning.finished)
-    print(f"{dropped} more configurations were dropped on fewer documents: the record has them")
-    for line in _confirmation(tuning, least):
-        print(line)
+    more = f"{dropped} more configurations were dropped on fewer documents: the record has them"
+    table = Table("fly tune: measured decoding", _COLUMNS, rows)
+    print_tables([table], [more, *_confirmation(tuning, least)], width=160)
 
 
 def _confirmation(tuning: Tuning, least: float) -> list[str]:
@@ -152,8 +148,8 @@ def _confirmation(tuning: Tuning, least: float) -> list[str]:
     )
     lines = [
         f"run again beside the given configuration on {documents} documents {which}: "
-        f"{_name(best)}: time x {_time_x(found.over_given)} over the given one, "
-        f"{_time_x(found.over_target)} over the target alone"
+        f"{_kind(best)}, K={best.config.spd_k}: time x {_time_x(found.over_given)} over the given "
+        f"one, {_time_x(found.over_target)} over the target alone"
     ]
     for name, recoveries in (("it", found.recoveries), ("the given one", found.given_recoveries)):
         parts = [f"{r.name} {_recovery(r, '.3f')}" for r in _decisive(recoveries)]
@@ -167,23 +163,8 @@ def _time_x(ratio: Ratio | None) -> str:
     return f"{ratio.value:.2f}{interval_text(ratio.interval, 2) or ' (no interval)'}"
 
 
-def _name(run: RealRun) -> str:
-    return f"{_kind(run)}, K={run.config.spd_k}"
-
-
 def _kind(run: RealRun) -> str:
     return kind(run.config) + (" (given)" if run.is_given else "")
-
-
-def _setting(run: RealRun) -> tuple[str, ...]:
-    config = run.config
-    words = rule_in_words(config.rule, config.model_dump())
-    return _kind(run), str(config.spd_k), ", ".join(words)
-
-
-def _numbers(run: RealRun) -> tuple[str, ...]:
-    stats = run.result.stats
-    return _number(stats["decode_tok_s"]), _number(stats["tau"]), f"{run.result.changed:.1%}"
 
 
 def _number(value: float | None, form: str = ".2f") -> str:

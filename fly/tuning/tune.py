@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -16,12 +18,12 @@ from fly.config import FlyConfig
 from fly.errors import FlyError
 from fly.execution.device import device_facts
 from fly.models import fingerprint
+from fly.paths import write_output
 from fly.runs.environment import versions
 from fly.tuning import fidelity
 from fly.tuning.candidates import candidates
 from fly.tuning.confirm import Confirmation, confirm
 from fly.tuning.fidelity import Recovery
-from fly.tuning.kept_runs import KeptRuns
 from fly.tuning.real_runs import RunResult, TunedPair, Workload, join
 
 _SETS = 4  # of documents, each half as many as the next
@@ -29,8 +31,6 @@ _SETS = 4  # of documents, each half as many as the next
 
 @dataclass(frozen=True)
 class Options:
-    """What a tune is asked for."""
-
     output: Path
     # candidates on all documents, beside the given configuration and exact verification
     survivors: int = 3
@@ -43,8 +43,6 @@ class Options:
 
 @dataclass
 class RealRun:
-    """A configuration and what it did."""
-
     config: FlyConfig
     is_given: bool
     # one run for each set of documents that it was run on
@@ -72,8 +70,6 @@ class RealRun:
 
 @dataclass
 class Tuning:
-    """All that was measured."""
-
     given: FlyConfig
     target: list[RunResult]  # the target alone on each set of documents
     # of every configuration, those that were dropped early with fewer documents
@@ -160,6 +156,38 @@ def survivors(runs: list[RealRun], count: int, least: float) -> list[RealRun]:
     exact = [run for run in ranked if run.config.rule == "exact"][:1]
     staying = [*ranked[:count], *exact]
     return [run for run in runs if run.is_given or any(run is other for other in staying)]
+
+
+class _Kept(RunResult):
+    key: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class KeptRuns:
+    """Finished runs on disk: a tune that is started again does not decode them anew."""
+
+    folder: Path  # a file for each run
+    common: dict[str, Any]  # what all runs of this tune depend on
+
+    def load(self, key: dict[str, Any]) -> RunResult | None:
+        """The run that an earlier tune has kept; None without one."""
+        whole = self._whole(key)
+        try:
+            kept = _Kept.model_validate_json(self._path(whole).read_bytes())
+        except (OSError, ValueError):
+            return None  # not there, or not ours: it is made anew
+        return kept if kept.key == whole else None
+
+    def save(self, key: dict[str, Any], run: RunResult) -> None:
+        whole = self._whole(key)
+        kept = _Kept(key=whole, **dict(run))
+        write_output(self._path(whole), kept.model_dump_json() + "\n", "--output")
+
+    def _whole(self, key: dict[str, Any]) -> dict[str, Any]:
+        return json.loads(json.dumps({**self.common, **key}))
+
+    def _path(self, whole: dict[str, Any]) -> Path:
+        return self.folder / f"{fingerprint.hash_json(whole)[:16]}.json"
 
 
 class Tuner:
