@@ -21,7 +21,7 @@ from report_page import write_run
 
 from fly.analysis import history
 from fly.analysis.history import Line, OfTask
-from fly.analysis.html import history_page, write
+from fly.analysis.html import write
 from fly.runs import reader
 
 
@@ -52,7 +52,7 @@ def series() -> bytes:
         )
         for night, night_scores in enumerate(scores)
     ]  # fmt: skip
-    return history_page.page(history.group(lines))
+    return write.history_page(history.group(lines))
 
 
 def main() -> None:

@@ -24,6 +24,10 @@ class Acceptance:
     rolled_back: list[float] = field(default_factory=list)  # and at those that were rolled back
     rejected: list[float] = field(default_factory=list)  # and at those that were rejected at once
 
+    @property
+    def block_counts(self) -> list[int]:
+        return [self.blocks[length] for length in range(max(self.blocks, default=0) + 1)]
+
 
 def measure(generations: Iterable[Generation]) -> Acceptance:
     """Add up whole requests; one that was cut short (finish None) only counts as a request."""

@@ -8,12 +8,7 @@ from statistics import fmean
 
 from fly.analysis import statistics
 from fly.analysis.alignment import pair_by_document
-from fly.analysis.comparability import (
-    Reason,
-    Severity,
-    Subject,
-    check_comparable,
-)
+from fly.analysis.comparability import Reason, Severity, Subject, check_comparable
 from fly.analysis.gates import FLAGS, Gate, GateRow
 from fly.analysis.gates import judge as judge_gate
 from fly.analysis.noise import NoiseRow, check_noise, noise_rows
@@ -99,8 +94,6 @@ class Speed:
 
 @dataclass(frozen=True)
 class Against:
-    """One run against the baseline."""
-
     name: str
     rows: list[ScoreRow]
     overall: ScoreRow | None  # the mean of the primary scores; None for one task
@@ -132,8 +125,6 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Result:
-    """All runs against one."""
-
     baseline: str
     baseline_speeds: list[Speed]
     others: list[Against]
@@ -233,20 +224,12 @@ def _curve(runs: Sequence[Measured], verdict_of: dict[str, str]) -> Iterator[Cur
 def _choose_metrics(baseline: Measured, wanted: Sequence[str] | None) -> dict[str, list[Metric]]:
     """The metrics to compare, by task: every run has the same rows."""
     found = [metric for task in baseline.tasks.values() for metric in task.metrics]
-    known = {metric.name for metric in found} | {metric.label for metric in found}
-    keys = {f"{metric.name},{metric.filter}" for metric in found}  # lm-eval's: `acc,none`, too
     for name in wanted or ():
-        if name not in known | keys:
-            raise FlyError(
-                f"--metric {name}: no such metric: choose from {', '.join(sorted(known))}"
-            )
-    names = known if not wanted else set(wanted)
+        if not any(name in metric.names for metric in found):
+            known = sorted({name for metric in found for name in (metric.name, metric.label)})
+            raise FlyError(f"--metric {name}: no such metric: choose from {', '.join(known)}")
     return {
-        name: [
-            m
-            for m in task.metrics
-            if m.has_row and {m.name, m.label, f"{m.name},{m.filter}"} & names
-        ]
+        name: [m for m in task.metrics if m.has_row and (not wanted or m.names & {*wanted})]
         for name, task in baseline.tasks.items()
     }
 
@@ -319,10 +302,8 @@ def _against(
     chosen: dict[str, list[Metric]],
     verdicts: int,
 ) -> Against:
-    """One run. reasons: what stands between it and the baseline (`check_comparable`).
-
-    chosen: the baseline's metrics to compare, by task. verdicts: as in `statistics.compare_tasks`.
-    """
+    """One run. reasons: what stands between it and the baseline (`check_comparable`). chosen: the
+    baseline's metrics to compare, by task. verdicts: as in `statistics.compare_tasks`."""
     rows, primaries = [], []
     withheld = _why_withheld(reasons, "withhold verdict")
     no_times = _why_withheld(reasons, "withhold times")

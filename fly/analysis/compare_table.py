@@ -1,4 +1,4 @@
-"""A comparison's tables: scores, time x, mean acceptance lengths and the noise floor."""
+"""A comparison's tables, and a short one with the verdicts in words for a terminal."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from fly.analysis.compare import CurvePoint, Result, ScoreRow, Speed
-from fly.analysis.csv_files import as_csv
-from fly.analysis.tables import Table, as_markdown, in_words, print_tables, ratio_text, score_texts
+from fly.analysis.compare import Against, CurvePoint, Result, ScoreRow, Speed
+from fly.analysis.tables import (
+    Table,
+    as_csv,
+    as_markdown,
+    in_words,
+    print_tables,
+    ratio_text,
+    score_texts,
+)
 from fly.runs.records import by_position
 from fly.runs.run_settings import with_drafts
 
@@ -26,6 +33,11 @@ _NOISE = (
     "task", "run", "documents", "scores: rounding", "run's", "p more", "texts: rounding",
     "the run's", "p more texts",
 )  # fmt: skip
+_SHORT = ("task", "run", "score", "decoding x", "end to end x", "tokens/pass")
+_SAYS = {
+    "held": "the score held", "unchanged": "every score is the same", "fell": "the score FELL",
+    "not enough evidence": "not enough evidence", "decides nothing": "decides nothing",
+}  # fmt: skip
 _CURVE = ("run", "requests at once", "tok/s for all", "tok/s per user", "verdict")
 
 
@@ -38,7 +50,6 @@ def print_result(result: Result, categories: Categories = ()) -> None:
 
 
 def markdown(result: Result, categories: Categories = ()) -> str:
-    """The tables for a pull request or a job's summary."""
     scores = _scores(result)
     tables = [scores] * bool(scores.rows) + [*_others(result, categories)]
     return as_markdown(tables, _notes(result))
@@ -65,21 +76,18 @@ def _others(result: Result, categories: Categories) -> Iterator[Table]:
         yield Table(f"Time x, against {result.baseline}", _SPEED, speed)
         yield Table("Mean acceptance lengths", _LENGTHS, [*_length_rows(result)])
     if result.curve:
-        yield Table("Throughput against interactivity", _CURVE, [*_curve_rows(result)])
+        points = [
+            [p.run, str(p.concurrency), f"{p.tok_s:.1f}", f"{p.tok_s_per_user:.1f}", p.verdict]
+            for p in result.curve
+        ]
+        yield Table("Throughput against interactivity", _CURVE, points)
     if result.noise:
         title = "Noise floor: documents that differ from the baseline's"
         yield Table(title, _NOISE, [*_noise_rows(result)])
 
 
 def curve_csv(result: Result) -> str:
-    """The curve for a plotting program."""
     return as_csv(map(asdict, result.curve), [field.name for field in fields(CurvePoint)])
-
-
-def _curve_rows(result: Result) -> Iterator[list[str]]:
-    for point in result.curve:
-        rates = [f"{point.tok_s:.1f}", f"{point.tok_s_per_user:.1f}"]
-        yield [point.run, str(point.concurrency), *rates, point.verdict]
 
 
 def _gate_rows(result: Result) -> Iterator[list[str]]:
@@ -100,18 +108,10 @@ def _score_rows(result: Result) -> Iterator[list[str]]:
             count += f" in {scores.clusters:,} clusters"
         yield [label, result.baseline, f"{scores.baseline:.4g}", "", "", "", count]
         for other, row in zip(result.others, rows):
-            yield ["", other.name, *_score_cells(row, result)]
-
-
-def _score_cells(row: ScoreRow, result: Result) -> list[str]:
-    texts = score_texts(row.scores)
-    return [
-        texts.score,
-        texts.recovery + texts.interval,
-        texts.changed,
-        texts.p,
-        "\n".join([row.verdict, *in_words(row.scores, result.demand)]),
-    ]
+            texts = score_texts(row.scores)
+            verdict = "\n".join([row.verdict, *in_words(row.scores, result.demand)])
+            recovery = texts.recovery + texts.interval
+            yield ["", other.name, texts.score, recovery, texts.changed, texts.p, verdict]
 
 
 def _by_task(result: Result) -> Iterator[tuple[str, str, Speed]]:
@@ -128,8 +128,12 @@ def _by_task(result: Result) -> Iterator[tuple[str, str, Speed]]:
 
 def _speed_rows(result: Result) -> Iterator[list[str]]:
     for label, name, speed in _by_task(result):
-        shown = with_drafts(name, speed.from_earlier_runs)
-        yield [label, shown, *_speed_cells(speed, name == result.baseline)]
+        shown, pace = with_drafts(name, speed.from_earlier_runs), speed.pace
+        tokens = f"{speed.tokens.value:.2f}" if speed.tokens else "-"
+        ratios = [ratio_text(speed.decode), ratio_text(speed.end_to_end), tokens]
+        rate = f"{pace.decode_tok_s:.1f}" if pace.decode_tok_s else "-"
+        saved = f"{pace.saved:.0%}" if pace.saved is not None else "-"
+        yield [label, shown, *(["1"] * 3 if name == result.baseline else ratios), rate, saved]
 
 
 def _length_rows(result: Result) -> Iterator[list[str]]:
@@ -163,17 +167,6 @@ def _noise_rows(result: Result) -> Iterator[list[str]]:
         yield cells
 
 
-def _speed_cells(speed: Speed, is_baseline: bool) -> list[str]:
-    pace = speed.pace
-    tokens = f"{speed.tokens.value:.2f}" if speed.tokens else "-"
-    ratios = [ratio_text(speed.decode), ratio_text(speed.end_to_end), tokens]
-    return [
-        *(["1"] * 3 if is_baseline else ratios),
-        f"{pace.decode_tok_s:.1f}" if pace.decode_tok_s else "-",
-        f"{pace.saved:.0%}" if pace.saved is not None else "-",
-    ]
-
-
 def _notes(result: Result) -> list[str]:
     lines = ["lost / won: documents that score worse / better than the baseline's."]
     if result.baseline_speeds:
@@ -201,3 +194,64 @@ def _notes(result: Result) -> list[str]:
             f"{doubt:.3g} / {result.verdicts}."
         )
     return [*lines, *result.notes]
+
+
+# ---------------------------------------------------------------------------------- on one screen
+
+
+def print_short(result: Result) -> None:
+    """`fly compare --details` prints the tables that this leaves out."""
+    several = len({row.task for other in result.others for row in other.all_rows}) > 1
+    table = Table("", _SHORT, [*_short_rows(result)])
+    lines = [line for other in result.others for line in _short_verdict(other, result, several)]
+    lines += [f"note: {note}" for note in result.notes]
+    print_tables([table], [*lines, "all numbers and intervals: the same command with --details"])
+
+
+def _short_rows(result: Result) -> Iterator[list[str]]:
+    runs = [(other.name, other.all_rows, other.speeds) for other in result.others]
+    for number, first in enumerate(result.others[0].all_rows):
+        if not (first.primary or first.task == "overall"):
+            continue
+        base = _speed_of(result.baseline_speeds, first.task)
+        count = first.scores.documents
+        label = f"{first.task}, {count} document{'s' if count != 1 else ''}"
+        score = _solved(first.scores.baseline, count)
+        yield [label, result.baseline, score, "1", "1", _length(base)]
+        for name, rows, speeds in runs:
+            speed = _speed_of(speeds, first.task)
+            mean = rows[number].scores.other
+            score = "-" if mean is None else _solved(mean, count)
+            shown = with_drafts(name, speed is not None and speed.from_earlier_runs)
+            ratios = (speed.decode, speed.end_to_end) if speed else (None, None)
+            yield ["", shown, score, *map(ratio_text, ratios), _length(speed)]
+
+
+def _speed_of(speeds: list[Speed], task: str) -> Speed | None:
+    return next((speed for speed in speeds if speed.task == task), None)
+
+
+def _solved(mean: float, count: int) -> str:
+    solved = mean * count
+    is_count = 0 <= mean <= 1 and abs(solved - round(solved)) < 1e-6
+    return f"{round(solved)} of {count}" if is_count else f"{mean:.4g}"
+
+
+def _length(speed: Speed | None) -> str:
+    return f"{speed.pace.tau:.2f}" if speed and speed.pace.tau else "-"
+
+
+def _short_verdict(other: Against, result: Result, several: bool) -> Iterator[str]:
+    for row in other.all_rows:
+        if row.primary or row.task == "overall" or row.verdict == "fell":
+            where = f" on {row.task}" if several else ""
+            yield f"{other.name}{where}: {'. '.join(_in_short(row, result))}."
+
+
+def _in_short(row: ScoreRow, result: Result) -> Iterator[str]:
+    texts = score_texts(row.scores)
+    recovery = f" (recovery {texts.recovery}{texts.interval})"
+    yield _SAYS[row.verdict] + recovery * (row.is_judged and row.verdict != "unchanged")
+    for line in filter(None, in_words(row.scores, result.demand)):
+        if line != row.scores.reason or row.verdict != "unchanged":  # said already
+            yield line[0].upper() + line[1:]

@@ -1,7 +1,4 @@
-"""Histories: one line per finished run, grouped into series, and each series tested for decline.
-
-docs/history.md says what the lines hold and how the test works.
-"""
+"""One line per finished run, grouped into series, each tested for decline (docs/history.md)."""
 
 from __future__ import annotations
 
@@ -19,14 +16,13 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 from scipy import stats
 
-from fly import reading
 from fly.analysis.compare import Against, primary
 from fly.analysis.scores import Measured, Metric, Task
 from fly.analysis.statistics import DEFAULT_DEMAND, Demand, Verdict
 from fly.errors import FlyError
 from fly.models.fingerprint import hash_json
 from fly.runs import run_settings
-from fly.runs.reader import Run, date_of
+from fly.runs.reader import Run, date_of, iterate_lines
 from fly.runs.records import mean_lengths
 
 _MODELS = ("target_model_path", "draft_model_path")
@@ -158,15 +154,7 @@ def append(path: Path, lines: Sequence[Line]) -> None:
 
 
 def read(path: Path) -> Iterator[Line]:
-    """The runs in a history file."""
-    for number, text in enumerate(reading.iterate_lines(path), 1):
-        if text.strip():
-            found = reading.parse_as(text, Line)
-            if found is None:
-                where = f"{path}, line {number}, not of fly compare --history"
-                reading.check_shape(reading.parse(text, where), Line, where)
-                raise FlyError(f"{where}: remove it")
-            yield found
+    return iterate_lines(path, Line, keep_others=False)
 
 
 # ------------------------------------------------------------------------------------ decline
@@ -279,10 +267,8 @@ def find_trend(scores_RN: NDArray[np.float64], demand: Demand = DEFAULT_DEMAND) 
 
 
 def _decline(gains: NDArray[np.float64]) -> float:
-    """One-sided p of sign flips: that documents without a decline gain so little, or less.
-
-    The normal tail of the flips; for few documents that changed, no less than they can show.
-    """
+    """One-sided p of sign flips: that documents without a decline gain so little, or less. The
+    normal tail of the flips; for few documents that changed, no less than they can show."""
     changed = gains[np.abs(gains) > 1e-12]
     z = -changed.sum() / math.sqrt((changed**2).sum()) if len(changed) else 0.0
     return max(float(stats.norm.sf(z)), 2.0 ** -len(changed))
@@ -314,7 +300,6 @@ def as_rows(series: Sequence[Series]) -> Iterator[dict[str, Any]]:
 
 
 def trend_in_words(series: Series) -> str:
-    """One line for people."""
     trend = series.trend
     parts = [trend.reason]
     if trend.change is not None and trend.p is not None and trend.level is not None:

@@ -24,7 +24,6 @@ from fly.runs.reader import Run, TaskRun
 from fly.runs.records import DECODING, TIMED, Lengths, Positions
 from fly.runs.shapes import RequestLine
 
-_HASH_DIGITS = 16
 LARGEST = 1e50  # a score beyond it is no number: statistics take fourth powers
 _BY_DOCUMENT = ("documents", "work", "texts", "clusters", "groups")  # of a task
 _Value = TypeVar("_Value")
@@ -41,6 +40,10 @@ class DocumentHashes(_Stored):
     doc: str
     prompt: str
     target: str
+
+    @classmethod
+    def of(cls, doc: str, prompt: str, target: str) -> DocumentHashes:
+        return cls(doc=doc[:16], prompt=prompt[:16], target=target[:16])
 
 
 class Work(_Stored):
@@ -71,6 +74,11 @@ class Metric(_Stored):
     @property
     def label(self) -> str:
         return self.name if self.filter == "none" else f"{self.name},{self.filter}"
+
+    @property
+    def names(self) -> set[str]:
+        """What it may be asked for by; lm-eval's own names have the filter, `acc,none`, too."""
+        return {self.name, self.label, f"{self.name},{self.filter}"}
 
     @property
     def has_row(self) -> bool:
@@ -129,8 +137,6 @@ class Task(_Stored):
 
 
 class Drafts(_Stored):
-    """Where a run's drafts came from."""
-
     sources: list[str]  # by the keys in fly.runs.records.SOURCES
     from_earlier_runs: bool  # outputs of earlier runs were drafted from
     # whether these outputs are of the run's own target; None if that is not known
@@ -141,8 +147,6 @@ _OfTarget = Annotated[str, StringConstraints(pattern="^(name|dtype|revision|file
 
 
 class Measured(_Stored):
-    """A run's scores."""
-
     format: Literal[1] = 1
     name: str
     mode: str
@@ -191,14 +195,10 @@ def measure(
 
     Raises FlyError if it scored nothing, and if a document lacks the field.
     """
-    notes: list[str] = []
+    notes = [f"{run.name}: {told}" for told in (_acceptance(run), _cut_off(run)) if told]
     parts_of: dict[str, list[TaskRun]] = defaultdict(list)
     for task in run.tasks.values():
         parts_of[task.name].append(task)
-    if told := _acceptance(run):
-        notes.append(f"{run.name}: {told}")
-    if told := _cut_off(run):
-        notes.append(f"{run.name}: {told}")
     if not parts_of:
         raise FlyError(f"{run.path}: holds no samples: nothing was scored")
     requests = _requests(run)
@@ -211,7 +211,7 @@ def measure(
             version=first.version,
             num_fewshot=first.num_fewshot,
             generation=task_config.get("generation_kwargs") or {},
-            documents={i: _hashes(*sample.hashes) for i, sample in first.samples.items()},
+            documents={i: DocumentHashes.of(*s.hashes) for i, s in first.samples.items()},
             metrics=[metric for part in parts for metric in _metrics(part, run.name, notes)],
             work={doc_id: _sum(records) for doc_id, records in requests[name].items()},
             positions=_positions(chain.from_iterable(requests[name].values())),
@@ -291,12 +291,6 @@ def _shared_texts(task: TaskRun) -> list[str]:
         if 1 < len(long) < sum(text in long for text in texts if isinstance(text, str)):
             found.append(field)
     return found
-
-
-def _hashes(doc: str, prompt: str, target: str) -> DocumentHashes:
-    return DocumentHashes(
-        doc=doc[:_HASH_DIGITS], prompt=prompt[:_HASH_DIGITS], target=target[:_HASH_DIGITS]
-    )
 
 
 def _metrics(task: TaskRun, run_name: str, notes: list[str]) -> Iterator[Metric]:
@@ -432,10 +426,8 @@ def _decoding(run: Run) -> dict[str, Any]:
 
 
 def _machine(run: Run) -> dict[str, Any]:
-    """What a run's seconds depend on besides what it decodes; empty without fly's records.
-
-    Facts of the draft are left out: they are part of what is compared.
-    """
+    """What a run's seconds depend on besides what it decodes; empty without fly's records. Facts of
+    the draft are left out: they are part of what is compared."""
     if run.entry is None:
         return {}
     entry, device = run.entry, run.entry.get("device") or {}
@@ -461,17 +453,10 @@ def _machine(run: Run) -> dict[str, Any]:
 
 def save(measured: Measured, path: Path, *, with_outputs: bool = False) -> None:
     """Write a baseline file. Raises FlyError if outputs are asked for and some are not there."""
-    leave_out: dict[str, Any] = {}
-    of_task: dict[str, Any] = {}
-    if not measured.drafts:  # an earlier fly can read it then
-        leave_out["drafts"] = of_task["positions"] = True
-        of_task["work"] = {"__all__": {"accepted", "drafts"}}
     if with_outputs:
         _check_outputs(measured)
-    else:
-        of_task["outputs"] = True
-    leave_out["tasks"] = {"__all__": of_task}
-    write_output(path, measured.model_dump_json(exclude=leave_out) + "\n", "--save-baseline")
+    left_out: Any = None if with_outputs else {"tasks": {"__all__": {"outputs"}}}
+    write_output(path, measured.model_dump_json(exclude=left_out) + "\n", "--save-baseline")
 
 
 def _check_outputs(measured: Measured) -> None:
@@ -496,7 +481,6 @@ def check_storable(mode: str, flag: str) -> None:
 
 
 def read(path: Path) -> Measured:
-    """Read a baseline file."""
     where = f"--baseline {path}"
     try:
         found = Measured.model_validate(reading.read_object(path, where))

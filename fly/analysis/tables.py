@@ -1,11 +1,14 @@
-"""Tables for people, in the terminal and as Markdown, and a comparison's numbers in words."""
+"""Tables in the terminal, as Markdown and as CSV, and a comparison's numbers in words."""
 
 from __future__ import annotations
 
+import csv
+import io
 import sys
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rich import box
 from rich.cells import cell_len
@@ -21,7 +24,7 @@ _COLOURS = {
 }  # fmt: skip
 # a task name may fold, an interval may not
 _UNFOLDED = ("decoding x", "end to end x", "accepted by position")
-_TEXTS = ("task", "verdict", "documents")  # cells of several words, which may take several lines
+_TEXTS = ("task", "verdict", "documents", "settings")  # whose words may take several lines
 _NUMBERS = (
     "score", "lost/won", "p", "tokens x", "tok/s", "passes saved", "tau", "tau/doc", "AL", "AL/doc",
     "tokens/pass",
@@ -116,9 +119,11 @@ class Table:
         return "\n".join([f"### {visible(self.title)}", "", *head, *map(line, self.rows)])
 
 
-def print_tables(tables: Sequence[Table], notes: Sequence[str], heading: str = "") -> None:
-    """100 columns suffice; narrower terminals get a table per task, and fewer columns."""
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+def print_tables(
+    tables: Sequence[Table], notes: Sequence[str], heading: str = "", width: int = WIDTH
+) -> None:
+    """Narrower terminals get a table per task, and fewer columns. width: of other outputs."""
+    console = Console(width=None if sys.stdout.isatty() else width, highlight=False)
     fitted = [table.fit(console.width) for table in tables]
     missing = dict.fromkeys(name for _, names in fitted for name in names)
     shown = [table for parts, _ in fitted for table in parts]
@@ -136,6 +141,18 @@ def as_markdown(tables: Sequence[Table], notes: Sequence[str]) -> str:
     """For a pull request or a job's summary."""
     lines = "\n".join(f"- {visible(line)}" for line in notes)
     return "\n\n".join([*(table.as_markdown() for table in tables), lines]) + "\n"
+
+
+def as_csv(rows: Iterable[Mapping[str, Any]], first: Iterable[str] = ()) -> str:
+    """One line per row, with the keys of all of them, `first` before others; what a row lacks, and
+    None, is empty."""
+    found = [*rows]
+    text = io.StringIO()
+    names = dict.fromkeys([*first, *(name for row in found for name in row)])
+    writer = csv.DictWriter(text, [*names], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(found)
+    return text.getvalue()
 
 
 def visible(text: str) -> str:

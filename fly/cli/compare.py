@@ -199,7 +199,6 @@ def _execute(args: argparse.Namespace) -> None:
         comparability,
         compare,
         compare_files,
-        compare_screen,
         compare_table,
         gates,
         history,
@@ -248,7 +247,7 @@ def _execute(args: argparse.Namespace) -> None:
         )
         is_asked = args.details or args.by or limits or result.noise or result.curve
         if screen.is_wanted() and not is_asked:
-            compare_screen.print_result(result)
+            compare_table.print_short(result)
         else:
             compare_table.print_result(result, groups)
         if args.history:
@@ -338,10 +337,7 @@ def _load(args: argparse.Namespace, stored: Measured | None = None) -> list[tupl
     else:
         named = [*_make_missing(args, stored).items()]
     return [
-        (
-            run,
-            scores.measure(run, with_outputs=args.with_outputs, cluster=args.cluster, by=args.by),
-        )
+        (run, scores.measure(run, with_outputs=args.with_outputs, cluster=args.cluster, by=args.by))
         for run in api.read_runs(named, [stored.name] if stored else [])
     ]
 

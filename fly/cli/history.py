@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def add_command(subparsers: Any) -> None:
-    """Register the subcommand with the CLI's parser."""
     parser = subparsers.add_parser(
         "history",
         help="Write finished runs over time as one HTML page, and test them for decline",
@@ -46,8 +45,9 @@ def add_command(subparsers: Any) -> None:
 
 
 def _history(args: argparse.Namespace) -> None:
-    from fly.analysis import compare, csv_files, history
-    from fly.analysis.html import history_page
+    from fly.analysis import compare, history
+    from fly.analysis.html import write
+    from fly.analysis.tables import as_csv
 
     demand = read_demand(args, "fly history")
     output = expanded(args.output)
@@ -56,9 +56,9 @@ def _history(args: argparse.Namespace) -> None:
     series = history.group(lines, args.good, demand)
     if not series:
         raise FlyError(f"{args.paths[0]}: holds no runs with scores")
-    write_output(output, history_page.page(series), "--output")
+    write_output(output, write.history_page(series), "--output")
     if args.csv:
-        write_output(args.csv, csv_files.as_csv(history.as_rows(series)), "--csv")
+        write_output(args.csv, as_csv(history.as_rows(series)), "--csv")
         print(f"csv: {args.csv}")
     for each in series:
         count = f"{len(each.lines)} run{'s' if len(each.lines) > 1 else ''}"

@@ -3,7 +3,7 @@
 import pytest
 
 from fly.analysis import history
-from fly.analysis.html import history_page
+from fly.analysis.html import write
 from tests.unit.test_history import nights
 
 pytestmark = pytest.mark.browser
@@ -16,7 +16,7 @@ def open_history(chromium, tmp_path):
 
     def open_(lines):
         file = tmp_path / "history.html"
-        file.write_bytes(history_page.page(history.group(lines)))
+        file.write_bytes(write.history_page(history.group(lines)))
         page = chromium.new_page()
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from fly.analysis import compare, compare_screen
+from fly.analysis import compare, compare_table
 from fly.cli import processes, screen
 from fly.harness import progress
 from tests.unit.test_tables import load
@@ -68,7 +68,7 @@ def test_without_a_terminal_progress_is_a_line_per_ten_percent(caplog):
 )
 def test_a_result_is_a_small_table_and_a_verdict_in_words(tmp_path, scores, words, capsys):
     base = load(write(tmp_path / "a", "target-only", [1] * 50 + [0] * 10, seconds=2.0))
-    compare_screen.print_result(compare.compare(base, [load(write(tmp_path / "b", "fly", scores))]))
+    compare_table.print_short(compare.compare(base, [load(write(tmp_path / "b", "fly", scores))]))
     printed = " ".join(capsys.readouterr().out.split())
     assert words in printed
     assert f"fly {sum(scores)} of 60 2.00 [2.00, 2.00] 2.00 [2.00, 2.00] 4.00" in printed

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from fly.analysis import compare, compare_files, compare_screen, compare_table, gates, scores
+from fly.analysis import compare, compare_files, compare_table, gates, scores
 from fly.analysis.html import comparison
 from fly.analysis.tables import Table, score_texts
 from fly.runs import reader
@@ -34,7 +34,7 @@ def test_a_row_is_the_same_everywhere(tmp_path, capsys):
     for text in (texts.score, recovery, texts.changed, texts.p):
         for shown in (printed, line, case.find("failure").text):
             assert text in shown
-    (entry,), _ = comparison.against_first([base, other])
+    (entry,), *_ = comparison.against_first([base, other])
     (stored,) = json.loads(compare_files.as_json(result))["others"]
     assert json.loads(json.dumps({key: entry[key] for key in stored})) == stored
 
@@ -52,7 +52,7 @@ def test_a_grouped_table_is_a_table_per_group():
 
 
 @pytest.mark.parametrize("width", [100, 80, 60])
-@pytest.mark.parametrize("printer", [compare_screen.print_result, compare_table.print_result])
+@pytest.mark.parametrize("printer", [compare_table.print_short, compare_table.print_result])
 def test_a_narrow_terminal_gets_whole_words(tmp_path, width, printer, capsys, monkeypatch):
     """Words and intervals were cut: `verdic`, `1.00 [1.00, 1.`."""
     won = [0] * 3 + [1] * 47 + [1] * 2 + [0] * 8

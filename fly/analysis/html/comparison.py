@@ -10,14 +10,16 @@ from fly.analysis.comparability import explain_refusal
 from fly.analysis.compare import Against, compare, equal_texts
 from fly.analysis.compare_files import against_as_dict
 from fly.analysis.scores import Measured
-from fly.analysis.statistics import Comparison, Demand
+from fly.analysis.statistics import Demand
 from fly.analysis.tables import in_words
 from fly.errors import FlyError
 
 
-def against_first(runs: Sequence[Measured]) -> tuple[list[dict[str, Any]], list[str]]:
-    """One entry per other run, all judged together, as `fly compare` judges them; and its notes
-    that are of no one run.
+def against_first(
+    runs: Sequence[Measured], by: str | None = None
+) -> tuple[list[dict[str, Any]], list[str], list[dict[str, Any]]]:
+    """One entry per other run, all judged together, as `fly compare` judges them; its notes that
+    are of no one run; and its rows by the values of the field `by`.
 
     An entry has the keys of `--json` (docs/compare.md), `main`, the number of the row that stands
     for the run, `reason`, why its verdict is what it is, and `texts`, how many differ; or only
@@ -35,18 +37,11 @@ def against_first(runs: Sequence[Measured]) -> tuple[list[dict[str, Any]], list[
     found = [
         entries.get(run.name) or {"name": run.name, "refused": refused[run.name]} for run in others
     ]
-    return found, [note for note in result.notes if note not in told]
+    by_category = categories.rows(baseline, judged) if by else []
+    return found, [note for note in result.notes if note not in told], by_category
 
 
-def by_category(runs: Sequence[Measured]) -> list[dict[str, Any]]:
-    """`fly compare --by`'s rows, of the runs that compare."""
-    baseline, *others = runs
-    return categories.rows(baseline, [r for r in others if not explain_refusal(baseline, r)])
-
-
-def of_families(
-    runs: Sequence[matrix.Scored],
-) -> tuple[dict[str, Any] | None, list[matrix.Cell]]:
+def of_families(runs: Sequence[matrix.Scored]) -> tuple[dict[str, Any] | None, list[matrix.Cell]]:
     """The matrix of fly's runs, as `fly compare --matrix` makes it, and its cells; None unless
     several draft.
 
@@ -80,16 +75,9 @@ def _entry(against: Against, demand: Demand) -> dict[str, Any]:
     deciding = main
     if main.verdict != against.verdict:  # without any such row, nothing is judged
         deciding = next((r for r in against.all_rows if r.verdict == against.verdict), main)
-    reason = _reason(deciding.scores, demand)
+    # why, and what `fly compare` says below the verdict
+    parts = [deciding.scores.reason, *in_words(deciding.scores, demand)]
+    reason = "; ".join(dict.fromkeys(parts))
     if deciding is not main:
         reason = f"{deciding.label}: {reason}"
-    return {
-        **against_as_dict(against),
-        "main": against.all_rows.index(main),
-        "reason": reason,
-    }
-
-
-def _reason(scores: Comparison, demand: Demand) -> str:
-    """Why, and what `fly compare` says below the verdict."""
-    return "; ".join(dict.fromkeys([scores.reason, *in_words(scores, demand)]))
+    return {**against_as_dict(against), "main": against.all_rows.index(main), "reason": reason}

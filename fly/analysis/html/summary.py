@@ -48,10 +48,13 @@ def of_run(run: Run, scores: Measured, traced: Acceptance) -> dict[str, Any]:
         "facts": _facts(run, scores),
         "settings": _settings(run, scores),
         "stats": stats_of_run if stats_of_run.get("requests") else None,
-        "sources": _sources(stats_of_run),
+        "sources": {
+            key.replace("_", " "): counts
+            for key, counts in (stats_of_run.get("sources") or {}).items()
+        },
         "traced": traced.requests,
         "positions": _positions(stats_of_run, acceptance),
-        "blocks": _blocks(acceptance) if acceptance else None,
+        "blocks": acceptance.block_counts if acceptance else None,
         "entropy": _entropies(acceptance, entry.get("config", {})) if acceptance else None,
     }
 
@@ -65,12 +68,6 @@ def _facts(run: Run, scores: Measured) -> dict[str, str]:
         "machine": str(device.get("name") or ""),
         "date": str((run.entry or {}).get("started") or "")[:10],
     }
-
-
-def _sources(stats_of_run: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """Draft tokens by the name of their source; empty for a run that did not count them."""
-    sources: dict[str, dict[str, int]] = stats_of_run.get("sources") or {}
-    return {key.replace("_", " "): counts for key, counts in sources.items()}
 
 
 def _settings(run: Run, scores: Measured) -> dict[str, str]:
@@ -98,11 +95,6 @@ def _positions(stats_of_run: dict[str, Any], acceptance: Acceptance | None) -> d
         if acceptance
         else None,
     }
-
-
-def _blocks(acceptance: Acceptance) -> list[int]:
-    blocks = acceptance.blocks
-    return [blocks[length] for length in range(max(blocks, default=0) + 1)]
 
 
 def _entropies(acceptance: Acceptance, config: dict[str, Any]) -> dict[str, Any] | None:

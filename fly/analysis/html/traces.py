@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,17 +18,12 @@ LETTERS = {  # by fly.runs.replay's sources, as trace.js has them
 
 def replayed(run: Run) -> Iterator[Generation]:
     """All traced requests of the run, one at a time, without texts; empty without a trace."""
+    found = run_settings.in_force(run)  # the rule may have no windows
+    window = int(found.get("win_len", 0)) - (found.get("window_rule") == "reference")
     try:
-        yield from generations(run.rounds, window=_window(run))
+        yield from generations(run.rounds, window=max(0, window))
     except FlyError as error:
         raise FlyError(f"{run.folder}: {error}") from None
-
-
-def _window(run: Run) -> int:
-    """How many tokens after a deferral had to match; 0 where the rule has no windows."""
-    found = run_settings.in_force(run)
-    window = int(found.get("win_len", 0))
-    return max(0, window - (found.get("window_rule") == "reference"))
 
 
 class Shown:
@@ -39,7 +33,6 @@ class Shown:
         self.traced: set[int] = set()  # rows of all traced documents
         self._runs, self._most = runs, most
         self._kept: dict[int, list[tuple[int, Generation]]] = {}  # by row, (run, request)
-        self._last_first: list[int] = []  # a heap of the kept rows' negatives
 
     @property
     def rows(self) -> list[int]:
@@ -52,17 +45,10 @@ class Shown:
             row = rows.get((generation.task, generation.doc_id))
             if row is not None:
                 self.traced.add(row)
-                self._add(row, run, generation)
+                self._kept.setdefault(row, []).append((run, generation))
+                if len(self._kept) > self._most:
+                    del self._kept[max(self._kept)]
             yield generation
-
-    def _add(self, row: int, run: int, generation: Generation) -> None:
-        if row not in self._kept:
-            heapq.heappush(self._last_first, -row)
-            self._kept[row] = []
-            if len(self._kept) > self._most:
-                del self._kept[-heapq.heappop(self._last_first)]
-        if row in self._kept:
-            self._kept[row].append((run, generation))
 
     def block(self) -> dict[str, Any]:
         """texts: every token's text once; the columns name them by number, null for none.

@@ -1,18 +1,21 @@
-"""From finished runs to the page."""
+"""From finished runs to the report's page, and from their series to the history's."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
-from fly.analysis import acceptance, scores
+from fly.analysis import acceptance, history, scores
 from fly.analysis.compare import choose_baseline
-from fly.analysis.csv_files import as_csv
 from fly.analysis.html import comparison, documents, points, summary, traces
 from fly.analysis.html.page import render
 from fly.analysis.matrix import Scored
+from fly.analysis.tables import as_csv
 from fly.runs.reader import Run
 
 _SCRIPTS = ("diff.js", "trace.js", "table.js", "report.js")
+_MOST = 400  # points of a history's line; a browser draws them as fast as one looks
 _COLUMNS = ("score", "change", "same", "parts", "length", "tokens", "tau", "seconds")
 
 
@@ -56,7 +59,7 @@ def page(runs: list[Run], max_traces: int = 200, by: str | None = None) -> bytes
     for number, (run, own) in enumerate(zip(runs, measured)):
         requests = shown.keep(number, documents.row_numbers(samples, number))
         summaries.append(summary.of_run(run, own, acceptance.measure(requests)))
-    comparisons, notes = comparison.against_first(measured)
+    comparisons, notes, by_category = comparison.against_first(measured, by)
     matrix, cells = comparison.of_families(found)
     return render(
         f"fly report: {', '.join(each.name for each in measured)}",
@@ -65,7 +68,7 @@ def page(runs: list[Run], max_traces: int = 200, by: str | None = None) -> bytes
             "scores": summary.scores(runs),
             "comparisons": comparisons,
             "notes": notes,
-            "categories": comparison.by_category(measured) if by else [],
+            "categories": by_category,
             "matrix": matrix,
             "frontier": points.frontier(cells),
             "points": points.of_runs(found, cells),
@@ -76,3 +79,19 @@ def page(runs: list[Run], max_traces: int = 200, by: str | None = None) -> bytes
         texts=documents.texts(samples),
         traces=shown.block(),
     )
+
+
+def history_page(series: Sequence[history.Series]) -> bytes:
+    """The whole file. Of long series the newest runs are drawn; trends are of all."""
+    rows = [*history.as_rows(series)]
+    shown = [
+        {
+            "title": each.title,
+            "runs": len(each.lines),
+            "trend": asdict(each.trend),
+            "words": history.trend_in_words(each),
+            "rows": [row for row in rows if row["series"] == number][-_MOST:],
+        }
+        for number, each in enumerate(series)
+    ]
+    return render("fly history", {"series": shown}, "history.js")
