@@ -26,7 +26,6 @@ from typing import Any
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 FLY = f"{Path(__file__).resolve().parent.parent / 'fly'}/"
 _INDEXES = {"aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"}
@@ -70,9 +69,9 @@ class Meter:
     def wait(self, why: str) -> None:
         where = next(
             (
-                f"{frame.filename.removeprefix(FLY)}:{frame.lineno}"
-                for frame in reversed(traceback.extract_stack())
-                if frame.filename.startswith(FLY)
+                f"{frame.f_code.co_filename.removeprefix(FLY)}:{line}"
+                for frame, line in traceback.walk_stack(None)
+                if frame.f_code.co_filename.startswith(FLY)
             ),
             "not in fly",
         )
@@ -139,19 +138,44 @@ def real(tensor: Any) -> Any:
 
 
 def _tensors(*trees: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_flatten(trees)[0] if isinstance(leaf, torch.Tensor)]
+    """In the order that they stand in. Called several times for each kernel, as is `_mapped`:
+    `torch.utils._pytree` would be most of a test's time."""
+    found: list[torch.Tensor] = []
+    for tree in trees:
+        if isinstance(tree, torch.Tensor):
+            found.append(tree)
+        elif isinstance(tree, (tuple, list)):
+            found += _tensors(*tree)
+        elif isinstance(tree, dict):
+            found += _tensors(*tree.values())
+    return found
+
+
+def _mapped(func: Callable[[Any], Any], tree: Any) -> Any:
+    """The same tuples, lists and dictionaries with other leaves."""
+    if isinstance(tree, tuple):
+        return tuple([_mapped(func, part) for part in tree])
+    if isinstance(tree, list):
+        return [_mapped(func, part) for part in tree]
+    if isinstance(tree, dict):
+        return {key: _mapped(func, part) for key, part in tree.items()}
+    return func(tree)
 
 
 def _run(name: str, where: torch.device, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Compute on the real values; counts a launch unless only views came of it."""
-    plain_args, plain_kwargs = tree_map(real, (args, kwargs))
-    known = {id(real(tensor)): tensor for tensor in _tensors(args, kwargs)}
-    memory = {t.untyped_storage().data_ptr() for t in _tensors(plain_args, plain_kwargs)}
+    plain_args, plain_kwargs = _mapped(real, args), _mapped(real, kwargs)
+    given = _tensors(args, kwargs)
+    known = {id(real(tensor)): tensor for tensor in given}
+    memory = {real(tensor).untyped_storage().data_ptr() for tensor in given}
     out = func(*plain_args, **plain_kwargs)
     outs = _tensors(out)
-    fresh = [o for o in outs if o.untyped_storage().data_ptr() not in memory]
     writes = getattr(getattr(func, "_schema", None), "is_mutable", False)
-    if (writes or fresh) and any(o.numel() for o in outs) and "empty" not in name:
+    if (
+        any(o.numel() for o in outs)
+        and "empty" not in name
+        and (writes or any(o.untyped_storage().data_ptr() not in memory for o in outs))
+    ):
 
         def again() -> None:
             new = func(*plain_args, **plain_kwargs)
@@ -160,18 +184,21 @@ def _run(name: str, where: torch.device, func: Callable[..., Any], args: Any, kw
                     old.copy_(value)
 
         METER.launch(name, again)
+    if where.type != "cuda" or not outs:
+        return out
 
     def wrapped(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or where.type != "cuda":
+        if not isinstance(leaf, torch.Tensor):
             return leaf
         return known.get(id(leaf)) if id(leaf) in known else Played(leaf, where)
 
+    if all(id(tensor) in known for tensor in outs):
+        return _mapped(wrapped, out)
     # views of tensors from outside of an inference mode have to be such, too
-    given = _tensors(args, kwargs)
     with torch.inference_mode(
         torch.is_inference_mode_enabled() and all(tensor.is_inference() for tensor in given)
     ):
-        return tree_map(wrapped, out)
+        return _mapped(wrapped, out)
 
 
 def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -32,6 +32,7 @@ from tests.integration.test_sampling_distribution import (
     table_requests,
     varied_requests,
 )
+from tests.once import once
 from tests.unit.test_linears import needs_kernels
 
 BUDGET = 40
@@ -46,17 +47,24 @@ def expected(target):
 
 
 @pytest.fixture(scope="module")
-def heads(target):
+def heads(target, tmp_path_factory):
     """Trained on what the target says after five of the prompts; the others are met anew. Those
     `in part` stopped halfway: some of their drafts stand, and few as a whole."""
-    texts = [
-        (len(prompt), prompt + tiny.generate(target, prompt, BUDGET + 8, eos=None))
-        for prompt in PROMPTS[:5]
-    ]
-    found = {}
-    for kind in ("dflash", "dspark"):
-        found[f"{kind} in part"], found[kind] = block_heads.trained(kind, target, texts, (60, 120))
-    return found
+
+    def train():
+        texts = [
+            (len(prompt), prompt + tiny.generate(target, prompt, BUDGET + 8, eos=None))
+            for prompt in PROMPTS[:5]
+        ]
+        kinds = ("dflash", "dspark")
+        pairs = {kind: block_heads.trained(kind, target, texts, (60, 120)) for kind in kinds}
+        return {
+            name: head
+            for kind, (in_part, whole) in pairs.items()
+            for name, head in ((f"{kind} in part", in_part), (kind, whole))
+        }
+
+    return once(tmp_path_factory, "block heads", train)
 
 
 def run(target, checkpoint, slots=1, k=5, rule=tiny.EXACT, capture=None, prompts=PROMPTS, **keys):
@@ -150,12 +158,11 @@ class Watched(BlockDrafter):
                 known, last = sequence.tokens[:-1], sequence.tokens[-1:]
                 fresh = self.fresh()
                 seen = block_heads.features(self.target, self.wants_features, known)
-                fresh.runner.extend(0, seen, [len(known)])
-                states = fresh.runner.draft(last)
-                logits = fresh.runner.logits(states)
+                fresh.extend(0, seen, [len(known)])
+                logits = fresh.logits(fresh.draft(last))
                 previous, wanted = torch.tensor(last), []
                 for at in range(len(chain)):
-                    previous = fresh.runner.after(logits[:, at], previous).argmax(-1)
+                    previous = fresh.after(logits[:, at], previous).argmax(-1)
                     wanted.append(int(previous))
                 self.checked += 1
                 self.wrong += wanted != chain
@@ -177,7 +184,8 @@ class Watched(BlockDrafter):
 def test_every_draft_is_a_fresh_heads(target, heads, kind, slots, rule, k):
     drafter = block_heads.drafter(heads[kind], target, slots, Watched)
     drafter.target, drafter.checked, drafter.wrong = target, 0, 0
-    drafter.fresh = lambda: block_heads.drafter(heads[kind], target, 1)
+    head = block_heads.runner(heads[kind], target, 1).head
+    drafter.fresh = lambda: BlockRunner(head, target, 1)
     engine = tiny.engine(target, drafter, k, rule, slots)
     records = tiny.decode_all(engine, PROMPTS, BUDGET)
     assert (drafter.checked > 30, drafter.wrong) == (True, 0)
@@ -322,12 +330,12 @@ def test_a_wrong_q_is_noticed(small, kind, monkeypatch):
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_tokens_do_not_depend_on_other_sequences(target, heads, kind, rule):
     wanted, seen = varied_requests(), []
-    for slots in (1, 3, 8):
+    for slots in (1, 5):
         drafter = block_heads.drafter(heads[kind], target, slots)
         engine = tiny.engine(target, drafter, 4, rule, slots)
         shuffled = random.Random(slots).sample(wanted, len(wanted))
         seen.append({record.request.tag: record.tokens for record in engine.run(shuffled)})
-    assert seen[0] == seen[1] == seen[2]
+    assert seen[0] == seen[1]
     assert len(seen[0]) == len(wanted)
 
 

@@ -39,6 +39,7 @@ RULES = {
     "typical": TypicalRule(TypicalSettings()),
     "accept_all": AcceptAllRule(Settings()),
 }
+CAPTURE = {"graphs": True, "eager": None}
 K = 4
 EOS, NO_EOS = frozenset({tiny.EOS}), frozenset({999})
 
@@ -84,24 +85,33 @@ def engine_on_gpu(name, rows, rule=tiny.EXACT, capture=True, draft_on="cuda:0", 
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("rows", [1, 2, 8, 32])
+@pytest.mark.parametrize("rows", [1, 3, 32])
 def test_texts_are_those_of_the_cpu(rows, name):
     """Greedy and sampled requests, with and without a penalty, side by side."""
-    wanted = requests(rows + rows // 4, [GREEDY, SAMPLED, SAMPLED, PENALISED])
+    wanted = requests(rows + 1 + rows // 4, [GREEDY, SAMPLED, SAMPLED, PENALISED])
     expected = on_cpu(name, rows, tiny.EXACT, wanted)
     with played.devices() as meter:
         assert texts_of(engine_on_gpu(name, rows), wanted) == expected
         assert meter.replays > 0
 
 
-@pytest.mark.parametrize("capture", [True, None], ids=["graphs", "eager"])
-@pytest.mark.parametrize("name", ["model", "eagle3", "dspark"])
-@pytest.mark.parametrize("rule", RULES)
-def test_every_rule_decides_as_on_the_cpu(rule, name, capture):
+# Every rule with every drafter, and each of both with graphs and with eager passes: a rule sees
+# no pass, only what it gave.
+DECIDING = ("model", "eagle3", "dspark")
+CASES = [
+    (rule, name, "graphs" if (i + j) % 2 else "eager")
+    for i, rule in enumerate(RULES)
+    for j, name in enumerate(DECIDING)
+]
+
+
+@pytest.mark.parametrize(("rule", "name", "passes"), CASES)
+def test_every_rule_decides_as_on_the_cpu(rule, name, passes):
     wanted = requests(10, [GREEDY, SAMPLED])
     expected = on_cpu(name, 8, RULES[rule], wanted)
     with played.devices():
-        assert texts_of(engine_on_gpu(name, 8, RULES[rule], capture), wanted) == expected
+        engine = engine_on_gpu(name, 8, RULES[rule], CAPTURE[passes])
+        assert texts_of(engine, wanted) == expected
 
 
 @pytest.mark.parametrize("name", ["model", "cascade", "eagle3", "dflash"])
@@ -127,7 +137,7 @@ def test_layers_over_two_gpus(name):
         assert texts_of(engine, wanted) == expected
 
 
-def rounds_of(engine, rows, sampling, monkeypatch):
+def rounds_of(engine, rows, sampling, budget, monkeypatch):
     """(launches, waits) of each round over all rows in which nothing was captured."""
     found, honest = [], Engine._round
 
@@ -138,7 +148,7 @@ def rounds_of(engine, rows, sampling, monkeypatch):
             found.append((played.METER.launches, sum(played.METER.waits.values())))
 
     monkeypatch.setattr(Engine, "_round", counted)
-    wanted = [Request((5 + tag, 6, 7), 40, tag=tag, sampling=sampling) for tag in range(rows)]
+    wanted = [Request((5 + tag, 6, 7), budget, tag=tag, sampling=sampling) for tag in range(rows)]
     list(engine.run(wanted))
     return found
 
@@ -163,15 +173,15 @@ def test_a_round_waits_once_and_launches_the_same_for_any_number_of_sequences(
 ):
     """A hidden `.item()`, or work per sequence, fails here."""
     sampling = SAMPLED if how == "sampled" else GREEDY
-    capture = True if passes == "graphs" else None
+    budget = 20 if name == "dspark" else 40  # the others draft less well, or pad drafts, or both
     most = []
     with played.devices() as meter:
-        for rows in (1, 8, 32) if (name, passes) == ("model", "graphs") else (1, 4):
-            engine = engine_on_gpu(
-                name, rows, tiny.relaxed(2, 0.3), capture, k=4 if name in HEADS else 8, eos=NO_EOS
-            )
+        for rows in (1, 32 if (name, passes) == ("model", "graphs") else 4):
+            k, capture = 4 if name in HEADS else 8, CAPTURE[passes]
+            engine = engine_on_gpu(name, rows, tiny.relaxed(2, 0.3), capture, k=k, eos=NO_EOS)
             with monkeypatch.context() as patch:
-                found = rounds_of(engine, rows, sampling, patch)
+                found = rounds_of(engine, rows, sampling, budget, patch)
+            assert len(found) >= 5
             assert {waits for _, waits in found} == {1}, meter.waits
             most.append(max(launches for launches, _ in found))
         assert max(most) - min(most) <= 20  # heads copy each sequence's states

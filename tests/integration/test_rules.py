@@ -1,5 +1,7 @@
 """Published rules through the engine: drafts' probabilities, drafters, and slots."""
 
+import functools
+
 import pytest
 import torch
 
@@ -53,36 +55,49 @@ def decoded(target, drafter, rule, slots=1, sampling=None):
     return [record.tokens for record in records], records
 
 
+@pytest.fixture(scope="module")
+def exact(target, draft):
+    """The texts of exact verification, by drafter; decoded once each."""
+    return functools.cache(
+        lambda name: decoded(target, tiny.drafter(name, 1, draft), tiny.EXACT)[0]
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(target, draft):
+    """(texts, records) of a rule as it is, one sequence at a time; decoded once each."""
+    sampled = ("cactus", "entropy_ratio", "sglang", "block")
+
+    def decode(name, slots=1):
+        drafter, rule = tiny.drafter("model", slots, draft), made(**RULES[name])
+        return decoded(target, drafter, rule, slots, Sampling(0.8) if name in sampled else None)
+
+    return functools.cache(decode)
+
+
 @pytest.mark.parametrize("name", RULES)
-def test_slots_do_not_change_what_a_rule_decides(target, draft, name):
+def test_slots_do_not_change_what_a_rule_decides(alone, name):
     """Float32: the running sequences share tensors, state and random numbers if they are mixed."""
-    sampling = Sampling(0.8) if name in ("cactus", "entropy_ratio", "sglang", "block") else None
-    found = [
-        decoded(target, tiny.drafter("model", slots, draft), made(**RULES[name]), slots, sampling)
-        for slots in (1, 3)
-    ]
-    assert found[0][0] == found[1][0]
-    records = found[0][1]
+    texts, records = alone(name)
+    assert texts == alone(name, slots=3)[0]
     assert 0 < tiny.total(records, "native_accepted") < tiny.total(records, "drafted")
     assert tiny.total(records, "deferred_accepted") > 0 or name == "block"
 
 
 @pytest.mark.parametrize("name", STRICT)
 @pytest.mark.parametrize("drafter", ["model", "cascade"])
-def test_strict_settings_are_exact_verification(target, draft, name, drafter):
-    own, _ = decoded(target, tiny.drafter(drafter, 1, draft), tiny.EXACT)
+def test_strict_settings_are_exact_verification(target, draft, exact, name, drafter):
     rule = made(**RULES[name] | STRICT[name])
-    assert decoded(target, tiny.drafter(drafter, 1, draft), rule)[0] == own
+    assert decoded(target, tiny.drafter(drafter, 1, draft), rule)[0] == exact(drafter)
 
 
 @pytest.mark.parametrize("name", ["ensemble", "fsd", "cascade", "asd"])
-def test_exact_places_are_exact_verifications(target, draft, name):
+def test_exact_places_are_exact_verifications(target, draft, exact, alone, name):
     """And the mutant, the rule without them, is not."""
-    own, _ = decoded(target, tiny.drafter("model", 1, draft), tiny.EXACT)
+    assert alone(name)[0] != exact("model")
     rule = made(**RULES[name])
-    assert decoded(target, tiny.drafter("model", 1, draft), rule)[0] != own
     rule.places = Places(first=BUDGET)
-    assert decoded(target, tiny.drafter("model", 1, draft), rule)[0] == own
+    assert decoded(target, tiny.drafter("model", 1, draft), rule)[0] == exact("model")
 
 
 def test_exact_places_when_sampling(target, draft):
@@ -112,12 +127,11 @@ def by_hand(target, draft, prompt, weight):
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("drafter", ["model", "cascade"])
-def test_the_greedy_ensemble_is_what_its_formula_says(target, draft, drafter):
-    found, records = decoded(target, tiny.drafter(drafter, 1, draft), made(**ENSEMBLE))
-    for tokens, record in zip(found, records):
-        expected = by_hand(target, draft, record.request.prompt, 0.5)
-        assert tokens[: BUDGET - K] == expected[: BUDGET - K]
+def test_the_greedy_ensemble_is_what_its_formula_says(target, draft, alone):
+    cascade = decoded(target, tiny.drafter("cascade", 1, draft), made(**ENSEMBLE))[0]
+    for prompt, *found in zip(tiny.prompts(), alone("ensemble")[0], cascade):
+        expected = by_hand(target, draft, prompt, 0.5)[: BUDGET - K]
+        assert [tokens[: BUDGET - K] for tokens in found] == [expected] * 2
 
 
 def test_a_greedy_head_has_probabilities(target):

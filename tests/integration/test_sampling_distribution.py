@@ -226,7 +226,7 @@ EXACT_CASES = [
     ids=["none", "model", "model-far", "ngram", "cascade", "runs", "cascade-runs"],
 )
 def test_every_drafter_leaves_the_distribution_as_it_is(name, draft, k):
-    """147,000 tokens over the seven cases. The mutants below say what this catches."""
+    """The mutants below say what this catches."""
     seed = len(name)  # a cascade with the seeds of its draft model would only repeat its tokens
     earlier = earlier_for(name, 125)
     requests = table_requests(int(SCALE * 168), 125, seed=seed, earlier=earlier)
@@ -240,17 +240,18 @@ def test_every_drafter_leaves_the_distribution_as_it_is(name, draft, k):
     assert ("e" in sources) == ("runs" in name)
 
 
-@pytest.mark.parametrize("name", ["model", "cascade", "ngram"])
-def test_block_verification_leaves_the_distribution_as_it_is(name):
-    """And accepts more than token by token, as its paper proves."""
-    requests = table_requests(int(SCALE * 168), 125, seed=9)
-    records, exact = (
-        list(table_engine(name, ANOTHER, k=4, rule=rule).run(requests))
-        for rule in (BlockRule(Settings()), tiny.EXACT)
-    )
+@pytest.mark.parametrize(("name", "count"), [("model", 168), ("cascade", 60), ("ngram", 84)])
+def test_block_verification_leaves_the_distribution_as_it_is(name, count):
+    """And accepts more than token by token, as its paper proves. Where the draft model is the same,
+    so are the tokens: other seeds, and as many tokens as refute a wrong q twice over."""
+    requests = table_requests(int(SCALE * count), 125, seed=len(name))
+    records = list(table_engine(name, ANOTHER, k=4, rule=BlockRule(Settings())).run(requests))
     assert transitions(records).p_value > HONEST
     assert settled(records)
-    assert tiny.total(records, "rounds") < tiny.total(exact, "rounds") or name == "ngram"
+    if name != "ngram":
+        exact = list(table_engine(name, ANOTHER, k=4).run(requests[:40]))
+        few = [record for record in records if record.request.tag < 40]
+        assert tiny.total(few, "rounds") < tiny.total(exact, "rounds")
 
 
 @pytest.mark.parametrize("is_mutant", [False, True], ids=["honest", "mutant"])
@@ -320,40 +321,42 @@ IN_ENGINE, IN_DRAFTER = (
     "fly.speculation.rules.base.rejection_sample",
     "fly.speculation.drafters.draft_model.draw",
 )
+# (where, mutant, drafter, requests of 60 tokens with which its p-value is below 1e-10)
 MUTANTS = [
-    (IN_ENGINE, either_of_two, "model"),
-    (IN_ENGINE, either_of_two, "ngram"),
-    (IN_ENGINE, either_of_two, "runs"),
-    (IN_ENGINE, either_of_two, "cascade-runs"),
-    (IN_ENGINE, without_residual, "model"),
-    (IN_ENGINE, without_residual, "cascade"),
-    (IN_ENGINE, one_uniform, "model"),
-    (IN_ENGINE, drafted_and_accepted_by_one_uniform, "model"),
-    (IN_ENGINE, one_position_late, "model"),
-    (IN_DRAFTER, drawn_colder, "model"),
-    (IN_DRAFTER, drawn_colder, "cascade"),
+    (IN_ENGINE, either_of_two, "model", 80),
+    (IN_ENGINE, either_of_two, "ngram", 120),
+    (IN_ENGINE, either_of_two, "runs", 40),
+    (IN_ENGINE, either_of_two, "cascade-runs", 40),
+    (IN_ENGINE, without_residual, "model", 80),
+    (IN_ENGINE, without_residual, "cascade", 60),
+    (IN_ENGINE, one_uniform, "model", 120),
+    (IN_ENGINE, drafted_and_accepted_by_one_uniform, "model", 80),
+    (IN_ENGINE, one_position_late, "model", 40),
+    (IN_DRAFTER, drawn_colder, "model", 80),
+    (IN_DRAFTER, drawn_colder, "cascade", 60),
 ]
 
 
-def mutant_p_value(name):
-    requests = table_requests(120, 60, MIXED[:2], seed=2, earlier=earlier_for(name, 60))
+def mutant_p_value(name, count):
+    requests = table_requests(count, 60, MIXED[:2], seed=2, earlier=earlier_for(name, 60))
     return transitions(list(table_engine(name, ANOTHER, k=3).run(requests))).p_value
 
 
-@pytest.mark.parametrize("name", ["model", "ngram", "cascade", "runs", "cascade-runs"])
-def test_the_honest_pass_the_test_that_mutants_fail(name):
-    p_value = mutant_p_value(name)
-    assert p_value > HONEST
+@pytest.mark.parametrize(
+    ("name", "count"),
+    {name: count for *_, name, count in sorted(MUTANTS, key=lambda m: m[-1])}.items(),
+)
+def test_the_honest_pass_the_test_that_mutants_fail(name, count):
+    """With the most requests that any of them gets."""
+    assert mutant_p_value(name, count) > HONEST
 
 
 @pytest.mark.parametrize(
-    ("where", "mutant", "name"), MUTANTS, ids=[f"{m.__name__}-{n}" for _, m, n in MUTANTS]
+    ("where", "mutant", "name", "count"), MUTANTS, ids=[f"{m[1].__name__}-{m[2]}" for m in MUTANTS]
 )
-def test_mutants_are_refuted(where, mutant, name, monkeypatch):
-    """With 7,200 tokens: a third of what the honest have to pass."""
+def test_mutants_are_refuted(where, mutant, name, count, monkeypatch):
     monkeypatch.setattr(where, mutant)
-    p_value = mutant_p_value(name)
-    assert p_value < REFUTED
+    assert mutant_p_value(name, count) < REFUTED
 
 
 # The real world: short continuations of a tiny model, enumerated
@@ -502,21 +505,27 @@ def varied_requests():
     ]
 
 
+RULES = {
+    "exact": tiny.EXACT,
+    "within": tiny.relaxed(2, 0.3),
+    "across": tiny.relaxed(2, 0.3, across=True),
+    "block": BlockRule(Settings()),
+}
+DRAFTING = ("model", "ngram", "cascade")
+
+
 @pytest.mark.parametrize(
-    "rule",
-    [tiny.EXACT, tiny.relaxed(2, 0.3), tiny.relaxed(2, 0.3, across=True), BlockRule(Settings())],
-    ids=["exact", "within", "across", "block"],
+    ("name", "rule"), [("none", "exact"), *((n, r) for n in DRAFTING for r in RULES)]
 )
-@pytest.mark.parametrize("name", ["none", "model", "ngram", "cascade"])
 def test_tokens_do_not_depend_on_other_sequences(target, draft, name, rule):
     """One generator for the batch, or numbers taken by what was accepted, would show here."""
     wanted, seen = varied_requests(), []
-    for slots in (1, 3, 8):
+    for slots in (1, 5):
         drafter = tiny.drafter(name, slots, draft)
-        engine = tiny.engine(target, drafter, 4, rule, slots, reuse_prefixes=slots != 3)
+        engine = tiny.engine(target, drafter, 4, RULES[rule], slots, reuse_prefixes=slots > 1)
         shuffled = random.Random(slots).sample(wanted, len(wanted))
         seen.append({record.request.tag: record.tokens for record in engine.run(shuffled)})
-    assert seen[0] == seen[1] == seen[2]
+    assert seen[0] == seen[1]
     assert len(seen[0]) == len(wanted)
 
 
