@@ -41,7 +41,7 @@ def decode(target, draft, rule, drafter, slots, sampling, seed):
     return list(engine.run(requests)), lines
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     rule=st.sampled_from([*RULES]),
     drafter=st.sampled_from(["model", "cascade", "ngram"]),

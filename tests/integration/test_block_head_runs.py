@@ -52,16 +52,26 @@ def test_eight_sequences_killed_and_resumed(place, head):
     assert reader.load(out).entry["resumed"]["requests"] >= 7
 
 
-@pytest.mark.parametrize("more", ["", ",draft_policy=auto,spd_k=5", ",confidence_thre=0.5"])
-def test_exact_texts_are_the_targets(saved_pair, head, config_file, task_dir, tmp_path, more):  # noqa: F811
-    found = []
-    for name, args in (("alone", ",use_sd=false"), ("block", f",pretrained={head},drafter=block")):
-        args += ",verification=exact" + (more if name == "block" else "")
-        out = ("--output_path", tmp_path / name, "--log_samples")
+def test_exact_texts_are_the_targets(saved_pair, head, config_file, task_dir, tmp_path):  # noqa: F811
+    block = f",pretrained={head},drafter=block"
+    of_modes = {
+        "alone": ",use_sd=false",
+        "block": block,
+        "adaptive": f"{block},draft_policy=auto,spd_k=5",
+        "confident": f"{block},confidence_thre=0.5",
+    }
+    found = {}
+    for name, args in of_modes.items():
+        out, args = (
+            ("--output_path", tmp_path / name, "--log_samples"),
+            f"{args},verification=exact",
+        )
         assert evaluate(saved_pair, config_file, task_dir, *out, more_args=args) == 0
-        found.append(texts_and_entry(tmp_path / name))
-    assert found[0][0] == found[1][0]
-    assert found[1][1]["draft_num_parameters"] > 0
+        found[name] = texts_and_entry(tmp_path / name)
+    texts, _ = found.pop("alone")
+    for name, (others, entry) in found.items():
+        assert others == texts, name
+        assert entry["draft_num_parameters"] > 0
 
 
 @pytest.mark.parametrize(

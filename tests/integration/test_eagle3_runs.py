@@ -82,6 +82,7 @@ def test_what_knows_no_heads_says_so(pair):
         tune._check_tunable(found, "pair.json")
 
 
+@pytest.mark.slow
 def test_a_run_of_eight_sequences_is_killed_and_resumed(pair, tmp_path):
     """FLy, greedy and sampled; the resumed run's records and rounds are the unbroken one's."""
     place = killing.make_place(tmp_path, pair)

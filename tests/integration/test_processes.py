@@ -96,7 +96,7 @@ def test_what_earlier_runs_had_adds_up(place, alone):
     assert entry["stats"]["sources"]["earlier_run"]["accepted"] > 0
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_lost_process_costs_only_what_it_was_about(place, alone, victim):
     """Any of them killed, the others ended by the launcher: nothing twice, nothing lost."""
     out = place / f"lost{victim}"

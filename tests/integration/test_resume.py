@@ -99,7 +99,9 @@ def moments(rng):
         ]
 
 
-@pytest.mark.parametrize("number", range(KILLS // 5))
+@pytest.mark.parametrize(
+    "number", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, KILLS // 5))]
+)
 def test_killed_at_any_moment_and_resumed_a_run_ends_like_an_unbroken_one(place, unbroken, number):
     rng = random.Random(20)
     plan = list(moments(rng))[number]

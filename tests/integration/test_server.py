@@ -330,6 +330,7 @@ def test_loglikelihoods_that_cannot_be_trusted(place, tmp_path, capfd, scores, s
     assert said in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_killed_at_random_and_resumed(place, tmp_path):
     rng, kills = random.Random(2), 0
     with FaultServer(delay=0.01) as server:

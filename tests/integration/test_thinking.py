@@ -76,8 +76,9 @@ def inside_and_outside(outputs, deferred, prefix):
     return counts[1], counts[0]
 
 
-@pytest.mark.parametrize("slots", [1, 3])
-@pytest.mark.parametrize("keys", [{}, {"win_len": 2, "defer_across_rounds": True}])
+@pytest.mark.parametrize(
+    ("keys", "slots"), [({}, 1), ({"win_len": 2, "defer_across_rounds": True}, 3)]
+)
 def test_only_thoughts_are_relaxed(thinker, keys, slots):
     """`everywhere` is the mutant: it relaxes both."""
     for prefix in ((), (OPEN,)):

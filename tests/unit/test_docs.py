@@ -100,6 +100,7 @@ def test_the_front_door_stays_small():
     assert sum(len(page.read_text("utf-8").splitlines()) for page in DOCS[1:]) <= 1700
 
 
+@pytest.mark.slow  # a thousand tokens of a tiny pair for each of twelve answers
 def test_the_notebook_runs_and_shows_the_report(saved_pair, tmp_path, monkeypatch):
     """Its own cells, on the tiny pair."""
     monkeypatch.chdir(tmp_path)
