@@ -94,6 +94,8 @@ class Speed:
 
 @dataclass(frozen=True)
 class Against:
+    """One run against the baseline."""
+
     name: str
     rows: list[ScoreRow]
     overall: ScoreRow | None  # the mean of the primary scores; None for one task
@@ -125,6 +127,8 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Result:
+    """All runs against one."""
+
     baseline: str
     baseline_speeds: list[Speed]
     others: list[Against]

@@ -50,6 +50,7 @@ def print_result(result: Result, categories: Categories = ()) -> None:
 
 
 def markdown(result: Result, categories: Categories = ()) -> str:
+    """The tables for a pull request or a job's summary."""
     scores = _scores(result)
     tables = [scores] * bool(scores.rows) + [*_others(result, categories)]
     return as_markdown(tables, _notes(result))
@@ -87,6 +88,7 @@ def _others(result: Result, categories: Categories) -> Iterator[Table]:
 
 
 def curve_csv(result: Result) -> str:
+    """The curve for a plotting program."""
     return as_csv(map(asdict, result.curve), [field.name for field in fields(CurvePoint)])
 
 

@@ -40,6 +40,8 @@ class Gate:
 
 @dataclass(frozen=True)
 class GateRow:
+    """A gate's answer for one run."""
+
     gate: Gate
     value: Ratio | None  # None where it is not known
     verdict: Verdict

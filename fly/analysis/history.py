@@ -154,6 +154,7 @@ def append(path: Path, lines: Sequence[Line]) -> None:
 
 
 def read(path: Path) -> Iterator[Line]:
+    """The runs in a history file."""
     return iterate_lines(path, Line, keep_others=False)
 
 
@@ -300,6 +301,7 @@ def as_rows(series: Sequence[Series]) -> Iterator[dict[str, Any]]:
 
 
 def trend_in_words(series: Series) -> str:
+    """One line for people."""
     trend = series.trend
     parts = [trend.reason]
     if trend.change is not None and trend.p is not None and trend.level is not None:

@@ -94,6 +94,7 @@ class _Family:
 
 
 def build(runs: Sequence[Scored], metrics: Sequence[str] | None = None) -> Matrix:
+    """The matrix of these runs: `relate`, then `arrange`."""
     return arrange(*relate(runs, metrics))
 
 

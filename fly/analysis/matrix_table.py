@@ -19,6 +19,7 @@ def print_matrix(matrix: Matrix) -> None:
 
 
 def markdown(matrix: Matrix) -> str:
+    """The tables for a pull request or a job's summary."""
     return as_markdown([*_tables(matrix, len(matrix.cells))], _notes(matrix))
 
 

@@ -137,6 +137,8 @@ class Task(_Stored):
 
 
 class Drafts(_Stored):
+    """Where a run's drafts came from."""
+
     sources: list[str]  # by the keys in fly.runs.records.SOURCES
     from_earlier_runs: bool  # outputs of earlier runs were drafted from
     # whether these outputs are of the run's own target; None if that is not known
@@ -147,6 +149,8 @@ _OfTarget = Annotated[str, StringConstraints(pattern="^(name|dtype|revision|file
 
 
 class Measured(_Stored):
+    """A run's scores."""
+
     format: Literal[1] = 1
     name: str
     mode: str
@@ -481,6 +485,7 @@ def check_storable(mode: str, flag: str) -> None:
 
 
 def read(path: Path) -> Measured:
+    """Read a baseline file."""
     where = f"--baseline {path}"
     try:
         found = Measured.model_validate(reading.read_object(path, where))

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 def add_command(subparsers: Any) -> None:
+    """Register the subcommand with the CLI's parser."""
     parser = subparsers.add_parser(
         "history",
         help="Write finished runs over time as one HTML page, and test them for decline",

@@ -17,6 +17,7 @@ from fly.runs import context
 
 
 def add_command(subparsers: Any) -> None:
+    """Register the subcommand with the CLI's parser."""
     parser = subparsers.add_parser(
         "tune", help="Find the configuration that decodes a pair fastest on this machine"
     )
@@ -69,12 +70,15 @@ def _tune(args: argparse.Namespace) -> None:
 
     context.start()
     pair = TunedPair(args.file, model_args)
-    same = ("limit", "max_gen_toks", "num_fewshot", "include_path", "confirm_run_unsafe_code")
     workload = Workload(
         tasks=tuple(args.tasks),
+        limit=args.limit,
         available=available,
         chat=args.apply_chat_template,
-        **{name: getattr(args, name) for name in same},
+        max_gen_toks=args.max_gen_toks,
+        num_fewshot=args.num_fewshot,
+        include_path=args.include_path,
+        confirm_run_unsafe_code=args.confirm_run_unsafe_code,
     )
     options = Options(args.output, args.candidates, args.min_recovery)
     facts = device_facts(pair.lm.device)
@@ -104,8 +108,10 @@ def _tune(args: argparse.Namespace) -> None:
 
 
 def _check_arguments(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, int]]:
-    """Refuse what can be refused before models load. Returns the model's arguments, and how many
-    documents each task has."""
+    """Refuse what can be refused before models load.
+
+    Returns the model's arguments, and how many documents each task has.
+    """
     from fly.harness import evaluate
     from fly.harness.arguments import check_flags, check_model_args, check_task_files
 
@@ -142,11 +148,17 @@ def _check_arguments(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str
 
 
 def _check_tunable(config: fly_config.FlyConfig, where: str) -> None:
-    if not config.needs_draft_model or config.head_class is not None:
+    if not config.needs_draft_model:
+        drafter = config.drafter_name or "none"
         raise FlyError(
             f"{where}: nothing to tune: no draft model takes part (use_sd={config.use_sd}, "
-            f"spd_k={config.spd_k}, drafter {config.drafter_name or 'none'}): set use_sd=true, "
-            "spd_k >= 1 and drafter to model or cascade"
+            f"spd_k={config.spd_k}, drafter {drafter}): set use_sd=true, spd_k >= 1 and drafter to "
+            "model or cascade"
+        )
+    if config.head_class is not None:
+        raise FlyError(
+            f"{where}: drafter={config.drafter_name}: its list is for draft models, not heads: "
+            "set drafter to model or cascade, or compare settings by fly compare"
         )
     if config.draft_model_path is None:
         raise FlyError(

@@ -19,6 +19,8 @@ from fly.tuning.real_runs import RunResult, TunedPair, Workload
 
 @dataclass(frozen=True)
 class Confirmation:
+    """What the runs in turns say."""
+
     documents: dict[str, list[int]]  # by task
     fresh: bool  # the search has used none of them
     # the given configuration's seconds of decoding over the candidate's, paired by document

@@ -151,6 +151,7 @@ class _TimedLM(FlyLM):
         return texts
 
     def evaluate(self, workload: Workload) -> RunResult:
+        """The workload through lm-eval."""
         budget = workload.max_gen_toks
         found = evaluate.run_tasks(
             self,
@@ -195,6 +196,7 @@ class TunedPair:
         return {"models": models_of(self.given, hf_args), "model_args": hashed}
 
     def run(self, workload: Workload, config: FlyConfig) -> RunResult:
+        """The workload under a configuration, through lm-eval."""
         return self.lm.begin(config).evaluate(workload)
 
     def run_in_turns(

@@ -31,6 +31,8 @@ _SETS = 4  # of documents, each half as many as the next
 
 @dataclass(frozen=True)
 class Options:
+    """What a tune is asked for."""
+
     output: Path
     # candidates on all documents, beside the given configuration and exact verification
     survivors: int = 3
@@ -43,6 +45,8 @@ class Options:
 
 @dataclass
 class RealRun:
+    """A configuration and what it did."""
+
     config: FlyConfig
     is_given: bool
     # one run for each set of documents that it was run on
@@ -70,6 +74,8 @@ class RealRun:
 
 @dataclass
 class Tuning:
+    """All that was measured."""
+
     given: FlyConfig
     target: list[RunResult]  # the target alone on each set of documents
     # of every configuration, those that were dropped early with fewer documents

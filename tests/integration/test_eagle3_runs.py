@@ -78,7 +78,7 @@ def test_settings_that_do_not_fit_are_named(pair, keys, message):
 def test_what_knows_no_heads_says_so(pair):
     paths = {"target_model_path": str(pair / "target"), "draft_model_path": str(pair / "draft")}
     found = config.build({**paths, "drafter": "eagle3"}, "pair.json")
-    with pytest.raises(FlyError, match="drafter eagle3"):
+    with pytest.raises(FlyError, match="drafter=eagle3"):
         tune._check_tunable(found, "pair.json")
 
 

@@ -142,16 +142,15 @@ def texts(documents: dict[Key, list[ByFilter]]) -> Iterator[dict[str, Any]]:
     """For the detail view: prompt and target once, responses, answers and scores of every run."""
     for samples in documents.values():
         first = next(_first(by_filter) for by_filter in samples if by_filter)
-        outputs = [
-            {
-                "responses": _first(by_filter).responses,
-                "filters": [
-                    {"name": name, "answer": sample.answer, "scores": sample.scores}
-                    for name, sample in by_filter.items()
-                ],
-            }
-            if by_filter
-            else None
-            for by_filter in samples
-        ]
+        outputs = [_outputs(by_filter) if by_filter else None for by_filter in samples]
         yield {"prompt": first.prompt, "target": first.target, "runs": outputs}
+
+
+def _outputs(by_filter: ByFilter) -> dict[str, Any]:
+    return {
+        "responses": _first(by_filter).responses,
+        "filters": [
+            {"name": name, "answer": sample.answer, "scores": sample.scores}
+            for name, sample in by_filter.items()
+        ],
+    }
