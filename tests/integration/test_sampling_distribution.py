@@ -240,10 +240,13 @@ def test_every_drafter_leaves_the_distribution_as_it_is(name, draft, k):
     assert ("e" in sources) == ("runs" in name)
 
 
-@pytest.mark.parametrize(("name", "count"), [("model", 168), ("cascade", 60), ("ngram", 84)])
+BLOCK_CASES = [("model", 168), ("cascade", 60), ("ngram", 84)]
+
+
+@pytest.mark.parametrize(("name", "count"), BLOCK_CASES)
 def test_block_verification_leaves_the_distribution_as_it_is(name, count):
     """And accepts more than token by token, as its paper proves. Where the draft model is the same,
-    so are the tokens: other seeds, and as many tokens as refute a wrong q twice over."""
+    so are the tokens: other seeds. The mutant below is refuted by half as many requests."""
     requests = table_requests(int(SCALE * count), 125, seed=len(name))
     records = list(table_engine(name, ANOTHER, k=4, rule=BlockRule(Settings())).run(requests))
     assert transitions(records).p_value > HONEST
@@ -252,6 +255,16 @@ def test_block_verification_leaves_the_distribution_as_it_is(name, count):
         exact = list(table_engine(name, ANOTHER, k=4).run(requests[:40]))
         few = [record for record in records if record.request.tag < 40]
         assert tiny.total(few, "rounds") < tiny.total(exact, "rounds")
+
+
+@pytest.mark.parametrize(("name", "count"), BLOCK_CASES)
+def test_block_verification_of_what_is_drawn_otherwise_is_noticed(name, count, monkeypatch):
+    """A draft, or without q the token after the accepted ones, drawn at half its temperature."""
+    where = "fly.speculation.rules.block.draw" if name == "ngram" else IN_DRAFTER
+    monkeypatch.setattr(where, drawn_colder)
+    requests = table_requests(int(SCALE * count) // 2, 125, seed=len(name))
+    records = list(table_engine(name, ANOTHER, k=4, rule=BlockRule(Settings())).run(requests))
+    assert transitions(records).p_value < REFUTED
 
 
 @pytest.mark.parametrize("is_mutant", [False, True], ids=["honest", "mutant"])
