@@ -130,12 +130,12 @@ def collect(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def choose(rows: list[dict[str, Any]]) -> list[str]:
-    """The settings to confirm; see the module's docstring."""
+    """The settings to confirm, of rows by falling time x; see the module's docstring."""
     exact = next(row for row in rows if row["run"] == "exact")
     lost = {row["run"]: sum(row[t]["lost"] - row[t]["won"] for t in TASKS) for row in rows}
     found = [
         row["run"]
-        for row in sorted(rows, key=lambda row: -row["time_x"])
+        for row in rows
         if row["time_x"] >= 1.03 * exact["time_x"] and lost[row["run"]] <= 1
     ]
     return found[:2]

@@ -76,23 +76,32 @@ def bytes_of(path: Path, where: str) -> bytes:
 
 def text_of(path: Path, where: str) -> str:
     """A file's text, which must be UTF-8."""
-    return decode(bytes_of(path, where), where)
+    return _decode(bytes_of(path, where), where)
 
 
-def iterate_lines(path: Path) -> Iterator[bytes]:
-    """A file's lines with their line breaks, read as they are asked for."""
+def iterate_lines(path: Path) -> Iterator[str]:
+    """A file's lines with their line breaks, read as they are asked for. The last one may lack its
+    line break; its last character may be incomplete, and is left out then."""
+    start = 0
     try:
         with open(path, "rb") as file:
-            yield from file
+            for line in file:
+                is_whole = line.endswith(b"\n")
+                yield _decode(line, str(path), start, may_be_torn=not is_whole)
+                start += len(line)
     except OSError as error:
         raise FlyError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def decode(data: bytes, where: str) -> str:
+def _decode(data: bytes, where: str, start: int = 0, *, may_be_torn: bool = False) -> str:
+    """start: where the data begins in its file."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise FlyError(f"{where}: cannot be read: not UTF-8 at byte {error.start}") from None
+        if may_be_torn and error.reason == "unexpected end of data":
+            return data[: error.start].decode("utf-8")
+        at = start + error.start
+        raise FlyError(f"{where}: cannot be read: not UTF-8 at byte {at}") from None
 
 
 def read_object(path: Path, where: str | None = None) -> dict[str, Any]:
@@ -112,7 +121,7 @@ def check_shape(value: Any, shape: Any, where: str) -> None:
         raise FlyError(problem(error, where)) from None
 
 
-def parse_as(text: str | bytes, shape: Any) -> Any:
+def parse_as(text: str, shape: Any) -> Any:
     """The value of a JSON text of this shape, with the keys that the shape names alone; None where
     `parse` and `check_shape` have to say what is wrong."""
     try:

@@ -27,11 +27,8 @@ def rows(
     for name, task in baseline.tasks.items():
         groups = task.groups or next((o.tasks[name].groups for o in others), {})
         for value in sorted({*groups.values()}):
-            ids = {i: i for i, group in groups.items() if group == value}
-            base, *rest = (
-                run.model_copy(update={"tasks": {name: run.tasks[name].select(ids)}})
-                for run in (baseline, *others)
-            )
+            ids = {i for i, group in groups.items() if group == value}
+            base, *rest = (_restrict(run, name, ids) for run in (baseline, *others))
             result = compare(base, rest, demand, metrics)
             start = {"task": name, "category": value, "documents": len(ids)}
             speeds = {speed.task: speed for speed in result.baseline_speeds}
@@ -73,3 +70,9 @@ def _row(
         "model": run.target["name"],
         "k": run.spd_k,
     }
+
+
+def _restrict(run: Measured, name: str, ids: set[int]) -> Measured:
+    """The run with these documents of one task alone."""
+    task = run.tasks[name].select({number: number for number in ids})
+    return run.model_copy(update={"tasks": {name: task}})

@@ -219,8 +219,10 @@ def check_reusable_for(
 ) -> None:
     """The same before a run is made, by what is known then: the target's files, the gen_kwargs."""
     before = stored.decoding.get("gen_kwargs")
-    why = "" if before == gen_kwargs else _decoded_otherwise("gen_kwargs", before, gen_kwargs)
-    _refuse_reuse(path, _explain_files(stored.target["files"], files) or why)
+    why = _explain_files(stored.target["files"], files)
+    if not why and before != gen_kwargs:
+        why = _decoded_otherwise("gen_kwargs", before, gen_kwargs)
+    _refuse_reuse(path, why)
 
 
 def _refuse_reuse(path: Path, why: str) -> None:

@@ -1,4 +1,7 @@
-"""One line per finished run, grouped into series, each tested for decline (docs/history.md)."""
+"""Histories: one line per finished run, grouped into series, and each series tested for decline.
+
+docs/history.md says what the lines hold and how the test works.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,14 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 from scipy import stats
 
+from fly import reading
 from fly.analysis.compare import Against, primary
 from fly.analysis.scores import Measured, Metric, Task
 from fly.analysis.statistics import DEFAULT_DEMAND, Demand, Verdict
 from fly.errors import FlyError
 from fly.models.fingerprint import hash_json
 from fly.runs import run_settings
-from fly.runs.reader import Run, date_of, iterate_lines
+from fly.runs.reader import Run, date_of
 from fly.runs.records import mean_lengths
 
 _MODELS = ("target_model_path", "draft_model_path")
@@ -155,7 +159,14 @@ def append(path: Path, lines: Sequence[Line]) -> None:
 
 def read(path: Path) -> Iterator[Line]:
     """The runs in a history file."""
-    return iterate_lines(path, Line, keep_others=False)
+    for number, text in enumerate(reading.iterate_lines(path), 1):
+        if text.strip():
+            found = reading.parse_as(text, Line)
+            if found is None:
+                where = f"{path}, line {number}, not of fly compare --history"
+                reading.check_shape(reading.parse(text, where), Line, where)
+                raise FlyError(f"{where}: remove it")
+            yield found
 
 
 # ------------------------------------------------------------------------------------ decline
@@ -268,8 +279,10 @@ def find_trend(scores_RN: NDArray[np.float64], demand: Demand = DEFAULT_DEMAND) 
 
 
 def _decline(gains: NDArray[np.float64]) -> float:
-    """One-sided p of sign flips: that documents without a decline gain so little, or less. The
-    normal tail of the flips; for few documents that changed, no less than they can show."""
+    """One-sided p of sign flips: that documents without a decline gain so little, or less.
+
+    The normal tail of the flips; for few documents that changed, no less than they can show.
+    """
     changed = gains[np.abs(gains) > 1e-12]
     z = -changed.sum() / math.sqrt((changed**2).sum()) if len(changed) else 0.0
     return max(float(stats.norm.sf(z)), 2.0 ** -len(changed))

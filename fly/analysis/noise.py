@@ -1,7 +1,9 @@
 """The noise floor: what rounding alone changes, and whether a run changes more.
 
-The noise run is the baseline's decoding again, its passes of another width, which round otherwise.
-Runs are read against it by the share of documents that differ, as net losses cancel out.
+The noise run is the baseline's decoding again, with another number of running sequences, so that
+its passes have another width and round otherwise. What differs between the two is no rule's doing.
+A run is read against it by the share of documents that differ from the baseline's, not by the net
+loss, in which changes for better and worse cancel out.
 """
 
 from __future__ import annotations
@@ -54,35 +56,41 @@ def take_noise(runs: Sequence[Measured]) -> tuple[Measured, list[Measured]]:
 
 def check_noise(baseline: Measured, noise: Measured) -> None:
     """Raise FlyError unless the noise run decodes as the baseline does, in other batches."""
-    if why := next(_obstacles(baseline, noise), None):
-        who = f"{noise.name} is not {baseline.name}'s decoding again"
-        raise FlyError(f"--noise-floor: {who}: {why}")
-
-
-def _obstacles(baseline: Measured, noise: Measured) -> Iterator[str]:
+    who = f"--noise-floor: {noise.name} is not {baseline.name}'s decoding again"
     if noise.mode != baseline.mode:
-        yield f"it has the mode {noise.mode}, {baseline.name} {baseline.mode}"
+        raise FlyError(f"{who}: it has the mode {noise.mode}, {baseline.name} {baseline.mode}")
     if reason := explain(baseline, noise, "target", "decoding"):
-        yield reason
+        raise FlyError(f"{who}: {reason}")
     if None not in (hashes := {baseline.config_hash, noise.config_hash}) and len(hashes) > 1:
-        yield "its settings differ: make it with the same configuration file"
+        raise FlyError(f"{who}: its settings differ: make it with the same configuration file")
     if apart := explain(baseline, noise, "engine", "machine"):
-        yield f"it was made elsewhere ({apart})"
+        raise FlyError(f"{who}: it was made elsewhere ({apart})")
     if baseline.mode == "server":  # its batches are its own affair
         return
     sizes = [run.machine.get("batch_size") for run in (baseline, noise)]
     if None in sizes:
-        yield "the batch size of one is not known: take runs of fly's own backend"
+        raise FlyError(
+            f"--noise-floor: the batch size of {baseline.name} or {noise.name} is not known: take "
+            "runs of fly's own backend"
+        )
     if sizes[0] == sizes[1]:
-        yield f"both have batch size {sizes[0]}: make the noise run with another one"
+        raise FlyError(
+            f"--noise-floor: {noise.name} and {baseline.name} both have batch size {sizes[0]}: "
+            "make the noise run with another one"
+        )
     for name, task in baseline.tasks.items():
         if missing := task.work.keys() - noise.tasks[name].work.keys():
-            count = f"{len(missing)} of {len(task.documents)} documents of {name}"
-            yield f"it did not decode {count} itself: make it without --use_cache"
+            raise FlyError(
+                f"--noise-floor: {noise.name} decoded {len(missing)} of {len(task.documents)} "
+                f"documents of {name} not itself: make it without --use_cache"
+            )
 
 
 def noise_rows(
-    baseline: Measured, noise: Measured, others: Sequence[Measured], primaries: Mapping[str, Metric]
+    baseline: Measured,
+    noise: Measured,
+    others: Sequence[Measured],
+    primaries: Mapping[str, Metric],
 ) -> Iterator[NoiseRow]:
     """Every run against rounding alone. primaries: the metric that stands for each task."""
     for run in others:

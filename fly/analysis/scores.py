@@ -457,10 +457,17 @@ def _machine(run: Run) -> dict[str, Any]:
 
 def save(measured: Measured, path: Path, *, with_outputs: bool = False) -> None:
     """Write a baseline file. Raises FlyError if outputs are asked for and some are not there."""
+    leave_out: dict[str, Any] = {}
+    of_task: dict[str, Any] = {}
+    if not measured.drafts:  # an earlier fly can read it then
+        leave_out["drafts"] = of_task["positions"] = True
+        of_task["work"] = {"__all__": {"accepted", "drafts"}}
     if with_outputs:
         _check_outputs(measured)
-    left_out: Any = None if with_outputs else {"tasks": {"__all__": {"outputs"}}}
-    write_output(path, measured.model_dump_json(exclude=left_out) + "\n", "--save-baseline")
+    else:
+        of_task["outputs"] = True
+    leave_out["tasks"] = {"__all__": of_task}
+    write_output(path, measured.model_dump_json(exclude=leave_out) + "\n", "--save-baseline")
 
 
 def _check_outputs(measured: Measured) -> None:

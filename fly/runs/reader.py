@@ -163,8 +163,10 @@ def _place(line: Any) -> tuple[str, int, int, int]:
 
 
 def read_lines(path: Path, shape: type[_Line]) -> list[_Line]:
-    """The JSON objects of a JSONL file, all of this shape. A last line that a kill left unfinished
-    is dropped. Raises FlyError for any other."""
+    """The JSON objects of a JSONL file, all of this shape.
+
+    A last line that a kill left unfinished is dropped. Raises FlyError for any other.
+    """
     return [*iterate_lines(path, shape)]
 
 
@@ -173,7 +175,7 @@ def iterate_lines(path: Path, shape: type[_Line], *, keep_others: bool = True) -
     without them reading takes a third of the time."""
     for number, line in enumerate(reading.iterate_lines(path), 1):
         where = f"{path}, line {number}"
-        if not line.endswith(b"\n"):  # the last: it may still be a whole one
+        if not line.endswith("\n"):  # the last: it may still be a whole one
             try:
                 json.loads(line)
             except ValueError:
@@ -181,7 +183,7 @@ def iterate_lines(path: Path, shape: type[_Line], *, keep_others: bool = True) -
         if not keep_others and (found := reading.parse_as(line, shape)) is not None:
             yield found
             continue
-        record = reading.parse(reading.decode(line, where), where)
+        record = reading.parse(line.removesuffix("\n"), where)
         reading.check_shape(record, shape, where)
         yield record
 
@@ -202,7 +204,9 @@ def _sorted_by_date(files: Iterable[Path]) -> list[Path]:
 
 def find_results(path: str | Path) -> Path:
     """The results file that `path` names: itself, or the newest in the folder or one below it.
-    Raises FlyError if a newer run in the folder has not ended: its results are yet to come."""
+
+    Raises FlyError if a newer run in the folder has not ended: its results are yet to come.
+    """
     given = expanded(path)
     if given.is_file():
         return given
@@ -236,8 +240,10 @@ def _is_of_another_later(results: Path | None, run: manifest.Manifest) -> bool:
 
 
 def started_of(results: Path) -> str | None:
-    """When the run of these results started; None for other backends. Raises FlyError if the file
-    is no results file, or not a whole one."""
+    """When the run of these results started; None for other backends.
+
+    Raises FlyError if the file is no results file, or not a whole one.
+    """
     entry = _read(results)["config"].get("fly")
     started: str | None = entry.get("started") if isinstance(entry, dict) else None
     if started is not None:
@@ -296,16 +302,17 @@ def of_results(results: dict[str, Any], name: str) -> Run:
     """A run as lm-eval returned it in this process, samples included; nothing is on disk."""
     samples = {
         task: [
-            {
-                **line,
-                "arguments": {"gen_args_0": {"arg_0": line["arguments"][0][0]}},  # as in the file
-                "target": str(line["target"]),
-            }
+            {**line, "arguments": _prompt_of(line["arguments"]), "target": str(line["target"])}
             for line in lines
         ]
         for task, lines in results["samples"].items()
     }
     return Run(Path(name), name, results, _task_runs(results, samples))
+
+
+def _prompt_of(arguments: list[tuple[Any, ...]]) -> dict[str, Any]:
+    """The part of a sample's arguments that is read, as lm-eval's samples file has it."""
+    return {"gen_args_0": {"arg_0": arguments[0][0]}}
 
 
 def check_samples(file: Path) -> None:

@@ -1,13 +1,14 @@
 """The last word of a tune: is the fastest configuration faster than the given one, and as good?
 
-The fastest is partly the luckiest, in speed and in scores. So it is run again on documents that the
-search has not seen, in turns with the others, so that what the machine does hits all alike.
+Of several measured configurations the fastest is partly the luckiest, in speed and in scores. So it
+is run once more beside the given one and the target alone, on documents that the search has not
+seen, document by document in turns, so that what else the machine does hits all alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fly.analysis.statistics import Ratio, compare_rates
@@ -45,13 +46,20 @@ class Confirmation:
         return {
             "documents": self.documents,
             "unseen_by_the_search": self.fresh,
-            "time_x_over_given": self.over_given and asdict(self.over_given),
-            "time_x_over_target": self.over_target and asdict(self.over_target),
-            "given_time_x_over_target": self.given_over_target and asdict(self.given_over_target),
+            "time_x_over_given": _as_dict(self.over_given),
+            "time_x_over_target": _as_dict(self.over_target),
+            "given_time_x_over_target": _as_dict(self.given_over_target),
             "recoveries": [recovery.as_dict() for recovery in self.recoveries],
             "held": fidelity.held(self.recoveries, least),
             "given_held": fidelity.held(self.given_recoveries, least),
         }
+
+
+def _as_dict(ratio: Ratio | None) -> dict[str, float | None] | None:
+    if ratio is None:
+        return None
+    low, high = (ratio.interval.low, ratio.interval.high) if ratio.interval else (None, None)
+    return {"value": ratio.value, "low": low, "high": high}
 
 
 def documents_for(available: dict[str, int], count: int) -> tuple[dict[str, list[int]], bool]:
@@ -72,8 +80,11 @@ def confirm(
     least: float,
     done: Callable[[int], object] = lambda documents: None,
 ) -> Confirmation:
-    """Run the target alone, the given configuration and the candidate in turns. As many documents
-    as the search used, unseen ones if every task has them. done: as in `TunedPair.run_in_turns`."""
+    """Run the target alone, the given configuration and the candidate in turns.
+
+    As many documents as the search used, unseen ones if every task has them. done: as in
+    `TunedPair.run_in_turns`.
+    """
     documents, fresh = documents_for(workload.available, workload.limit)
     alone = given.model_copy(update={"use_sd": False})
     on = replace(workload, samples=documents)

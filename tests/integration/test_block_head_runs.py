@@ -62,11 +62,9 @@ def test_exact_texts_are_the_targets(saved_pair, head, config_file, task_dir, tm
     }
     found = {}
     for name, args in of_modes.items():
-        out, args = (
-            ("--output_path", tmp_path / name, "--log_samples"),
-            f"{args},verification=exact",
-        )
-        assert evaluate(saved_pair, config_file, task_dir, *out, more_args=args) == 0
+        out = ("--output_path", tmp_path / name, "--log_samples")
+        given = f"{args},verification=exact"
+        assert evaluate(saved_pair, config_file, task_dir, *out, more_args=given) == 0
         found[name] = texts_and_entry(tmp_path / name)
     texts, _ = found.pop("alone")
     for name, (others, entry) in found.items():

@@ -587,6 +587,7 @@ def test_a_baseline_with_outputs_is_drafted_from(tmp_path, capsys):
     file, plain = tmp_path / "with.json", tmp_path / "without.json"
     assert fly("compare", folder, "--save-baseline", plain) == 0
     assert "outputs" not in plain.read_text()
+    assert "drafts" not in plain.read_text()
     with pytest.raises(FlyError, match="the baseline holds no outputs: store it with"):
         EarlierOutputs.read([str(plain)])
     assert fly("compare", folder, "--save-baseline", file, "--with-outputs") == 0

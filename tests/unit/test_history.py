@@ -201,7 +201,7 @@ def test_lines_stay_whole_behind_a_file_without_a_line_break(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{}", "date is missing"), ("[1]", "=[1]"), ("{", "not valid JSON")],
+    [("{}", "date is missing"), ("[1]", "not of fly compare --history"), ("{", "not valid JSON")],
 )
 def test_what_is_no_history_is_refused_in_one_line(tmp_path, capsys, text, message):
     file = tmp_path / "h.jsonl"

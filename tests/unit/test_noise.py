@@ -79,7 +79,7 @@ def test_a_noise_run_that_read_a_cache_is_refused(runs, tmp_path, capsys):
     (records,) = noisy.glob("fly_requests_*")
     records.write_text("".join(records.read_text().splitlines(keepends=True)[2:]))
     assert fly("compare", runs[0], f"noise={noisy}", runs[2], "--noise-floor") == 2
-    assert "it did not decode 2 of 6 documents of sums itself" in capsys.readouterr().err
+    assert "noise decoded 2 of 6 documents of sums not itself" in capsys.readouterr().err
 
 
 def test_rounding_is_not_told_from_rounding_more_often_than_chance_says():

@@ -18,12 +18,17 @@ LETTERS = {  # by fly.runs.replay's sources, as trace.js has them
 
 def replayed(run: Run) -> Iterator[Generation]:
     """All traced requests of the run, one at a time, without texts; empty without a trace."""
-    found = run_settings.in_force(run)  # the rule may have no windows
-    window = int(found.get("win_len", 0)) - (found.get("window_rule") == "reference")
     try:
-        yield from generations(run.rounds, window=max(0, window))
+        yield from generations(run.rounds, window=_window(run))
     except FlyError as error:
         raise FlyError(f"{run.folder}: {error}") from None
+
+
+def _window(run: Run) -> int:
+    """How many tokens after a deferral had to match; 0 where the rule has no windows."""
+    found = run_settings.in_force(run)
+    window = int(found.get("win_len", 0))
+    return max(0, window - (found.get("window_rule") == "reference"))
 
 
 class Shown:
