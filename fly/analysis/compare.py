@@ -306,8 +306,10 @@ def _against(
     chosen: dict[str, list[Metric]],
     verdicts: int,
 ) -> Against:
-    """One run. reasons: what stands between it and the baseline (`check_comparable`). chosen: the
-    baseline's metrics to compare, by task. verdicts: as in `statistics.compare_tasks`."""
+    """One run. reasons: what stands between it and the baseline (`check_comparable`).
+
+    chosen: the baseline's metrics to compare, by task. verdicts: as in `statistics.compare_tasks`.
+    """
     rows, primaries = [], []
     withheld = _why_withheld(reasons, "withhold verdict")
     no_times = _why_withheld(reasons, "withhold times")

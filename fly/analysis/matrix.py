@@ -99,7 +99,9 @@ def build(runs: Sequence[Scored], metrics: Sequence[str] | None = None) -> Matri
 
 
 def relate(
-    runs: Sequence[Scored], metrics: Sequence[str] | None = None, left_out: list[str] | None = None
+    runs: Sequence[Scored],
+    metrics: Sequence[str] | None = None,
+    left_out: list[str] | None = None,
 ) -> tuple[list[Cell], list[str]]:
     """(every run against its own target's, notes), before p-values are corrected. metrics: only
     these, by name or `name,filter`; None for each task's first by which its target alone scores
@@ -183,7 +185,9 @@ def _families(runs: Sequence[Scored], left_out: list[str] | None) -> list[_Famil
 
 def _family_of(each: Scored, families: list[_Family]) -> _Family:
     """By target, dtype, engine and tasks; of several such, by all that seconds and texts depend on.
-    Raises FlyError unless there is just one."""
+
+    Raises FlyError unless there is just one.
+    """
     run, measured = each
     fitting = [
         family

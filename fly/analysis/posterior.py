@@ -28,8 +28,10 @@ class Interval:
 
 @dataclass(frozen=True)
 class Pairs:
-    """One task's scores by document, or by cluster of documents; kept / base is the recovery. Where
-    lower is better, the runs change places."""
+    """One task's scores by document, or by cluster of documents; kept / base is the recovery.
+
+    Where lower is better, the runs change places.
+    """
 
     kept: Floats
     base: Floats
@@ -105,7 +107,9 @@ def _margins(
     task: Pairs, min_recovery: float, added_4: Floats, size: float, rng: np.random.Generator
 ) -> Floats:
     """Draws of mean(kept - min_recovery * base) under random weights of the documents, [draws].
-    added_4: how many documents of each kind are added, with scores of 0 and `size`."""
+
+    added_4: how many documents of each kind are added, with scores of 0 and `size`.
+    """
     size = max(size, np.finfo(float).tiny)
     kinds, counts = task.kinds  # documents with equal scores share one gamma variable
     used = added_4 > 0

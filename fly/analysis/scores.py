@@ -430,8 +430,10 @@ def _decoding(run: Run) -> dict[str, Any]:
 
 
 def _machine(run: Run) -> dict[str, Any]:
-    """What a run's seconds depend on besides what it decodes; empty without fly's records. Facts of
-    the draft are left out: they are part of what is compared."""
+    """What a run's seconds depend on besides what it decodes; empty without fly's records.
+
+    Facts of the draft are left out: they are part of what is compared.
+    """
     if run.entry is None:
         return {}
     entry, device = run.entry, run.entry.get("device") or {}

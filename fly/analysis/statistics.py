@@ -258,7 +258,9 @@ def _sign_flips(change: Floats, resamples: int) -> float:
 
 
 def _bootstrap(
-    statistic: Callable[[Indices], Floats], deviations: Floats, tails: tuple[float, float]
+    statistic: Callable[[Indices], Floats],
+    deviations: Floats,
+    tails: tuple[float, float],
 ) -> Interval | None:
     """Percentile interval of a statistic of resampled document indices, [resamples, N].
 

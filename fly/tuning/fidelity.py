@@ -66,7 +66,10 @@ def held(recoveries: Sequence[Recovery], least: float) -> bool:
 
 def recoveries(baseline: Measured, other: Measured, least: float) -> list[Recovery]:
     """One for each metric of the baseline that has all of its numbers, also where the other run
-    lacks it. Raises FlyError if the runs did not answer the same questions."""
+    lacks it.
+
+    Raises FlyError if the runs did not answer the same questions.
+    """
     check_comparable(baseline, other)
     both = zip(_rows(baseline, baseline, least), _rows(baseline, other, least))
     return [

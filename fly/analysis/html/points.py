@@ -66,7 +66,9 @@ def _rates(run: Run, task: str) -> tuple[float | None, float | None]:
 
 def frontier(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     """By task and metric, the runs that have both a recovery and a time x, and their targets alone.
-    is_best: no other has more of both (the Pareto front)."""
+
+    is_best: no other has more of both (the Pareto front).
+    """
     panels: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for cell in cells:
         scores, ratio = cell.row.scores, cell.speed.end_to_end if cell.speed else None
