@@ -12,11 +12,12 @@ all sequences running, without prefill and capture. In `ratios`, X/ceiling is ti
 (1.3 is 1.3 times as long); every other X/Y is X's speed over Y's, graph/eager too. Mode `uniform`
 is graphs with `batch_invariant`, where the target's passes are of one shape; at each pair's shapes
 it is checked that a token's bits do not depend on its place in a pass. `inductor` is graphs of
-compiled passes; `spread` has the target's layers over all GPUs. `fly_sampled` draws its tokens, and
-`fly_head` drafts by an EAGLE-3 head. --end-to-end also decodes a real pair with FlyLM, lm-eval's
-hf, transformers' assisted generation and vLLM (throughput.py). A verdict follows for each claim.
-The last line printed is one JSON object. Exit status: 1 if a check or a measurement failed, 2
-without an accelerator.
+compiled passes; `fused`, what runs have by default, graphs of fly's layers (Triton's kernels
+between merged products); `spread` has the target's layers over all GPUs. `fly_sampled` draws its
+tokens, and `fly_head` drafts by an EAGLE-3 head. --end-to-end also decodes a real pair with FlyLM,
+lm-eval's hf, transformers' assisted generation and vLLM (throughput.py). A verdict follows for each
+claim. The last line printed is one JSON object. Exit status: 1 if a check or a measurement failed,
+2 without an accelerator.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from transformers import (
 )
 
 from fly.errors import FlyError
-from fly.execution import self_check
+from fly.execution import fused_layer, self_check
 from fly.execution.cuda_graphs import CudaGraphRunner
 from fly.execution.device import device_facts
 from fly.execution.heads.eagle3 import Eagle3Head
@@ -78,6 +79,7 @@ FLY = FlyRule(FlySettings.model_validate({"entropy_thre": 0.3, "win_len": 6}))
 SAMPLED = Sampling(0.7, top_k=20, top_p=0.9)
 WARM_UP, SLACK = 4, 8  # rounds: before the measured ones, and for those that captured a graph
 PHASES = ("draft", "verify", "other")
+MODES = ("eager", "graph", "uniform", "inductor", "fused")
 PERIOD = 32  # of the built-in acceptance stream
 
 
@@ -442,8 +444,9 @@ class Bench:
         self.must_fit(weights + min(self.args.batches) * self.sequence_bytes(shapes))
         models = [build(shape, self.device, self.dtype) for shape in shapes]
         self.attempt(f"{name} places", self.check_places, name, models[1])
-        for batch in self.args.batches:
-            self.attempt(f"{name} batch {batch}", self.batch, name, batch, shapes, models)
+        modes = [mode for mode in self.args.modes if mode != "fused"]
+        for batch in self.args.batches if modes else ():
+            self.attempt(f"{name} batch {batch}", self.batch, name, batch, shapes, models, modes)
         if self.device.type != "cuda" or self.args.no_transformers:
             print(f"skipped: {name}: transformers' compiled generate (asked to, or no accelerator)")
         else:
@@ -451,6 +454,12 @@ class Bench:
                 label = f"{name} batch {batch}: transformers' compiled generate"
                 self.attempt(label, self.transformers, name, batch, models[1])
                 forget_compiled(models[1])
+        if "fused" in self.args.modes and self.device.type == "cuda":
+            if not all(fused_layer.replace_on_gpu(model) for model in models):
+                raise RuntimeError("no fused layers")
+            for batch in self.args.batches:
+                label = f"{name} batch {batch}, fused"
+                self.attempt(label, self.batch, name, batch, shapes, models, ["fused"])
         if self.device.type == "cuda" and torch.cuda.device_count() > 1:
             self.attempt(f"{name} spread", self.spread, name, min(self.args.batches), models)
         else:
@@ -484,8 +493,10 @@ class Bench:
     def prompt(self, length: int) -> list[int]:
         return random.Random(0).choices(range(TOY_VOCAB), k=length)
 
-    def batch(self, pair: str, batch: int, shapes: list[Any], models: list[Any]) -> None:
-        """All of fly's measurements of one pair at one batch size, by all modes."""
+    def batch(
+        self, pair: str, batch: int, shapes: list[Any], models: list[Any], modes: list[str]
+    ) -> None:
+        """All of fly's measurements of one pair at one batch size, by these modes."""
         self.must_fit(batch * self.sequence_bytes(shapes))
         longest = 2 * self.capacity + self.args.tokens  # never reached
         draft, target = (ModelRunner(model, batch, longest) for model in models)
@@ -494,7 +505,9 @@ class Bench:
             for slot in range(batch):  # the first is computed, the others copy it
                 runner.prefill(slot, self.prompt(self.args.context))
         capture = self.device.type == "cuda"
-        for mode in ("eager", "graph", "uniform", *(["inductor"] if capture else [])):
+        for mode in modes:
+            if mode == "inductor" and not capture:
+                continue
             for runner in (draft, target):
                 runner.static = runner.uniform = None
                 if mode == "uniform" and runner is target:
@@ -506,7 +519,7 @@ class Bench:
             drafter = ModelDrafter(draft, frozenset({target.model.config.vocab_size}))
             self.play(where, f"fly_tau{self.tau:.3g}", target, drafter)
             self.play(where, "target_only", target, NoDrafter())
-            if mode in ("eager", "graph"):
+            if mode in ("eager", "graph", "fused"):
                 self.play(where, "fly_sampled", target, drafter, SAMPLED)
                 self.play(where, "fly_head", target, self.head_drafter(target, batch, longest))
                 target.hidden_layers = ()
@@ -542,11 +555,16 @@ class Bench:
                 draft.chain([[7]] * batch, k)
             draft.lengths[:] = [context] * batch
 
+        def prefill() -> None:
+            target.truncate(0, 0)
+            target.catch_up(0, self.prompt(context))
+
         calls: dict[str, tuple[ModelRunner, int, Callable[[], Any]]] = {
             "draft_step": (draft, 1, lambda: draft.extend([[7]] * batch)),
             "draft_chain": (draft, k, chain),
             "verify": (target, 1, lambda: target.extend([[7] * (k + 1)] * batch)),
             "target_step": (target, 1, lambda: target.extend([[7]] * batch)),
+            "prefill": (target, 1, prefill),
         }
         for what, (runner, steps, call) in calls.items():
             runner.lengths[:] = [context] * batch
@@ -619,23 +637,25 @@ def must_be_static(runner: SlotRunner | None) -> None:
 def ratios(records: list[dict[str, Any]]) -> dict[str, float]:
     found: dict[str, float] = {}
     speeds: dict[str, dict[str, float]] = {}  # by place, then by what and mode
+    best = "fused" if any(r["mode"] == "fused" for r in records) else "graph"
     for r in records:
         at = f"@{r['batch']}:{r['pair']}"
         speeds.setdefault(at, {})[f"{r['what']} {r['mode']}"] = r.get("tok_s") or 1 / r["ms"]
-        if r["mode"] == "graph" and r["kind"] == "pass":
+        if r["mode"] == best and r["kind"] == "pass":
             found[f"{r['what']}/ceiling{at}"] = round(r["x_ceiling"], 3)
     fly = next((r["what"] for r in records if r["what"].startswith("fly")), "fly")
     for at, here in speeds.items():
-        named = {f"{fly}/target_only{at}": (f"{fly} graph", "target_only graph")}
+        named = {f"{fly}/target_only{at}": (f"{fly} {best}", f"target_only {best}")}
         named[f"{fly}_eager/target_only_eager{at}"] = (f"{fly} eager", "target_only eager")
         for what in (fly, "target_only"):
-            compiled = (f"{what} graph", "transformers compiled")
+            compiled = (f"{what} {best}", "transformers compiled")
             named[f"{what}/transformers_compiled{at}"] = compiled
         for what in ("fly_sampled", "fly_head"):
-            named[f"{what}/{fly}{at}"] = (f"{what} graph", f"{fly} graph")
+            named[f"{what}/{fly}{at}"] = (f"{what} {best}", f"{fly} {best}")
         named[f"{fly}/target_only spread{at}"] = (f"{fly} spread", "target_only spread")
         for what in dict.fromkeys(name.split()[0] for name in here):
             named[f"inductor/graph {what}{at}"] = (f"{what} inductor", f"{what} graph")
+            named[f"fused/graph {what}{at}"] = (f"{what} fused", f"{what} graph")
             named[f"graph/eager {what}{at}"] = (f"{what} graph", f"{what} eager")
             named[f"uniform/graph {what}{at}"] = (f"{what} uniform", f"{what} graph")
         for name, (above, below) in named.items():
@@ -652,6 +672,7 @@ CLAIMS = {  # by the start of the ratios that it holds for, each at least so lar
     "the target alone keeps up with transformers' compiled generate": (
         r"target_only/transformers_compiled", 1.0,
     ),
+    "fused layers are faster than transformers'": (r"fused/graph ", 1.0),
     "compile=inductor pays": (r"inductor/graph ", 1.0),
     "end to end FLy is faster than lm-eval's hf": (r"fly/hf@", 1.0),
     "end to end FLy is faster than assisted generation": (r"fly/assisted@", 1.0),
@@ -694,6 +715,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--device", help="default: cuda (ROCm too), or cpu with --dry-run")
     add("--pairs", nargs="*", choices=real, default=real, help="none: only the checks")
     add("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
+    add("--modes", nargs="+", choices=MODES, default=MODES, help="default: all")
     add("--context", type=int, default=512, help="tokens already cached per sequence")
     add("--tokens", type=int, default=256, help="new tokens per sequence")
     add("--repeats", type=int, default=30, help="timed calls of each pass")

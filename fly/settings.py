@@ -452,10 +452,10 @@ class ExecutionSettings(Settings):
 
     compile: Literal["auto", "inductor", "off"] = Field(
         "auto",
-        description="auto: fly's kernels on a CPU (see execution), CUDA graphs on a GPU, and a "
-        "logged reason where neither applies. inductor: passes are compiled by PyTorch before they "
-        "are captured, for fewer kernels; GPUs only, not measured yet. off: the model's own eager "
-        "passes.",
+        description="auto: fly's kernels on a CPU (see execution); on a GPU CUDA graphs, of fly's "
+        "own layers where it has kernels for them; a logged reason where neither applies. "
+        "inductor: passes are compiled by PyTorch before they are captured, GPUs only: slower than "
+        "fly's layers, for models that fly has none for. off: the model's own eager passes.",
     )
     execution: Execution = Field(
         "auto",

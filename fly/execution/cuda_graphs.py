@@ -30,6 +30,7 @@ from fly.execution.oom import is_out_of_memory
 logger = logging.getLogger(__name__)
 
 _SHORTEST_READ = 256
+_SHORTEST_FEED, _LONGEST_FEED = 16, 1024  # longer ones keep a GPU busy without a graph
 
 
 class PassOutput(NamedTuple):
@@ -101,6 +102,10 @@ class Runner(Protocol):
     def reserve(self, tokens: int) -> None: ...
 
     def static_pass(self, ids_BQ: Tensor, lengths_B: Tensor, read_length: int) -> PassOutput: ...
+
+    def slot_pass(
+        self, ids_1Q: Tensor, length_1: Tensor, slot_1: Tensor, read_length: int
+    ) -> PassOutput: ...
 
     def token_pass(
         self,
@@ -280,14 +285,52 @@ class CudaGraphRunner(CapturedPasses):
         q = found.q if found.q is None else found.q[:rows, :steps]
         return Drafted(found.tokens[:rows, :steps], q)
 
+    def feed(self, slot: int, ids_1Q: Tensor) -> PassOutput | None:
+        """One pass over a part of a prompt, to any slot and without logits; None if it has to be
+        run eagerly."""
+        count, start = ids_1Q.shape[1], self._runner.lengths[slot]
+        width = self._power_bucket(max(count, _SHORTEST_FEED))
+        capacity, device = self._runner.cache.capacity, self._runner.device
+        may_be = self.failure is None and self._runner.cache.is_allocated
+        if not may_be or count > _LONGEST_FEED or start + width > capacity:
+            return None
+        read = self._read_bucket(start + width)
+
+        def inputs() -> tuple[Tensor, ...]:
+            ids = torch.zeros(1, width, dtype=torch.long, device=device)
+            # trial passes write past what the slot holds
+            return ids, ids.new_full((1,), start), ids.new_full((1,), slot)
+
+        def compute(ids: Tensor, length: Tensor, at: Tensor) -> PassOutput:
+            return self._runner.slot_pass(ids, length, at, read)
+
+        captured = self.get(("feed", width, read), inputs, compute)
+        if captured is None:
+            return None
+        ids, length, at = captured.inputs
+        ids[:, :count] = ids_1Q
+        for fixed, value in ((length, start), (at, slot)):
+            fixed.copy_(torch.tensor([value]), non_blocking=True)
+        captured.replay()
+        output: PassOutput = captured.output
+        return output if output.hidden is None else output.map(lambda part: part[:, :count])
+
     def reach(self, width: int, steps: int) -> int:
         """How far past the longest row such a pass, or chain of passes, may read."""
         return self._width_bucket(width) + (self._bucket(steps) if steps else 0)
 
     def _bucket(self, count: int) -> int:
         """Two sizes per power of two, and the usual: ends of budgets cost no capture each."""
+        return min(size for size in (self._power_bucket(count), self.usual) if size >= count)
+
+    def _power_bucket(self, count: int) -> int:
         power = 1 << (count - 1).bit_length()
-        return min(size for size in (power * 3 // 4, power, self.usual) if size >= count)
+        return min(size for size in (power * 3 // 4, power) if size >= count)
+
+    def _read_bucket(self, read: int) -> int:
+        """At most the capacity, which has been reserved."""
+        read = max(_SHORTEST_READ, 1 << (read - 1).bit_length())
+        return min(read, self._runner.cache.capacity)
 
     def _width_bucket(self, width: int) -> int:
         """1, or a bucket of drafted tokens and the one before them."""
@@ -321,8 +364,7 @@ class CudaGraphRunner(CapturedPasses):
             return None
         bucket = self._rows_bucket(rows)
         self._runner.reserve(read)
-        read = max(_SHORTEST_READ, 1 << (read - 1).bit_length())
-        read = min(read, self._runner.cache.capacity)
+        read = self._read_bucket(read)
         device = self._runner.device
 
         def inputs() -> tuple[Tensor, ...]:

@@ -1,24 +1,29 @@
 """Decoder layers of the Llama, Mistral, Qwen2 and Qwen3 families with fly's kernels in between.
 
-transformers' layers run some fifty small operations between their products, which on a CPU take
-two fifths of a small draft model's pass. These layers make nine calls. The first one is checked
-against transformers' own when they are made; transformers' own still serve passes without fly's
-cache (loglikelihood).
+transformers' layers run some fifty small operations between their products, which take two fifths
+of a small draft model's pass on a CPU, and two thirds on a GPU. These layers make nine calls. The
+first one is checked against transformers' own when they are made; transformers' own still serve
+passes without fly's cache (loglikelihood) and those whose rows are tokens.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from fly.errors import reason_of
 from fly.execution import kernels
 from fly.execution.grouped_attention import grouped_attention
 from fly.execution.kv_cache import SlotCache
-from fly.execution.merged_linear import Sibling
+from fly.execution.merged_linear import Sibling, concatenate, merge
+from fly.execution.oom import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -26,16 +31,15 @@ _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class FusedLayer(nn.Module):
-    """One decoder layer; `original`, whose weights it uses, must be packed by fly's kernels.
+    """One decoder layer; `original`, whose weights it uses, must have merged linears.
 
-    is_invariant: a token's bits do not depend on what else is in the pass.
+    run: kernels.LayerKernels, or on a GPU triton_layer.TritonKernels. most_in_place: in passes of
+    at most so many tokens per sequence its attention reads the cache in place.
     """
 
-    def __init__(
-        self, original: nn.Module, run: kernels.LayerKernels, *, is_invariant: bool
-    ) -> None:
+    def __init__(self, original: nn.Module, run: Any, *, most_in_place: int) -> None:
         super().__init__()
-        self._is_invariant = is_invariant
+        self._most_in_place = most_in_place
         self.original = original
         attention: Any = original.self_attn
         mlp: Any = original.mlp
@@ -63,7 +67,7 @@ class FusedLayer(nn.Module):
         position_embeddings: Any = None,
         **kwargs: Any,
     ) -> Any:
-        if not isinstance(past_key_values, SlotCache):
+        if not isinstance(past_key_values, SlotCache) or past_key_values.is_of_tokens:
             return self.original(
                 hidden_states,
                 attention_mask=attention_mask,
@@ -75,11 +79,12 @@ class FusedLayer(nn.Module):
         _, normed = self._run.norm(hidden, *self._norms[0])
         joined = self._normed_heads(self._joined(normed))
         index = self._attention.layer_idx
-        keys, values = past_key_values.layer(index, self._kv_heads, self._size, joined.dtype)
+        keys, values = past_key_values.layer(index, self._kv_heads, self._size, joined)
         place, scaling = past_key_values.destination, self._attention.scaling
         query = self._run.rotate(joined, position_embeddings, (keys, values), *place, self._heads)
-        if self._is_invariant:
-            mixed = self._run.attention(query, (keys, values), *place, scaling)
+        if query.shape[2] <= self._most_in_place:
+            read = past_key_values.read_length
+            mixed = self._run.attention(query, (keys, values), *place, scaling, read)
         else:
             keys, values = past_key_values.readable(index)
             mixed, _ = grouped_attention(
@@ -107,14 +112,41 @@ def _norm(norm: Any) -> tuple[Tensor, float]:
     return norm.weight.detach().float(), norm.variance_epsilon
 
 
-@torch.inference_mode()
 def replace(model: PreTrainedModel, *, is_invariant: bool = False) -> bool:
-    """Give a model packed by fly's kernels fused layers, in place; returns whether it was done."""
+    """Give a model packed by fly's kernels fused layers, in place; returns whether it was done.
+
+    is_invariant: a token's bits do not depend on what else is in the pass.
+    """
+    in_place = sys.maxsize if is_invariant else 0
+    return why_not(model) is None and _replace(model, kernels.LayerKernels(), in_place)
+
+
+def replace_on_gpu(model: PreTrainedModel) -> bool:
+    """Merge a model's linears and give it fused layers by Triton's kernels, in place; returns
+    whether it was done. The model computes the same, but for rounding, in any case."""
+    is_gpu_build = torch.version.cuda is not None or torch.version.hip is not None
+    layers = getattr(model.get_decoder(), "layers", ())
+    if not (is_gpu_build and find_spec("triton") and layers and all(map(_is_of_family, layers))):
+        return False
+    merge(model, concatenate)
     if why_not(model) is not None:
         return False
+    try:
+        run = import_module("fly.execution.triton_layer").TritonKernels()
+        return _replace(model, run, sys.maxsize)
+    except Exception as error:  # a compiler's errors are of any kind
+        if is_out_of_memory(error):
+            raise
+        logger.warning(
+            "%s: the model's own layers: Triton: %s", model.name_or_path, reason_of(error)
+        )
+        return False
+
+
+@torch.inference_mode()
+def _replace(model: PreTrainedModel, run: Any, most_in_place: int) -> bool:
     layers: Any = model.get_decoder().layers
-    run = kernels.LayerKernels()
-    fused = [FusedLayer(layer, run, is_invariant=is_invariant) for layer in layers]
+    fused = [FusedLayer(layer, run, most_in_place=most_in_place) for layer in layers]
     if not _agrees(model, fused[0]):
         logger.warning(
             "%s: fly's layers do not agree with transformers': the model's own are used",
@@ -127,8 +159,8 @@ def replace(model: PreTrainedModel, *, is_invariant: bool = False) -> bool:
 
 
 def why_not(model: PreTrainedModel) -> str | None:
-    """Why a model packed by fly's kernels cannot have fused layers; None if it can, should they
-    agree with its own."""
+    """Why a model with merged linears cannot have fused layers; None if it can, should they agree
+    with its own."""
     layers = getattr(model.get_decoder(), "layers", None)
     if layers is None or not all(_is_known(layer) for layer in layers):
         return f"{model.config.model_type} keeps transformers' layers"
@@ -144,10 +176,13 @@ def why_not(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _is_known(layer: Any) -> bool:
-    module = type(layer).__module__
+def _is_of_family(layer: Any) -> bool:
     known = tuple(f"transformers.models.{family}." for family in _FAMILIES)
-    if not module.startswith(known):
+    return type(layer).__module__.startswith(known)
+
+
+def _is_known(layer: Any) -> bool:
+    if not _is_of_family(layer):
         return False
     attention, mlp = layer.self_attn, layer.mlp
     joined = (attention.q_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj)
@@ -159,12 +194,13 @@ def _is_known(layer: Any) -> bool:
 def _agrees(model: PreTrainedModel, fused: FusedLayer) -> bool:
     """Whether the layer gives and caches what transformers' does, for two rows at their own
     positions."""
-    config = model.config.get_text_config()
-    dtype = kernels.activation_dtype()
+    config, device = model.config.get_text_config(), model.device
+    dtype = model.dtype if device.type == "cuda" else kernels.activation_dtype()
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(2, 5, config.hidden_size, generator=generator).to(dtype)
-    positions = torch.tensor([[0, 1, 2, 3, 4], [3, 4, 5, 6, 7]])
-    mask = torch.where(torch.arange(8) > positions[:, :, None], -1e4, 0.0).to(dtype)[:, None]
+    hidden = torch.randn(2, 5, config.hidden_size, generator=generator).to(device, dtype)
+    positions = torch.tensor([[0, 1, 2, 3, 4], [3, 4, 5, 6, 7]], device=device)
+    places = torch.arange(8, device=device)
+    mask = torch.where(places > positions[:, :, None], -1e4, 0.0).to(dtype)[:, None]
     angles = model.get_decoder().rotary_emb(hidden, positions)
     results: list[list[Tensor]] = []
     for layer in (fused.original, fused):
@@ -182,7 +218,8 @@ def _agrees(model: PreTrainedModel, fused: FusedLayer) -> bool:
         output = result[0] if isinstance(result, tuple) else result
         results.append([output.float(), *(part.float() for part in cache.readable(0))])
     # rounded inputs may round to their neighbour for a difference in the last bit before
-    limit = 2e-2 if kernels.rounds_inputs(fused) else 1e-4
+    rounds = dtype != torch.float32 or kernels.rounds_inputs(fused)
+    limit = 2e-2 if rounds else 1e-4
     return all(
         bool((ours - theirs).norm() <= limit * theirs.norm()) for theirs, ours in zip(*results)
     )

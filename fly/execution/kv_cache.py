@@ -32,7 +32,8 @@ class SlotCache(Cache):
         self.most: int | None = None  # tokens past which nothing is kept to spare
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
-        self._rows = slice(0, 0)
+        self._rows: slice | Tensor = slice(0, 0)
+        self._first_slot: int | Tensor = 0
         self._slots_T: Tensor | None = None  # of a pass whose rows are tokens
         self._positions_BQ = torch.empty(0, 0, dtype=torch.long)
         self._places: dict[torch.device, tuple[Tensor, Tensor]] = {}  # of this pass, where needed
@@ -79,18 +80,23 @@ class SlotCache(Cache):
 
     def begin(
         self,
-        first_slot: int,
+        first_slot: int | Tensor,
         positions_BQ: Tensor,
         read_length: int | None = None,
         *,
         is_static: bool = False,
     ) -> None:
-        """Say where the next forward pass writes: rows are consecutive slots from `first_slot`.
+        """Say where the next forward pass writes: rows are consecutive slots from `first_slot`; a
+        tensor [1], where a graph of one row serves any slot.
 
         read_length: how far it reads; by default up to the largest position, which the host has to
         know. is_static: nothing that the pass does depends on the positions' values (graphs).
         """
-        self._rows = slice(first_slot, first_slot + positions_BQ.shape[0])
+        self._first_slot = first_slot
+        if isinstance(first_slot, Tensor):
+            self._rows = first_slot
+        else:
+            self._rows = slice(first_slot, first_slot + len(positions_BQ))
         self._slots_T = None
         self._positions_BQ = positions_BQ
         self._is_static = is_static
@@ -131,19 +137,24 @@ class SlotCache(Cache):
             return self._keys[layer_idx], self._values[layer_idx]
         return self.readable(layer_idx)
 
-    def layer(
-        self, layer_idx: int, heads: int, size: int, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """A layer's whole K and V, for who writes them itself, to `destination`. On the CPU."""
+    def layer(self, layer_idx: int, heads: int, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's whole K and V, for who writes them itself, to `destination`; of the dtype and
+        device of `like`."""
         while len(self._keys) <= layer_idx:
             for stored in (self._keys, self._values):
-                stored.append(torch.zeros(self.slots, heads, self.capacity, size, dtype=dtype))
+                stored.append(like.new_zeros(self.slots, heads, self.capacity, size))
         return self._keys[layer_idx], self._values[layer_idx]
 
     @property
-    def destination(self) -> tuple[Tensor, int]:
-        """Where this pass writes: positions [B, Q], and the slot of the first row."""
-        return self._positions_BQ, self._rows.start
+    def is_of_tokens(self) -> bool:
+        """Whether each row of this pass is a token, after `begin_tokens`."""
+        return self._slots_T is not None
+
+    @property
+    def destination(self) -> tuple[Tensor, int | Tensor]:
+        """Where this pass writes: positions [B, Q], and the slot of the first row, as `begin` was
+        told."""
+        return self._positions_BQ, self._first_slot
 
     def readable(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """What this pass's rows may read of a layer, [B, H, read length, D] each."""
@@ -158,9 +169,9 @@ class SlotCache(Cache):
             return
         device = stored.device
         if device not in self._places:  # once per pass, not per layer
-            slots = self._slots_T
-            if slots is None:
-                slots = torch.arange(self._rows.start, self._rows.stop, device=device)
+            slots = self._rows if self._slots_T is None else self._slots_T
+            if isinstance(slots, slice):
+                slots = torch.arange(slots.start, slots.stop, device=device)
             self._places[device] = (slots.to(device)[:, None], positions_BQ.to(device))
         rows_B1, positions_BQ = self._places[device]
         stored[rows_B1, :, positions_BQ] = new_BHQD.transpose(1, 2)

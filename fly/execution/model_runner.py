@@ -165,7 +165,13 @@ class ModelRunner(SlotRunner):
         chunk = chunk or self.chunk
         for start in range(self.lengths[slot], len(tokens), chunk):
             piece = tokens[start : start + chunk]
-            self._forward(slot, [piece], with_logits=False)
+            output = None if self.static is None else self.static.feed(slot, self._ids([piece]))
+            if output is None:
+                self._forward(slot, [piece], with_logits=False)
+            else:
+                self._note_written(slot, [piece])
+                if output.hidden is not None:  # the graph writes over it at the next piece
+                    self._hidden.append(output.hidden.clone())
             self.lengths[slot] += len(piece)
 
     def _copy_prefix(self, slot: int, tokens: list[int]) -> int:
@@ -300,6 +306,15 @@ class ModelRunner(SlotRunner):
         self.cache.begin(0, positions_BQ, read_length, is_static=True)
         mask = causal_mask(positions_BQ, read_length, self.model.dtype)
         return self._call(ids_BQ, positions_BQ, mask, 0, grouped(self.model))
+
+    def slot_pass(
+        self, ids_1Q: Tensor, length_1: Tensor, slot_1: Tensor, read_length: int
+    ) -> PassOutput:
+        """One pass over one slot, without logits, whose shapes depend on no value, nor on which."""
+        positions_1Q = length_1[:, None] + torch.arange(ids_1Q.shape[1], device=self.device)
+        self.cache.begin(slot_1, positions_1Q, read_length, is_static=True)
+        mask = causal_mask(positions_1Q, read_length, self.model.dtype)
+        return self._call(ids_1Q, positions_1Q, mask, _NO_LOGITS, grouped(self.model))
 
     def token_pass(
         self,

@@ -34,8 +34,8 @@ class PackedWeights:
     """What was done to the models, for the log and the results file.
 
     target: how its passes are computed: `kernels-amx` (or -avx512_bf16, -avx512, -avx2), followed
-    by ` gguf` where they read a GGUF file's own weights, `graphs` (captured as shapes come up),
-    `inductor` (compiled, then captured) or `eager`. draft: the same, and its quantisation:
+    by ` gguf` where they read a GGUF file's own weights, `graphs` (captured as shapes come up;
+    ` triton` where they have fly's layers), `inductor` (compiled, then captured) or `eager`. draft: the same, and its quantisation:
     `kernels-amx int8`. eager: by model, why its passes are, where a faster way exists.
     draft_weight: bytes of its weights over those in bfloat16 that take as long as the target's.
     seconds: packing and quantising, never decode time. batch_invariant: a token's bits in the
@@ -171,6 +171,8 @@ def _pack(
         done = f"kernels-{kernels.instructions()}{' gguf' if is_gguf else ''}"
     else:
         packed_linear.restore_weights(model)
+        if passes == "graphs" and not is_invariant and fused_layer.replace_on_gpu(model):
+            done = "graphs triton"
     if reason is not None:
         logger.info("compile=auto: eager passes for the %s: %s", role, reason)
     return done if kind == "none" else f"{done} {kind}", is_invariant

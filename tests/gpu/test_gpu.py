@@ -4,7 +4,7 @@ passes of one shape."""
 import pytest
 import torch
 
-from fly.execution import self_check, token_attention
+from fly.execution import fused_layer, self_check, token_attention
 from fly.execution.model_runner import ModelRunner, causal_mask
 from tests import tiny
 from tests.invariance import differing, make_small
@@ -155,3 +155,63 @@ def test_exact_equals_target_only_in_bfloat16(name, k, slots, capture):
     assert outputs[0] == outputs[1]
     assert runner.uniform.failure is None
     assert bool(runner.uniform._captured) == capture
+
+
+def as_fused(model):
+    model = model.cuda()
+    assert fused_layer.replace_on_gpu(model)
+    return model
+
+
+@pytest.mark.parametrize("capture", [None, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fused_layers_decode_as_the_models_own(family, dtype, capture):
+    prompt = [3 + index * index % 90 for index in range(200)]
+    with torch.inference_mode():
+        expected = family_model(family).double()(torch.tensor([prompt])).logits[0]
+    model = as_fused(family_model(family).to(dtype))
+    self_check.check_cache_agrees(model, "target_model_path", capture=capture)
+    runner = tiny.runner(model, 3, capture, max_length=256)
+    lengths = (150, 11, 60)  # the first goes over the end of a part of the keys
+    for slot, length in enumerate(lengths):
+        runner.prefill(slot, prompt[:length])
+    limit = (1e-4 if dtype == torch.float32 else 5e-2) * expected.abs().max()
+    for width in (1, 9, 40):
+        feeds = [prompt[start : start + width] for start in lengths]
+        logits_BQV = runner.extend(feeds).double().cpu()
+        for row, start in enumerate(lengths):
+            assert (logits_BQV[row] - expected[start : start + width]).abs().max() < limit
+    if capture:
+        assert runner.static.failure is None
+        assert runner.static._captured
+
+
+@pytest.mark.parametrize("capture", [None, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("name", ["model", "cascade"])
+@pytest.mark.parametrize("slots", [1, 3])
+def test_exact_equals_target_only_by_fused_layers(name, slots, capture):
+    """In float32, where widths of passes change no choice."""
+    target = as_fused(family_model("qwen2").float())
+    draft = as_fused(tiny.noisy_copy(family_model("qwen2").float(), 0.01))
+    outputs = []
+    for who, rows, drafted in (("none", 1, 0), (name, slots, 6)):
+        drafter = tiny.drafter(who, rows, draft, capture=capture)
+        engine = tiny.engine(tiny.runner(target, rows, capture), drafter, drafted)
+        records = tiny.decode_all(engine, tiny.prompts(vocab=96), 40)
+        outputs.append([record.tokens for record in records])
+    assert outputs[0] == outputs[1]
+
+
+def test_a_wrong_kernel_is_not_used(monkeypatch, caplog):
+    """The mutant: a rotation in the wrong direction."""
+    from fly.execution.triton_layer import TritonKernels
+
+    real = TritonKernels.rotate
+    monkeypatch.setattr(
+        TritonKernels,
+        "rotate",
+        lambda self, x, angles, *rest: real(self, x, (angles[0], -angles[1]), *rest),
+    )
+    assert not fused_layer.replace_on_gpu(family_model("qwen2").cuda())
+    assert "do not agree" in caplog.text

@@ -38,13 +38,13 @@ def test_a_head_has_the_same_bits_beside_those_that_share_its_keys(group, monkey
     cached = (torch.randn(2, 2, 40, 32).to(dtype), torch.randn(2, 2, 40, 32).to(dtype))
     positions = torch.tensor([[0, 1, 2], [30, 31, 32]])
     run = LayerKernels()
-    together = run.attention(query, cached, positions, 0, 0.2)
+    together = run.attention(query, cached, positions, 0, 0.2, 40)
     for head in range(2 * group):
         own = tuple(part[:, head // group, None].contiguous() for part in cached)
-        alone = run.attention(query[:, head, None].contiguous(), own, positions, 0, 0.2)
+        alone = run.attention(query[:, head, None].contiguous(), own, positions, 0, 0.2, 40)
         assert torch.equal(together[:, :, head], alone[:, :, 0])
     monkeypatch.setattr(kernels, "_SCORES", 40)  # room for one head's at a time
-    assert torch.equal(together, run.attention(query, cached, positions, 0, 0.2))
+    assert torch.equal(together, run.attention(query, cached, positions, 0, 0.2, 40))
     keys, values = (part.float().repeat_interleave(group, 1) for part in cached)
     unseen = torch.arange(40) > positions[:, None, :, None]
     scores = (query.float() @ keys.mT * 0.2).masked_fill(unseen, -torch.inf)
@@ -91,9 +91,11 @@ def attention_of_a_key_less(beyond):
     """Wider passes than `beyond` do not see the last key."""
     real = LayerKernels.attention
 
-    def attention(self, query, cached, positions, slot, scaling):
+    def attention(self, query, cached, positions, slot, scaling, read_length):
         shift = int(query.shape[2] > beyond)
-        return real(self, query, cached, (positions - shift).clamp_min(0), slot, scaling)
+        return real(
+            self, query, cached, (positions - shift).clamp_min(0), slot, scaling, read_length
+        )
 
     return attention
 
@@ -116,7 +118,7 @@ def attention_in_two_parts(border):
     Products and sums are of the same shapes for every query, so nothing else depends on the pass.
     """
 
-    def attention(self, query, cached, positions, slot, scaling):
+    def attention(self, query, cached, positions, slot, scaling, read_length):
         group = query.shape[1] // cached[0].shape[1]
         keys, values = (
             part[slot : slot + len(query)].float().repeat_interleave(group, 1)[:, :, None]

@@ -5,7 +5,7 @@ import torch
 import torch._inductor as inductor
 import torch._inductor.metrics
 
-from fly.execution.cuda_graphs import CudaGraphRunner
+from fly.execution.cuda_graphs import CapturedPass, CudaGraphRunner
 from fly.execution.model_runner import ModelRunner
 from fly.speculation.drafters.draft_model import ModelDrafter
 from fly.speculation.rules import base as rules
@@ -58,7 +58,7 @@ def test_the_draft_loop_runs_in_one_piece(pair, monkeypatch):
     engine, records = decode(pair, "model", 1, True)
     rounds = tiny.total(records, "rounds")
     kinds = {key[0] for key in engine._drafter.runner.static._captured}
-    assert kinds == {"chain"}
+    assert kinds == {"feed", "chain"}  # prompts, drafts
     assert 0 < len(asked) <= rounds
     assert tiny.total(records, "native_accepted") > 0
 
@@ -77,12 +77,47 @@ def test_a_graph_that_forgets_the_lengths_is_noticed(pair, monkeypatch):
     assert outcome(decode(pair, "model", 3, True)[1]) != expected
 
 
+def prefilled(model, capture):
+    """A runner of prompts in both slots, in pieces, and what they answer to a token."""
+    runner = tiny.runner(model, 2, capture, reuse_prefixes=False)
+    runner.reserve(256)
+    for slot, tokens in ((0, [9] * 7), (0, [*range(2, 62)]), (1, [*range(60, 2, -1)])):
+        runner.prefill(slot, tokens, chunk=30)
+    return runner, runner.extend([[5], [6]]).clone()
+
+
+def test_pieces_of_prompts_share_a_graph(pair):
+    """In any slot, wherever they begin: a GPU computes them faster than its host launches them."""
+    runner, static = prefilled(pair[0], False)
+    torch.testing.assert_close(static, prefilled(pair[0], None)[1], atol=1e-4, rtol=1e-4)
+    assert [key for key in runner.static._captured if key[0] == "feed"] == [("feed", 32, 256)]
+
+
+@pytest.mark.parametrize("forgotten", [1, 2], ids=["length", "slot"])
+def test_a_piece_that_forgets_its_place_is_noticed(pair, monkeypatch, forgotten):
+    honest = CudaGraphRunner.get
+
+    def get(self, key, inputs, compute):
+        captured = honest(self, key, inputs, compute)
+        given = [*captured.inputs]
+        if key[0] == "feed":
+            given[forgotten] = given[forgotten].clone()
+        return CapturedPass(tuple(given), captured.output, captured.replay)
+
+    expected = prefilled(pair[0], None)[1]
+    monkeypatch.setattr(CudaGraphRunner, "get", get)
+    assert (prefilled(pair[0], False)[1] - expected).abs().max() > 1e-2
+
+
 @pytest.mark.parametrize(("k", "buckets"), [(5, {1, 2, 3, 4, 5}), (10, {1, 2, 3, 4, 6, 8, 10})])
 def test_shapes_are_few_and_fit_the_usual_draft(pair, k, buckets):
     """Batch sizes and widths come in buckets: sequences that end and short last rounds cost no
     capture. Rounded to powers of two, every round of K = 10 would compute 16 steps."""
     engine, _ = decode(pair, "model", 3, True, budget=40, k=k)
-    target, draft = (r.static._captured for r in (engine._target, engine._drafter.runner))
+    target, draft = (
+        [key for key in runner.static._captured if key[0] != "feed"]
+        for runner in (engine._target, engine._drafter.runner)
+    )
     steps = {key[4] for key in draft}
     assert k in steps
     assert steps <= buckets  # budgets end anywhere

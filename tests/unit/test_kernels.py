@@ -299,12 +299,12 @@ def test_attention_of_long_contexts_fits_a_threads_stack(isa, monkeypatch):
     )
     for scores in (1 << 17, 3 * capacity, 2 * capacity, capacity):
         monkeypatch.setattr(kernels, "_SCORES", scores)
-        outputs.append(run.attention(query, cached, positions, 0, 0.2))
+        outputs.append(run.attention(query, cached, positions, 0, 0.2, capacity))
     assert taken == [4, 3, 2, 1]
     assert all(torch.equal(output, outputs[0]) for output in outputs)
     monkeypatch.setattr(kernels, "_SCORES", capacity // 2 - 1)
     with pytest.raises(FlyError, match="a context of 48 tokens is too long for fly's kernels"):
-        run.attention(query, cached, positions, 0, 0.2)
+        run.attention(query, cached, positions, 0, 0.2, capacity)
 
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]

@@ -378,6 +378,7 @@ class LayerKernels:
         positions_BQ: Tensor,
         first_slot: int,
         scaling: float,
+        read_length: int,
     ) -> Tensor:
         """Causal attention of queries [B, heads, Q, D] over the cache's [slots, kv heads, capacity,
         D], each query up to its own position: [B, Q, heads, D].
