@@ -34,9 +34,10 @@ class PackedWeights:
     """What was done to the models, for the log and the results file.
 
     target: how its passes are computed: `kernels-amx` (or -avx512_bf16, -avx512, -avx2), followed
-    by ` gguf` where they read a GGUF file's own weights, `graphs` (captured as shapes come up;
-    ` triton` where they have fly's layers), `inductor` (compiled, then captured) or `eager`. draft: the same, and its quantisation:
-    `kernels-amx int8`. eager: by model, why its passes are, where a faster way exists.
+    by ` gguf` where they read a GGUF file's own weights, `graphs` (captured as shapes come up),
+    followed by ` triton` where layers are fly's, `inductor` (compiled, then captured) or `eager`.
+    draft: the same, and its quantisation: `kernels-amx int8`. eager: by model, why its passes are,
+    where a faster way exists.
     draft_weight: bytes of its weights over those in bfloat16 that take as long as the target's.
     seconds: packing and quantising, never decode time. batch_invariant: a token's bits in the
     target are the same in every pass; uniform: because all its passes are of one shape
