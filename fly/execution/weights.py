@@ -105,12 +105,6 @@ def _wanted(settings: ExecutionSettings) -> str:
     return "eager" if settings.compile == "off" else settings.execution
 
 
-def may_keep_quantised(dtype: str, device: str, settings: ExecutionSettings) -> bool:
-    """Whether a GGUF file's weights may stay as they are: fly's kernels compute with them."""
-    is_wanted = _wanted(settings) != "eager" and dtype in ("auto", "bfloat16")
-    return is_wanted and device == "cpu" and kernels.why_not() is None
-
-
 def passes_for(model: PreTrainedModel, settings: ExecutionSettings) -> tuple[Passes, str | None]:
     """How this model's passes are computed here, and why no faster way is, if none is.
 

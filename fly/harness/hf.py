@@ -268,9 +268,12 @@ class FlyLM(Backend, HFLM):
             return
         dtype = str(kwargs.get("dtype") or "auto").removeprefix("torch.")
         is_changed = any(kwargs.get(key) for key in _CHANGE_WEIGHTS)
-        if not is_changed and weights.may_keep_quantised(dtype, self.device.type, self.fly_config):
+        if not is_changed and dtype in ("auto", "bfloat16"):
             attention = {k: v for k, v in kwargs.items() if k == "attn_implementation" and v}
             self._model = gguf.load(file, auto_class, kernels_gguf.takes, **attention)
+            if self.device.type != "cpu":
+                packed_linear.restore_weights(self._model)
+                self._model.to(self.device)
         else:
             dtype = "bfloat16" if dtype == "auto" else dtype
             kwargs |= {"gguf_file": file.name, "dtype": dtype}

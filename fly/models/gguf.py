@@ -8,8 +8,10 @@ import math
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -134,6 +136,7 @@ def load(
     Names of tensors, and what is done to their values, are transformers'. options: of its
     configuration. Raises FlyError if tensors are missing or of other shapes.
     """
+    import gguf
     import transformers
     from accelerate import init_empty_weights
     from transformers.modeling_gguf_pytorch_utils import (
@@ -148,7 +151,9 @@ def load(
         model: PreTrainedModel = auto_class.from_config(config, dtype=torch.bfloat16)
     kind = TENSOR_PROCESSORS.get(config.gguf_architecture, TensorProcessor)
     processor = kind(config=config.to_dict())
-    names = get_gguf_hf_weights_map(model, processor)
+    # transformers asks for the same map again for every module, which took half of the load
+    with mock.patch.object(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)):
+        names = get_gguf_hf_weights_map(model, processor)
     merged: dict[str, Any] = {}  # of several tensors of the file, such as experts
 
     def process(values: Any, name: str) -> Any:

@@ -130,6 +130,18 @@ def test_without_kernels_all_is_dequantised_as_by_transformers(tmp_path):
         assert torch.equal(ours.state_dict()[name], weight), name
 
 
+def test_names_are_mapped_once(tmp_path, monkeypatch):
+    """transformers asks for the map again in every module: it took half of a load."""
+    import gguf as package
+
+    file, made = tmp_path / "m.gguf", []
+    write_gguf(file, "llama")
+    honest = package.get_tensor_name_map
+    monkeypatch.setattr(package, "get_tensor_name_map", lambda *of: made.append(of) or honest(*of))
+    load(file)
+    assert len(made) == 1
+
+
 def test_metadata_is_written_once_and_ends_are_all_that_the_file_knows(tmp_path, monkeypatch):
     file = tmp_path / "m.gguf"
     write_gguf(file)
