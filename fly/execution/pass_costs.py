@@ -9,28 +9,17 @@ to coarse steps and kept, so that the next run on the machine decides as this on
 from __future__ import annotations
 
 import functools
-import json
-import logging
 import math
 import time
 from bisect import bisect_left
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
-import psutil
 import torch
-import transformers
 from transformers import PreTrainedModel
 
-from fly.execution import kernels
-from fly.execution.device import cpu_name
+from fly.execution import calibration, kernels
 from fly.execution.kernels import gguf
-from fly.models.fingerprint import hash_json
-from fly.paths import fly_home, write_whole
-from fly.version import VERSION
-
-logger = logging.getLogger(__name__)
 
 # Ways to compute passes, as in `PackedWeights`: (tokens that cost what one does, tokens more that
 # double it). The figures are benchmarks/passes.py's, rounded (docs/performance.md).
@@ -48,7 +37,6 @@ _ROUND = 0.03  # of a target's pass: what a round costs beside its passes
 _SIZES = (1, 4, 6, 9, 12, 24, 48, 96)  # tokens of the passes that are timed
 _BUDGET = 1.5  # seconds after which no further pass of a model is started
 _STEPS = 8  # costs are rounded to powers of 2 ** (1 / _STEPS), some nine percent
-_MOST_AGE = 30 * 24 * 3600.0  # seconds after which a kept calibration is made again
 
 
 @dataclass(frozen=True)
@@ -160,8 +148,8 @@ def calibrate(target: Timed, draft: Timed | None, identity: dict[str, Any]) -> P
 
     identity: what the costs depend on beside the machine. The runners are emptied.
     """
-    path = _path(identity)
-    if (kept := _read(path)) is not None:
+    identity = {"sizes": _SIZES, "steps": _STEPS, **identity}
+    if (kept := _costs_of(calibration.read(identity))) is not None:
         return kept
     seconds = _seconds(target)
     alone = seconds[0]
@@ -170,43 +158,19 @@ def calibrate(target: Timed, draft: Timed | None, identity: dict[str, Any]) -> P
         NO_DRAFT if draft is None else _coarse(_seconds(draft), alone, draft.way),
         "calibration",
     )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(costs.as_dict()))
-    except OSError as error:  # without a writable home every run calibrates anew
-        logger.info("the calibration of pass costs cannot be kept in %s: %s", path.parent, error)
+    calibration.keep(identity, costs.as_dict())
     return costs
 
 
-def _path(identity: dict[str, Any]) -> Path:
-    """Where the costs are kept of what they depend on."""
-    depends_on = {
-        "cpu": cpu_name(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "cores": psutil.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "sizes": _SIZES,
-        "steps": _STEPS,
-        "fly": VERSION,
-        "torch": torch.__version__,
-        "lib": transformers.__version__,
-        **identity,
-    }
-    return fly_home() / "calibration" / f"{hash_json(depends_on)}.json"
-
-
-def _read(path: Path) -> PairCosts | None:
-    """What is kept there, unless it is too old or damaged."""
+def _costs_of(data: Any) -> PairCosts | None:
+    """What `as_dict` wrote; None for anything else."""
     try:
-        if time.time() - path.stat().st_mtime > _MOST_AGE:
-            return None
-        data = json.loads(path.read_text(encoding="utf-8"))
         tables = {}
         for role in ("target", "draft"):
             sizes, costs = zip(*sorted((int(n), float(cost)) for n, cost in data[role].items()))
             tables[role] = PassCosts(sizes, costs)
         return PairCosts(tables["target"], tables["draft"], "cache")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

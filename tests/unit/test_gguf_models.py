@@ -81,15 +81,18 @@ def test_weights_are_unpacked_where_that_is_faster(isa, tmp_path, monkeypatch, i
         time.sleep(0.005 * (self.is_unpacked is not is_slow))
         return own(self, x)
 
-    monkeypatch.setattr(packed_linear, "_is_faster_unpacked", lambda model: False)
     kept, timed = load(file), load(file)
-    assert packed_linear.use_kernels(kept, kernels.Bfloat16Linear)
-    monkeypatch.undo()
+    with monkeypatch.context() as untimed:
+        untimed.setattr(packed_linear, "_is_faster_unpacked", lambda model: False)
+        assert packed_linear.use_kernels(kept, kernels.Bfloat16Linear)
     monkeypatch.setattr(kernels, "instructions", lambda: isa)
     monkeypatch.setattr(kernels_gguf.GgufProduct, "forward", forward)
     reads_file = packed_linear.use_kernels(timed, kernels.Bfloat16Linear)
     assert reads_file is (isa == "amx" or not is_slow)
     assert torch.equal(kept(IDS).logits, timed(IDS).logits)
+
+    is_slow = not is_slow  # the other way round now, but what was timed is kept
+    assert packed_linear.use_kernels(load(file), kernels.Bfloat16Linear) is reads_file
 
 
 @needs_kernels
