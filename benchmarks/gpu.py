@@ -461,6 +461,7 @@ class Bench:
                 label = f"{name} batch {batch}, fused"
                 self.attempt(label, self.batch, name, batch, shapes, models, ["fused"])
         if self.device.type == "cuda" and torch.cuda.device_count() > 1:
+            models[1] = build(shapes[1], self.device, self.dtype)  # with its own layers
             self.attempt(f"{name} spread", self.spread, name, min(self.args.batches), models)
         else:
             print(f"skipped: {name}: layers spread over GPUs (there are not two)")

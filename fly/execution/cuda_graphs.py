@@ -249,6 +249,7 @@ class CudaGraphRunner(CapturedPasses):
     def __init__(self, runner: Runner, *, compiles: bool = False, **how: Any) -> None:
         super().__init__(runner, **how)
         self._compiles = compiles
+        self._fed: set[tuple[Any, ...]] = set()  # keys that have come up
         if compiles:  # every shape is a compilation of its own
             for limit in ("recompile_limit", "accumulated_recompile_limit"):
                 setattr(torch._dynamo.config, limit, 4096)
@@ -287,9 +288,9 @@ class CudaGraphRunner(CapturedPasses):
 
     def feed(self, slot: int, ids_1Q: Tensor) -> PassOutput | None:
         """One pass over a part of a prompt, to any slot and without logits; None if it has to be
-        run eagerly."""
+        run eagerly, as a shape's first one is: capturing takes as long as three."""
         count, start = ids_1Q.shape[1], self._runner.lengths[slot]
-        width = self._power_bucket(max(count, _SHORTEST_FEED))
+        width = max(1 << (count - 1).bit_length(), _SHORTEST_FEED)
         capacity, device = self._runner.cache.capacity, self._runner.device
         may_be = self.failure is None and self._runner.cache.is_allocated
         if not may_be or count > _LONGEST_FEED or start + width > capacity:
@@ -304,7 +305,9 @@ class CudaGraphRunner(CapturedPasses):
         def compute(ids: Tensor, length: Tensor, at: Tensor) -> PassOutput:
             return self._runner.slot_pass(ids, length, at, read)
 
-        captured = self.get(("feed", width, read), inputs, compute)
+        key = ("feed", width, read)
+        captured = self.get(key, inputs, compute) if key in self._fed else None
+        self._fed.add(key)
         if captured is None:
             return None
         ids, length, at = captured.inputs
@@ -321,11 +324,8 @@ class CudaGraphRunner(CapturedPasses):
 
     def _bucket(self, count: int) -> int:
         """Two sizes per power of two, and the usual: ends of budgets cost no capture each."""
-        return min(size for size in (self._power_bucket(count), self.usual) if size >= count)
-
-    def _power_bucket(self, count: int) -> int:
         power = 1 << (count - 1).bit_length()
-        return min(size for size in (power * 3 // 4, power) if size >= count)
+        return min(size for size in (power * 3 // 4, power, self.usual) if size >= count)
 
     def _read_bucket(self, read: int) -> int:
         """At most the capacity, which has been reserved."""

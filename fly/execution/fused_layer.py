@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fly.errors import reason_of
-from fly.execution import kernels
+from fly.execution import kernels, packed_linear
 from fly.execution.grouped_attention import grouped_attention
 from fly.execution.kv_cache import SlotCache
 from fly.execution.merged_linear import Sibling, concatenate, merge
@@ -28,6 +28,7 @@ from fly.execution.oom import is_out_of_memory
 logger = logging.getLogger(__name__)
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_LARGEST_HEAD = 128  # of Triton's kernels: beyond, a tile does not fit into a multiprocessor
 
 
 class FusedLayer(nn.Module):
@@ -128,6 +129,10 @@ def replace_on_gpu(model: PreTrainedModel) -> bool:
     layers = getattr(model.get_decoder(), "layers", ())
     if not (is_gpu_build and find_spec("triton") and layers and all(map(_is_of_family, layers))):
         return False
+    if getattr(model, "is_quantized", False) or packed_linear.has_adapters(model):
+        return False  # linears that look plain may hold quantised weights
+    if max(getattr(layer.self_attn, "head_dim", 0) for layer in layers) > _LARGEST_HEAD:
+        return False
     merge(model, concatenate)
     if why_not(model) is not None:
         return False
@@ -196,16 +201,17 @@ def _agrees(model: PreTrainedModel, fused: FusedLayer) -> bool:
     positions."""
     config, device = model.config.get_text_config(), model.device
     dtype = model.dtype if device.type == "cuda" else kernels.activation_dtype()
+    width = 64 if device.type == "cuda" else 5  # the largest tile of attention, which may not fit
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(2, 5, config.hidden_size, generator=generator).to(device, dtype)
-    positions = torch.tensor([[0, 1, 2, 3, 4], [3, 4, 5, 6, 7]], device=device)
-    places = torch.arange(8, device=device)
+    hidden = torch.randn(2, width, config.hidden_size, generator=generator).to(device, dtype)
+    places = torch.arange(width + 3, device=device)
+    positions = torch.stack([places[:-3], places[3:]])
     mask = torch.where(places > positions[:, :, None], -1e4, 0.0).to(dtype)[:, None]
     angles = model.get_decoder().rotary_emb(hidden, positions)
     results: list[list[Tensor]] = []
     for layer in (fused.original, fused):
         cache = SlotCache(2)
-        cache.reserve(8)
+        cache.reserve(len(places))
         cache.begin(0, positions)
         result = layer(
             hidden.clone(),

@@ -67,7 +67,10 @@ def merge(model: nn.Module, kind: Callable[[Sequence[nn.Linear]], nn.Module]) ->
     different inputs (cross-attention) stay correct, at the cost of the whole product each.
     """
     count = 0
-    for module, names in itertools.product([*model.modules()], _SIBLINGS):
+    # only these are listed: the linears that were merged are freed one by one
+    first = [names[0] for names in _SIBLINGS]
+    parents = [m for m in model.modules() if any(hasattr(m, name) for name in first)]
+    for module, names in itertools.product(parents, _SIBLINGS):
         linears = [getattr(module, name, None) for name in names]
         plain = [linear for linear in linears if type(linear) is nn.Linear]
         traits = {(x.in_features, x.weight.dtype, x.bias is None) for x in plain}

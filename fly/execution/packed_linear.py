@@ -40,7 +40,7 @@ def why_no_kernels(model: PreTrainedModel) -> str | None:
     plain = {m.weight.dtype for m in model.modules() if type(m) is nn.Linear}
     if plain - {torch.bfloat16}:
         return "some of its linear layers are not in bfloat16"
-    if any(type(module).__module__.startswith("peft.") for module in model.modules()):
+    if has_adapters(model):
         return "it has adapters (peft)"
     if (reason := kernels.why_not()) is not None:
         return reason
@@ -50,6 +50,10 @@ def why_no_kernels(model: PreTrainedModel) -> str | None:
     if is_little and kernels.activation_dtype() != model.dtype:
         return "most of its weights are not in plain linear layers, and would double in float32"
     return None
+
+
+def has_adapters(model: nn.Module) -> bool:
+    return any(type(module).__module__.startswith("peft.") for module in model.modules())
 
 
 def _swap(model: nn.Module, old: type[Any], new: Callable[[Any], nn.Module]) -> None:

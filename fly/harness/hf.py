@@ -47,8 +47,8 @@ _OF_THE_HUB = (
 )  # fmt: skip
 # those that do something to the weights
 _CHANGE_WEIGHTS = (
-    "peft", "delta", "parallelize", "autogptq", "gptqmodel", "load_in_4bit", "load_in_8bit",
-    "quantization_config",
+    "peft", "delta", "parallelize", "device_map", "autogptq", "gptqmodel", "load_in_4bit",
+    "load_in_8bit", "quantization_config",
 )  # fmt: skip
 _OF_MODELS = (*_OF_THE_HUB, "use_safetensors", "attn_implementation")
 
@@ -124,11 +124,15 @@ class FlyLM(Backend, HFLM):
             else:
                 draft_model, tokenizer = self.load_draft(draft, hf_args)
                 intersection = self._intersection(draft_model, tokenizer)
-                # before quantisation, whose errors only cost speed
-                capture = captures_graphs(config, draft_model) or None
-                self_check.check_cache_agrees(draft_model, "pretrained", capture=capture)
+                if draft_model.device.type == "cpu":
+                    # before quantisation, whose errors only cost speed
+                    self_check.check_cache_agrees(draft_model, "pretrained")
         progress.tell("packing the weights")
         packed = weights.pack(self.model, draft_model, config)
+        is_on_gpu = draft_model is not None and draft_model.device.type != "cpu"
+        if draft_model is not None and is_on_gpu and not isinstance(draft_model, Head):
+            capture = captures_graphs(config, draft_model) or None
+            self_check.check_cache_agrees(draft_model, "pretrained", capture=capture)
         capture = captures_graphs(config, self.model) or None
         self_check.check_cache_agrees(
             self.model, "target_model_path", uniform=packed.uniform, capture=capture

@@ -1,6 +1,7 @@
 """Joined products of sibling layers: the same values, and never those of another input."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -154,3 +155,20 @@ def test_a_joined_model_decodes_what_generate_does():
     records = tiny.decode_all(engine, tiny.prompts(), 40)
     assert [record.tokens for record in records] == expected
     assert 0 < tiny.total(records, "native_accepted") < tiny.total(records, "drafted")
+
+
+def test_linears_are_freed_as_they_are_merged():
+    """Weights of a large model, kept beside the merged ones, would not fit on its GPU."""
+    attentions = nn.ModuleList(nn.Module() for _ in range(8))
+    for attention in attentions:
+        for name in ("q_proj", "k_proj", "v_proj"):
+            setattr(attention, name, nn.Linear(4, 4))
+    originals = [weakref.ref(attention.q_proj) for attention in attentions]
+    alive = []
+
+    def kind(linears):
+        alive.append(sum(original() is not None for original in originals))
+        return merged_linear.concatenate(linears)
+
+    assert merged_linear.merge(attentions, kind) == 24
+    assert alive == [8, 7, 6, 5, 4, 3, 2, 1]

@@ -112,7 +112,8 @@ def test_norms_and_gates():
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "fp32"])
 def test_they_compile_for_gpus_and_fit_on_them(kind):
-    """NVIDIA's from Ampere on and AMD's; the memory that blocks of any GPU have."""
+    """NVIDIA's A100 and H100 and AMD's MI300, with the hints of a launch, by which loads are
+    pipelined and take more of a multiprocessor's memory."""
     script = f"""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -129,12 +130,16 @@ def test_they_compile_for_gpus_and_fit_on_them(kind):
         types |= {{name: "*i64" for name in ("positions",) if name in types}}
         types |= {{name: slot for name in ("first_slot",) if name in types}}
         places = {{(kernel.arg_names.index(name),): value for name, value in constants.items()}}
-        source = ASTSource(fn=kernel, signature=types, constexprs=places)
+        hinted = [n for n, kind in types.items() if kind[0] == "*" or n.startswith("stride")]
+        hints = {{(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in hinted}}
         for target, most in (
-            (GPUTarget("cuda", 80, 32), 99 << 10),
-            (GPUTarget("cuda", 90, 32), 99 << 10),
+            (GPUTarget("cuda", 80, 32), 163 << 10),
+            (GPUTarget("cuda", 90, 32), 227 << 10),
             (GPUTarget("hip", "gfx942", 64), 64 << 10),
         ):
+            # AMD's compiler in Triton 3.9 fails with them for float16
+            given = hints if target.backend == "cuda" else {{}}
+            source = ASTSource(fn=kernel, signature=types, constexprs=places, attrs=given)
             shared = triton.compile(source, target=target).metadata.shared
             assert shared <= most, (kernel, constants, target, shared)
             print(shared)
