@@ -16,8 +16,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_KEYS = {2: 64, 4: 16}  # of a block, by bytes of a number: what fits beside it on the chip
-_LEAST_ROWS = 16  # of a matrix product
+KEYS_OF = {2: 64, 4: 16}  # of a block, by bytes of a number: what fits beside it on the chip
+LEAST_ROWS = 16  # of a matrix product
+
+
+@triton.jit
+def add_keys(q, key_at, is_key, value_at, is_value, is_seen, scaling, highest, whole, mixed):
+    """(highest, whole, mixed), the running softmax of rows of queries, with a block of keys more.
+
+    A row's highest score, the sum of its weights, and the values mixed by them. A row that has seen
+    no key is not a number.
+    """
+    k = tl.load(key_at, mask=is_key, other=0.0)
+    scores = tl.dot(q, k, input_precision="ieee") * scaling
+    scores = tl.where(is_seen, scores, float("-inf"))
+    now = tl.maximum(highest, tl.max(scores, 1))
+    weights = tl.exp(scores - now[:, None])
+    kept = tl.exp(highest - now)
+    whole = whole * kept + tl.sum(weights, 1)
+    v = tl.load(value_at, mask=is_value, other=0.0)
+    mixed = mixed * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return now, whole, mixed
 
 
 @triton.jit
@@ -28,7 +47,7 @@ def attend(
     GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, SIZE_2: tl.constexpr,
     VALUE: tl.constexpr, VALUE_2: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """*_2: the next power of two. ROWS: G, at least _LEAST_ROWS."""
+    """*_2: the next power of two. ROWS: G, at least LEAST_ROWS."""
     token, head = tl.program_id(0), tl.program_id(1)
     slot, position = tl.load(slots + token), tl.load(positions + token)
     rows, sizes, values = tl.arange(0, ROWS), tl.arange(0, SIZE_2), tl.arange(0, VALUE_2)
@@ -48,24 +67,14 @@ def attend(
     for start in range(0, position + 1, KEYS):
         place = start + keys
         is_seen = place <= position
-        k = tl.load(
+        highest, whole, mixed = add_keys(
+            q,
             key + place[None, :] * stride_kc + sizes[:, None],
-            mask=is_seen[None, :] & (sizes < SIZE)[:, None],
-            other=0.0,
-        )
-        scores = tl.dot(q, k, input_precision="ieee") * scaling
-        scores = tl.where(is_seen[None, :], scores, float("-inf"))
-        now = tl.maximum(highest, tl.max(scores, 1))
-        weights = tl.exp(scores - now[:, None])
-        kept = tl.exp(highest - now)
-        whole = whole * kept + tl.sum(weights, 1)
-        v = tl.load(
+            is_seen[None, :] & (sizes < SIZE)[:, None],
             value + place[:, None] * stride_vc + values[None, :],
-            mask=is_seen[:, None] & (values < VALUE)[None, :],
-            other=0.0,
-        )
-        mixed = mixed * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        highest = now
+            is_seen[:, None] & (values < VALUE)[None, :],
+            is_seen[None, :], scaling, highest, whole, mixed,
+        )  # fmt: skip
     tl.store(
         output + token * stride_ot + heads[:, None] * stride_oh + values[None, :],
         (mixed / whole[:, None]).to(output.dtype.element_ty),
@@ -89,12 +98,12 @@ def attention(
             query, key, value, slots_T, positions_T, output, scaling,
             *query.stride()[:2], *key.stride()[:3], *value.stride()[:3], *output.stride()[:2],
             GROUP=group,
-            ROWS=max(_LEAST_ROWS, triton.next_power_of_2(group)),
+            ROWS=max(LEAST_ROWS, triton.next_power_of_2(group)),
             SIZE=size,
-            SIZE_2=max(_LEAST_ROWS, triton.next_power_of_2(size)),
+            SIZE_2=max(LEAST_ROWS, triton.next_power_of_2(size)),
             VALUE=value_size,
-            VALUE_2=max(_LEAST_ROWS, triton.next_power_of_2(value_size)),
-            KEYS=_KEYS[key.element_size()],
+            VALUE_2=max(LEAST_ROWS, triton.next_power_of_2(value_size)),
+            KEYS=KEYS_OF[key.element_size()],
         )  # fmt: skip
     return output
 

@@ -18,8 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_KEYS = {2: 64, 4: 16}  # of a block, by bytes of a number: what fits beside it on the chip
-_LEAST_ROWS, _MOST_ROWS = 16, 64  # of a matrix product
+from fly.execution.triton_attention import KEYS_OF, LEAST_ROWS, add_keys
+
+_MOST_ROWS = 64  # of a matrix product
 _LEAST_PART, _MOST_PARTS = 128, 32  # keys; parts of a sequence
 _PROGRAMS = 256  # that keep a GPU busy
 _COLUMNS = 1024  # of the gate that one program computes
@@ -130,25 +131,15 @@ def attend(
     for start in range(split * part, last, KEYS):
         place = start + keys
         is_there = place < last
-        k = tl.load(
+        best, total, sums = add_keys(  # of a row that sees none of this part, never read
+            q,
             key + place[None, :] * stride_kc + sizes[:, None],
-            mask=is_there[None, :] & is_size[:, None],
-            other=0.0,
-        )
-        scores = tl.dot(q, k, input_precision="ieee") * scaling
-        is_seen = is_there[None, :] & (place[None, :] <= position[:, None])
-        scores = tl.where(is_seen, scores, float("-inf"))
-        now = tl.maximum(best, tl.max(scores, 1))
-        weights = tl.exp(scores - now[:, None])  # not a number where nothing is seen: never read
-        kept = tl.exp(best - now)
-        total = total * kept + tl.sum(weights, 1)
-        v = tl.load(
+            is_there[None, :] & is_size[:, None],
             value + place[:, None] * stride_kc + sizes[None, :],
-            mask=is_there[:, None] & is_size[None, :],
-            other=0.0,
-        )
-        sums = sums * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        best = now
+            is_there[:, None] & is_size[None, :],
+            is_there[None, :] & (place[None, :] <= position[:, None]),
+            scaling, best, total, sums,
+        )  # fmt: skip
     at = row * parts + split
     tl.store(highest + at, best, mask=is_row)
     tl.store(whole + at, total, mask=is_row)
@@ -251,14 +242,14 @@ class TritonKernels:
         rows, heads, width, size = query.shape
         kv_heads = key.shape[1]
         group = heads // kv_heads
-        keys = _KEYS[key.element_size()]
-        tile = min(_MOST_ROWS, max(_LEAST_ROWS, triton.next_power_of_2(group * width)))
+        keys = KEYS_OF[key.element_size()]
+        tile = min(_MOST_ROWS, max(LEAST_ROWS, triton.next_power_of_2(group * width)))
         tiles = triton.cdiv(group * width, tile)
         wanted = min(_MOST_PARTS, triton.cdiv(_PROGRAMS, rows * tiles * kv_heads))
         part = max(_LEAST_PART, triton.cdiv(read_length, wanted))
         part = triton.cdiv(part, keys) * keys
         parts = triton.cdiv(read_length, part)
-        size_2 = max(_LEAST_ROWS, triton.next_power_of_2(size))
+        size_2 = max(LEAST_ROWS, triton.next_power_of_2(size))
         mixed = query.new_empty(rows, heads, width, parts, size, dtype=torch.float32)
         highest, whole = (mixed.new_empty(rows, heads, width, parts) for _ in range(2))
         output = query.new_empty(rows, width, heads, size)

@@ -103,7 +103,7 @@ def test_it_compiles_for_gpus_and_fits_on_them(kind):
     from fly.execution import triton_attention
 
     kernel, kind = triton_attention.attend, "{kind}"
-    keys = triton_attention._KEYS[4 if kind == "fp32" else 2]
+    keys = triton_attention.KEYS_OF[4 if kind == "fp32" else 2]
     for size in (64, 80, 128, 256):
         power = triton.next_power_of_2(size)
         constants = dict(

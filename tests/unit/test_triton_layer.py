@@ -144,7 +144,7 @@ def test_they_compile_for_gpus_and_fit_on_them(kind):
             assert shared <= most, (kernel, constants, target, shared)
             print(shared)
 
-    keys = triton_layer._KEYS[4 if "{kind}" == "fp32" else 2]
+    keys = triton_layer.KEYS_OF[4 if "{kind}" == "fp32" else 2]
     compile(triton_layer.add_and_norm, "i32", WIDTH=896, WIDTH_2=1024, ADDS=True)
     compile(triton_layer.gate, "i32", WIDTH=4864, COLUMNS=1024)
     for slot in ("i32", "*i64"):
