@@ -444,23 +444,25 @@ class Bench:
         self.must_fit(weights + min(self.args.batches) * self.sequence_bytes(shapes))
         models = [build(shape, self.device, self.dtype) for shape in shapes]
         self.attempt(f"{name} places", self.check_places, name, models[1])
-        modes = [mode for mode in self.args.modes if mode != "fused"]
+        on_cuda = self.device.type == "cuda"
+        left_out = ("fused",) if on_cuda else ("fused", "inductor")
+        modes = [mode for mode in self.args.modes if mode not in left_out]
         for batch in self.args.batches if modes else ():
             self.attempt(f"{name} batch {batch}", self.batch, name, batch, shapes, models, modes)
-        if self.device.type != "cuda" or self.args.no_transformers:
+        if not on_cuda or self.args.no_transformers:
             print(f"skipped: {name}: transformers' compiled generate (asked to, or no accelerator)")
         else:
             for batch in self.args.batches:
                 label = f"{name} batch {batch}: transformers' compiled generate"
                 self.attempt(label, self.transformers, name, batch, models[1])
                 forget_compiled(models[1])
-        if "fused" in self.args.modes and self.device.type == "cuda":
+        if "fused" in self.args.modes and on_cuda:
             if not all(fused_layer.replace_on_gpu(model) for model in models):
                 raise RuntimeError("no fused layers")
             for batch in self.args.batches:
                 label = f"{name} batch {batch}, fused"
                 self.attempt(label, self.batch, name, batch, shapes, models, ["fused"])
-        if self.device.type == "cuda" and torch.cuda.device_count() > 1:
+        if on_cuda and torch.cuda.device_count() > 1:
             models[1] = build(shapes[1], self.device, self.dtype)  # with its own layers
             self.attempt(f"{name} spread", self.spread, name, min(self.args.batches), models)
         else:
@@ -507,8 +509,6 @@ class Bench:
                 runner.prefill(slot, self.prompt(self.args.context))
         capture = self.device.type == "cuda"
         for mode in modes:
-            if mode == "inductor" and not capture:
-                continue
             for runner in (draft, target):
                 runner.static = runner.uniform = None
                 if mode == "uniform" and runner is target:

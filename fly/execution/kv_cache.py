@@ -33,7 +33,6 @@ class SlotCache(Cache):
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._rows: slice | Tensor = slice(0, 0)
-        self._first_slot: int | Tensor = 0
         self._slots_T: Tensor | None = None  # of a pass whose rows are tokens
         self._positions_BQ = torch.empty(0, 0, dtype=torch.long)
         self._places: dict[torch.device, tuple[Tensor, Tensor]] = {}  # of this pass, where needed
@@ -92,7 +91,6 @@ class SlotCache(Cache):
         read_length: how far it reads; by default up to the largest position, which the host has to
         know. is_static: nothing that the pass does depends on the positions' values (graphs).
         """
-        self._first_slot = first_slot
         if isinstance(first_slot, Tensor):
             self._rows = first_slot
         else:
@@ -154,7 +152,8 @@ class SlotCache(Cache):
     def destination(self) -> tuple[Tensor, int | Tensor]:
         """Where this pass writes: positions [B, Q], and the slot of the first row, as `begin` was
         told."""
-        return self._positions_BQ, self._first_slot
+        rows = self._rows
+        return self._positions_BQ, rows.start if isinstance(rows, slice) else rows
 
     def readable(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """What this pass's rows may read of a layer, [B, H, read length, D] each."""

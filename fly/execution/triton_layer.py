@@ -175,13 +175,12 @@ def combine(
 
 
 class TritonKernels:
-    """`LayerKernels` (fly/execution/kernels) on a GPU: the same calls, on tensors of the model's
-    dtype."""
+    """`LayerKernels` (fly/execution/kernels, which describes the calls) on a GPU: tensors are of
+    the model's dtype, and the first slot may lie on the device, [1]."""
 
     def norm(
         self, x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(x + delta, its RMS norm), both like x; without delta the first is x itself."""
         width, output = x.shape[-1], torch.empty_like(x)
         total = x if delta is None else torch.empty_like(x)
         with torch.cuda.device_of(x):
@@ -192,7 +191,6 @@ class TritonKernels:
         return total, output
 
     def gated(self, x: Tensor) -> Tensor:
-        """silu(gate) * up of [..., gate | up]: [..., 2 I] -> [..., I]."""
         width = x.shape[-1] // 2
         output = x.new_empty(*x.shape[:-1], width)
         with torch.cuda.device_of(x):
@@ -209,11 +207,6 @@ class TritonKernels:
         first_slot: int | Tensor,
         heads: int,
     ) -> Tensor:
-        """Rotated queries [B, H, Q, D] of x [B, Q, queries | keys | values].
-
-        Rotated keys, and values, are written to the cache's [slots, kv heads, capacity, D]. angles:
-        cosines and sines, [B, Q, D].
-        """
         rows, width = positions_BQ.shape
         kv_heads, size = cached[0].shape[1], cached[0].shape[3]
         output = x.new_empty(rows, heads, width, size)
@@ -236,8 +229,6 @@ class TritonKernels:
         scaling: float,
         read_length: int,
     ) -> Tensor:
-        """Causal attention of queries [B, H, Q, D] over the first `read_length` tokens of the
-        cache's [slots, kv heads, capacity, D], each query up to its own position: [B, Q, H, D]."""
         key, value = cached
         rows, heads, width, size = query.shape
         kv_heads = key.shape[1]

@@ -129,8 +129,11 @@ class FlyLM(Backend, HFLM):
                     self_check.check_cache_agrees(draft_model, "pretrained")
         progress.tell("packing the weights")
         packed = weights.pack(self.model, draft_model, config)
-        is_on_gpu = draft_model is not None and draft_model.device.type != "cpu"
-        if draft_model is not None and is_on_gpu and not isinstance(draft_model, Head):
+        if (
+            draft_model is not None
+            and draft_model.device.type != "cpu"
+            and not isinstance(draft_model, Head)
+        ):
             capture = captures_graphs(config, draft_model) or None
             self_check.check_cache_agrees(draft_model, "pretrained", capture=capture)
         capture = captures_graphs(config, self.model) or None

@@ -383,7 +383,8 @@ class LayerKernels:
         """Causal attention of queries [B, heads, Q, D] over the cache's [slots, kv heads, capacity,
         D], each query up to its own position: [B, Q, heads, D].
 
-        A query's result has the same bits whatever else is in the pass.
+        read_length: more than any of the positions; a GPU splits so many keys over its programs. On
+        a CPU a query's result has the same bits whatever else is in the pass.
         """
         rows, heads, width, size = query.shape
         _, kv_heads, capacity, _ = cached[0].shape
