@@ -26,6 +26,8 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -69,25 +71,51 @@ SAMPLED = {
 TASKS = ("humaneval_instruct", "gsm8k_cot")
 
 
-def make(args: argparse.Namespace, modes: dict[str, str], task: str) -> None:
-    """The task's runs and their matrix, in a process of their own."""
+def compare(args: argparse.Namespace, task: str, modes: dict[str, str], *more: str) -> None:
+    """`fly compare` of the target alone, exact verification and these settings on one task."""
     gen = f"max_gen_toks={args.max_gen_toks}"
     if args.temperature:
         gen += f",do_sample=True,temperature={args.temperature},top_k=0"
     common = f"config_path={args.config},batch_invariant=true,draft_policy=fixed,spd_k={args.k}"
-    words = [sys.executable, "-m", "fly", "compare", "--matrix", "--force", "--modes"]
-    words += ["target-only", "exact", "--model_args", f"{common},seed=1", "--tasks", task]
+    words = [sys.executable, "-m", "fly", "compare", "--force", "--modes", "target-only", "exact"]
+    words += ["--model_args", f"{common},seed=1", "--tasks", task]
     limit = str(args.documents[TASKS.index(task)])
     words += ["--gen_kwargs", gen, "--limit", limit, "--apply_chat_template"]
     words += ["--confirm_run_unsafe_code"] if task == "humaneval_instruct" else []
     words += ["--batch_size", str(args.batch_size), "--output_path", str(args.output / task)]
     words += ["--num_fewshot", "0"] if task == "gsm8k_cot" else []
     words += ["--metric", "exact_match,flexible-extract"] if task == "gsm8k_cot" else []
-    words += ["--json", str(args.output / f"{task}.json")]
     for name, keys in modes.items():
         words += ["--mode", f"{name}={keys}"]
-    environment = {**os.environ, "FLY_DATA_DIR": str(args.training)}
-    subprocess.run(words, check=True, env=environment)
+    threads = str((os.cpu_count() or 1) // args.jobs)  # the same in all runs: see fly_compare.json
+    environment = {**os.environ, "FLY_DATA_DIR": str(args.training), "OMP_NUM_THREADS": threads}
+    subprocess.run([*words, *more], check=True, env=environment)
+
+
+def make(args: argparse.Namespace, modes: dict[str, str]) -> None:
+    """All runs, then each task's matrix of them.
+
+    With several jobs each setting is a process beside its task's target-only run, which is made
+    first; the first settings of all rules come before any second one.
+    """
+    seen: Counter[str] = Counter()
+    turn = {}
+    for name, keys in modes.items():
+        rule = keys.partition(",")[0]
+        turn[name] = seen[rule]
+        seen[rule] += 1
+    if args.jobs > 1:
+        with ThreadPoolExecutor(args.jobs) as pool:
+            alone = {task: pool.submit(compare, args, task, {}) for task in TASKS}
+            runs = []
+            for task in TASKS:
+                alone[task].result()
+                for name in sorted(turn, key=turn.__getitem__):
+                    runs.append(pool.submit(compare, args, task, {name: modes[name]}))
+            for run in runs:
+                run.result()
+    for task in TASKS:
+        compare(args, task, modes, "--matrix", "--json", str(args.output / f"{task}.json"))
 
 
 def milliseconds(folder: Path, passes: tuple[float, float, float]) -> float:
@@ -167,14 +195,15 @@ def main() -> None:
     costs = ("TARGET_MS", "VERIFY_MS", "DRAFT_MS")
     parser.add_argument("--passes", type=float, nargs=3, metavar=costs)
     parser.add_argument("--documents", type=int, nargs=2, default=(40, 100), metavar=("HE", "GSM"))
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--only", nargs="+", help="only these settings")
     parser.add_argument("--report", action="store_true")
     args = parser.parse_args()
     modes = SAMPLED if args.temperature else GREEDY
     modes = {name: keys for name, keys in modes.items() if not args.only or name in args.only}
     args.output.mkdir(parents=True, exist_ok=True)
-    for task in TASKS if not args.report else ():
-        make(args, modes, task)
+    if not args.report:
+        make(args, modes)
     rows = collect(args)
     print_table(rows)
     if args.passes:
