@@ -15,6 +15,7 @@ from fly.speculation.sampling import (
     NoiseStream,
     Sampling,
     draw,
+    keep_top_p,
     rejection_sample,
     seen_tokens,
 )
@@ -95,6 +96,26 @@ def test_tokens_that_tie_with_the_kth_are_kept(size, step, top_p):
     kept = (cut_NV > -math.inf).sum(-1)
     reference_NV = TopPLogitsWarper(top_p)(None, expected_NV) if top_p < 1 else expected_NV
     assert torch.equal(kept, (reference_NV > -math.inf).sum(-1))
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.95, 0.999])
+@pytest.mark.parametrize("spread", [0.0, 0.5, 3.0, 12.0])  # from equally likely to almost certain
+@pytest.mark.parametrize("size", [1, 7, 3000])
+def test_top_p_keeps_the_fewest_tokens_that_hold_it(size, spread, top_p):
+    """transformers' processor sums in float32; otherwise it says the same (tests above and below).
+    -inf stays, and of ties so many as are needed are kept."""
+    generator = torch.Generator().manual_seed(size)
+    scores_NV = (spread * torch.randn(12, size, generator=generator)).round(decimals=1)
+    scores_NV[:, 1::5] = -math.inf
+    kept_NV = keep_top_p(scores_NV, top_p)
+    assert torch.equal(kept_NV, torch.where(kept_NV.isinf(), kept_NV, scores_NV))
+    p_NV = torch.softmax(scores_NV.double(), -1)
+    is_in_NV = kept_NV > -math.inf
+    held_N = p_NV.masked_fill(~is_in_NV, 0).sum(-1)
+    least_N = p_NV.masked_fill(~is_in_NV, 1).amin(-1)
+    assert (held_N > top_p - 1e-6).all()
+    assert (held_N - least_N < top_p + 1e-6).all()
+    assert (p_NV.masked_fill(is_in_NV, 0).amax(-1) <= least_N).all()
 
 
 def test_processors_come_in_the_order_of_transformers(model):
