@@ -121,10 +121,8 @@ class _Fork:
 
 
 def main(arguments=None):
-    """`fly` without what takes longer than a run: listing lm-eval's own tasks, and asking pip and
-    others about the machine for the results file."""
-    own = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
-    lm_eval.tasks.TaskManager = own
+    """`fly` without what takes longer than a run: asking pip and others about the machine for the
+    results file."""
     lm_eval.evaluator.add_env_info = lambda results: None
     cli.main(arguments)
 

@@ -5,6 +5,7 @@ import gc
 import weakref
 from pathlib import Path
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -102,6 +103,11 @@ def generate(model, prompt: list[int], budget: int, eos=EOS) -> list[int]:
         pad_token_id=0,
     )
     return output[0, len(prompt) :].tolist()
+
+
+def slow(*case, **kwargs):
+    """A case for CI alone: others test its parts daily."""
+    return pytest.param(*case, marks=pytest.mark.slow, **kwargs)
 
 
 def runner(model, slots: int, capture: bool | None = None, max_length=512, **kwargs):

@@ -52,7 +52,7 @@ def run_tasks(
         tasks=list(tasks),
         limit=limit,
         samples=samples,
-        task_manager=_manager(include_path),
+        task_manager=_manager_of(tasks, include_path),
         num_fewshot=num_fewshot,
         apply_chat_template=chat,
         fewshot_as_multiturn=chat,
@@ -66,7 +66,7 @@ def run_tasks(
 
 def load_task(name: str, include_path: str | None = None) -> Task:
     """One task, with its documents. Raises FlyError if it does not exist or cannot be loaded."""
-    manager = _manager(include_path)
+    manager = _manager_of([name], include_path)
     if name not in manager.all_subtasks:
         raise no_such_task(name, include_path)
     (task,) = _load(manager, name).values()
@@ -81,7 +81,7 @@ def check_generation(
 
     Raises FlyError if one does not exist or cannot be loaded or run, or if none generates text.
     """
-    manager = _manager(include_path)
+    manager = _manager_of(names, include_path)
     tasks: dict[str, Task] = {}
     for name in names:
         if name not in manager.all_tasks and not Path(name).is_file():
@@ -103,11 +103,12 @@ def check_before_models_load(
     samples: dict[str, list[int]] | None,
     confirm_run_unsafe_code: bool,
     is_scored: bool = True,
-) -> None:
+) -> bool:
     """Load fly's and the user's own tasks among these, and all of them where samples are chosen.
 
     Raises FlyError if one cannot be loaded or run, or has no such document. Finding lm-eval's own
-    tasks takes seconds, so what else is wrong with those is for lm-eval to say.
+    tasks takes seconds, so what else is wrong with those is for lm-eval to say. Returns whether
+    none of these is lm-eval's.
     """
     registration.extend_tasks()
     wanted = [name for name in names if isinstance(name, str)]
@@ -115,6 +116,7 @@ def check_before_models_load(
     with quiet("lm_eval", logging.ERROR):
         manager = TaskManager(include_path=[*folders], include_defaults=False)
         known = manager.all_subtasks
+        are_own = all(name in known for name in names)
         if samples and not all(name in known or name.endswith(".yaml") for name in wanted):
             manager = TaskManager(include_path=[*folders])
             known = manager.all_tasks
@@ -134,6 +136,7 @@ def check_before_models_load(
             raise FlyError(
                 f"--samples: {name} has no document {max(numbers)}: it has 0 to {count - 1}"
             )
+    return are_own
 
 
 def check_scoring(
@@ -195,12 +198,19 @@ def _resolve(manager: TaskManager, name: str) -> list[str]:
 
 def no_such_task(name: str, include_path: str | None = None) -> FlyError:
     """The error for a name that no task has; it names the nearest that one has."""
-    known = _manager(include_path).all_tasks
+    known = _manager(include_path, include_defaults=True).all_tasks
     hint = reading.hint(name, known, "`fly ls tasks` lists them")
     return FlyError(f"task {name!r}: no such task: {hint}")
 
 
+def _manager_of(names: Sequence[str], include_path: str | None) -> TaskManager:
+    """Knows these; lm-eval's own tasks, which take seconds to find, only if one may be of them."""
+    own = _manager(include_path, include_defaults=False)
+    are_own = all(name in own.all_subtasks for name in names)
+    return own if are_own else _manager(include_path, include_defaults=True)
+
+
 @functools.cache
-def _manager(include_path: str | None) -> TaskManager:
+def _manager(include_path: str | None, include_defaults: bool) -> TaskManager:
     registration.extend_tasks()
-    return TaskManager(include_path=include_path)
+    return TaskManager(include_path=include_path, include_defaults=include_defaults)

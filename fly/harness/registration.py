@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,19 @@ def extend_tasks() -> None:
 
     TaskManager.__init__ = init
     logging.getLogger("lm_eval.tasks._index").addFilter(_not_about_our_tasks)
+
+
+@contextmanager
+def lm_evals_tasks(are_wanted: bool) -> Iterator[None]:
+    """Whether TaskManagers that are made meanwhile find lm-eval's own, too, which takes seconds."""
+    from lm_eval.tasks import TaskManager
+
+    original = TaskManager.__init__
+    TaskManager.__init__ = functools.partialmethod(original, include_defaults=are_wanted)
+    try:
+        yield
+    finally:
+        TaskManager.__init__ = original
 
 
 def _not_about_our_tasks(record: logging.LogRecord) -> bool:

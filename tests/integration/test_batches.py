@@ -65,7 +65,7 @@ def tokens(records):
 
 
 @pytest.mark.parametrize("rule", [tiny.EXACT, tiny.relaxed(2, 0.3)], ids=["exact", "fly"])
-@pytest.mark.parametrize("slots", [1, 3, 8])
+@pytest.mark.parametrize("slots", [tiny.slow(1), 3, tiny.slow(8)])
 def test_batch_size_and_order_change_nothing(pair, slots, rule):
     wanted = requests()
     expected = tokens(run(pair, wanted, 1, rule=rule, reuse=False))

@@ -38,7 +38,7 @@ from tests.unit.test_linears import needs_kernels
 BUDGET = 40
 PROMPTS = tiny.prompts(8)
 # several sequences come and go unevenly: what is wrong for one is wrong for them, too
-SLOTS = pytest.mark.parametrize("slots", [pytest.param(1, marks=pytest.mark.slow), 3])
+SLOTS = pytest.mark.parametrize("slots", [tiny.slow(1), 3])
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +180,7 @@ class Watched(BlockDrafter):
     ids=["exact", "within", "across-1", "across-3"],
 )
 @SLOTS
-@pytest.mark.parametrize("kind", ["dflash in part", "dspark in part"])
+@pytest.mark.parametrize("kind", [tiny.slow("dflash in part"), "dspark in part"])
 def test_every_draft_is_a_fresh_heads(target, heads, kind, slots, rule, k):
     drafter = block_heads.drafter(heads[kind], target, slots, Watched)
     drafter.target, drafter.checked, drafter.wrong = target, 0, 0
@@ -302,9 +302,9 @@ TOP_P, PENALTY = Sampling(0.8, top_p=0.9), Sampling(1.5, top_k=6, repetition_pen
 @pytest.mark.parametrize(
     ("kind", "drafted", "settings"),
     [
-        ("dflash", None, TOP_P),
-        pytest.param("dspark", None, PENALTY, marks=pytest.mark.slow),
-        pytest.param("dspark", [0, 2, 5, 7], TOP_P, marks=pytest.mark.slow),
+        tiny.slow("dflash", None, TOP_P),
+        tiny.slow("dspark", None, PENALTY),
+        tiny.slow("dspark", [0, 2, 5, 7], TOP_P),
         ("speculators", [2, 3, 6], PENALTY),
     ],
     ids=["dflash", "dspark", "dspark-reduced", "speculators-reduced"],
@@ -316,7 +316,7 @@ def test_sampled_outputs_follow_the_target(small, kind, drafted, settings):
     assert test.p_value > HONEST
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.parametrize("kind", [tiny.slow("dflash"), "dspark"])
 def test_a_wrong_q_is_noticed(small, kind, monkeypatch):
     monkeypatch.setattr(IN_DRAFTER, drawn_colder)
     assert sampled(small, kind, Sampling(1.0)).p_value < REFUTED
@@ -327,7 +327,7 @@ def test_a_wrong_q_is_noticed(small, kind, monkeypatch):
     [tiny.EXACT, tiny.relaxed(2, 0.3), tiny.relaxed(2, 0.3, across=True)],
     ids=["exact", "within", "across"],
 )
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.parametrize("kind", [tiny.slow("dflash"), "dspark"])
 def test_tokens_do_not_depend_on_other_sequences(target, heads, kind, rule):
     wanted, seen = varied_requests(), []
     for slots in (1, 5):

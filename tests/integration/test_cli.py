@@ -5,14 +5,18 @@ import logging
 import subprocess
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import lm_eval.utils
 import pytest
 from lm_eval._cli import HarnessCLI
+from lm_eval.tasks import _index
 
 from fly.cli import main as cli
+from fly.paths import data_dir
 from fly.runs.earlier_outputs import EarlierOutputs
 
+OF_LM_EVAL = Path(_index.__file__).parent
 TASK = """task: tiny_task
 custom_dataset: !function tiny_utils.load
 output_type: generate_until
@@ -86,6 +90,24 @@ def test_hf_with_config_path_runs_fly(saved_pair, config_file, task_dir, tmp_pat
     assert {r["prompt_hash"] for r in records} == {s["prompt_hash"] for s in samples}
     assert samples_file.parent == next(out.rglob("fly_requests_*.jsonl")).parent
     assert sum(r["emitted"] for r in records) == entry["stats"]["emitted"]
+
+
+@pytest.mark.parametrize(("name", "is_looked_for"), [("tiny_task", False), ("tiny_*", True)])
+def test_lm_evals_own_tasks_are_looked_for_only_if_one_may_be_meant(
+    saved_pair, config_file, task_dir, monkeypatch, name, is_looked_for
+):
+    """Reading its thousands of files takes seconds, at every start."""
+    roots, walk = [], _index.TaskIndex._iter_yaml_files
+
+    def iter_yaml_files(root):
+        roots.append(str(root))
+        return walk(root) if root != OF_LM_EVAL else iter(())
+
+    monkeypatch.setattr(_index.TaskIndex, "_iter_yaml_files", staticmethod(iter_yaml_files))
+    extra = ("--tasks", name, "--limit", "1")
+    assert evaluate(saved_pair, config_file, task_dir, *extra) == 0
+    assert {str(task_dir), str(data_dir("lm_eval_tasks"))} <= {*roots}
+    assert (str(OF_LM_EVAL) in roots) == is_looked_for
 
 
 def test_hf_without_config_path_stays_lm_evals(saved_pair, task_dir, tmp_path, capsys):

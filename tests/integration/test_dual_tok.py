@@ -188,6 +188,7 @@ def acceptance(pair):
     return functools.cache(lambda name: tiny.total(decode(pair, name, 4), "native_accepted"))
 
 
+@ONE_PAIR_DAILY
 @pytest.mark.parametrize(("name", "slots"), [("model", 1), ("cascade", 3)])
 def test_exact_equals_generate(pair, name, slots):
     shared, expected = pair[2], pair[-1]
@@ -319,6 +320,7 @@ def watched(pair, slots, name="model"):
     return drafted, wrong
 
 
+@ONE_PAIR_DAILY
 @pytest.mark.parametrize(("name", "slots"), [("cascade", 1), ("model", 3)])
 def test_the_draft_sees_the_text_as_it_is(pair, slots, name):
     drafted, wrong = watched(pair, slots, name)

@@ -113,7 +113,7 @@ def one_layer_off(target, head, slots):
     return heads.drafter(target, shifted.eval(), slots)
 
 
-@pytest.mark.parametrize("slots", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("slots", [tiny.slow(1), 3])
 @pytest.mark.parametrize(
     "mutant",
     [shifted_features, stale_cache, d2t_as_a_table, one_layer_off],

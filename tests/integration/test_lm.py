@@ -148,8 +148,8 @@ def test_model_info_is_plain_json_with_the_documented_names(saved_pair):
     assert stats["tau"] == pytest.approx(stats["emitted"] / stats["rounds"], abs=1e-4)
 
 
-@pytest.mark.parametrize("drafter", ["model", "ngram", "cascade"])
-@pytest.mark.parametrize("batch_size", [1, 3, "auto"])
+@pytest.mark.parametrize("drafter", ["model", tiny.slow("ngram"), "cascade"])
+@pytest.mark.parametrize("batch_size", [tiny.slow(1), 3, "auto"])
 def test_drafters_and_batch_sizes_give_the_same_texts(saved_pair, lm, drafter, batch_size):
     other = fly_lm(saved_pair, drafter=drafter, batch_size=batch_size)
     wanted = {"max_gen_toks": 40, "until": ["q"]}

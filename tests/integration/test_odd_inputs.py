@@ -671,7 +671,9 @@ def test_gguf_files(saved_pair, task_dir, tmp_path, capsys, content, words):  # 
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
-@pytest.mark.parametrize("more", ["", "temperature=1.0", "drafter=cascade", "verification=top_k"])
+@pytest.mark.parametrize(
+    "more", ["", "temperature=1.0", tiny.slow("drafter=cascade"), tiny.slow("verification=top_k")]
+)
 def test_logits_that_are_no_numbers(odd_pair, task_dir, capsys, role, more):  # noqa: F811
     """One embedding, of a byte that the self-check at load does not feed."""
     file = odd_pair / role / WEIGHTS

@@ -23,6 +23,7 @@ from fly.speculation.rules.typical import TypicalRule
 from fly.speculation.sampling import GREEDY, Sampling
 from fly.speculation.sequence import Request
 from tests import block_heads, heads, played, tiny
+from tests.tiny import slow
 
 TARGET = tiny.model(0)
 DRAFT = tiny.noisy_copy(TARGET, 0.02)
@@ -85,7 +86,7 @@ def engine_on_gpu(name, rows, rule=tiny.EXACT, capture=True, draft_on="cuda:0", 
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("rows", [1, 3, 32])
+@pytest.mark.parametrize("rows", [slow(1), 3, slow(32)])
 def test_texts_are_those_of_the_cpu(rows, name):
     """Greedy and sampled requests, with and without a penalty, side by side."""
     wanted = requests(rows + 1 + rows // 4, [GREEDY, SAMPLED, SAMPLED, PENALISED])
@@ -99,7 +100,7 @@ def test_texts_are_those_of_the_cpu(rows, name):
 # no pass, only what it gave.
 DECIDING = ("model", "eagle3", "dspark")
 CASES = [
-    (rule, name, "graphs" if (i + j) % 2 else "eager")
+    (pytest.param if i % 3 == j else slow)(rule, name, "graphs" if (i + j) % 2 else "eager")
     for i, rule in enumerate(RULES)
     for j, name in enumerate(DECIDING)
 ]
@@ -114,7 +115,7 @@ def test_every_rule_decides_as_on_the_cpu(rule, name, passes):
         assert texts_of(engine, wanted) == expected
 
 
-@pytest.mark.parametrize("name", ["model", "cascade", "eagle3", "dflash"])
+@pytest.mark.parametrize("name", ["model", slow("cascade"), "eagle3", slow("dflash")])
 def test_a_draft_on_another_gpu(name):
     wanted = requests(5, [GREEDY, SAMPLED, PENALISED])
     expected = on_cpu(name, 4, tiny.EXACT, wanted)
@@ -124,7 +125,9 @@ def test_a_draft_on_another_gpu(name):
         assert meter.copies["P2P"] > 0
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(
+    "name", [name if name in ("model", "dspark") else slow(name) for name in DRAFTERS]
+)
 def test_layers_over_two_gpus(name):
     """An index for no logits was moved to the first GPU, while the last layer's states lay on the
     last one."""
@@ -167,7 +170,10 @@ MOST = {
 }
 
 
-@pytest.mark.parametrize(("name", "passes", "how"), MOST)
+@pytest.mark.parametrize(
+    ("name", "passes", "how"),
+    [case if case[1:] == ("graphs", "greedy") else slow(*case) for case in MOST],
+)
 def test_a_round_waits_once_and_launches_the_same_for_any_number_of_sequences(
     name, passes, how, monkeypatch
 ):

@@ -74,6 +74,7 @@ def test_two_processes_end_like_one(place, alone):
     assert not list((place / "data").rglob(".fly_run_*"))
 
 
+@pytest.mark.slow
 def test_unequal_shares_are_not_evened_out(place):
     """lm-eval asks a process for its last document again, and keeps both answers."""
     command = ("--limit", "3")
@@ -120,6 +121,7 @@ def test_a_lost_process_costs_only_what_it_was_about(place, alone, victim):
     assert reader.load(out).entry["resumed"]["requests"] == len(kept)
 
 
+@pytest.mark.slow
 def test_a_run_of_two_goes_on_in_one(place, alone):
     """Whose share a document is differs then; its record counts all the same."""
     out = place / "fewer"
@@ -140,6 +142,7 @@ def refused(self, instances):
     raise FlyError("x=1: only here: set it to 2")
 
 
+@pytest.mark.slow
 def test_an_error_of_one_process_ends_all_with_its_line(place):
     """The others waited for ever where lm-eval has all meet."""
     run = killing.Launched(killing.arguments("refused"), place, refuse_on_one)

@@ -61,6 +61,7 @@ def test_hf_without_a_pair_stays_lm_evals(saved_pair, tasks):
     assert "fly" not in evaluate("hf", given, tasks, limit=1)["config"]
 
 
+@pytest.mark.slow
 def test_import_fly_loads_no_torch_and_finds_the_offline_tasks(config_file):
     """In a process of its own: here everything is imported already."""
     code = f"""

@@ -64,6 +64,7 @@ def test_chosen_documents_keep_their_numbers(whole, chosen):
     assert rounds == set(kept)
 
 
+@pytest.mark.slow
 def test_chosen_documents_can_be_stored_and_reported(place, chosen):
     """A stored baseline was refused for ever; the report showed other documents' traces."""
     fly(place, *choosing("alone", "--model_args", "use_sd=false"))
@@ -74,6 +75,7 @@ def test_chosen_documents_can_be_stored_and_reported(place, chosen):
     assert "no trace" not in page([chosen]).decode()
 
 
+@pytest.mark.slow
 def test_a_results_file_may_have_any_name(place):
     """All was decoded, then no results were found; --resume ended the same way."""
     output = fly(place, *arguments("named/mine.json", "--limit", "2", tasks="tiny_greedy"))

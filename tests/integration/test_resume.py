@@ -19,7 +19,7 @@ import pytest
 
 from fly.errors import FlyError
 from fly.runs import context, reader, replay, resume
-from tests import killing
+from tests import killing, tiny
 from tests.killing import REQUESTS, arguments, count, records
 
 KILLS = 10
@@ -263,8 +263,10 @@ def test_another_version_of_a_library_is_refused(broken):
             "max_gen_toks: 25",
             "decoding.budget was 24, is now 25",
         ),
-        ("greedy.yaml", '["zzz"]', '["zz"]', 'decoding.stops was ["zzz"], is now ["zz"]'),
-        ("greedy.yaml", "do_sample: false", "temperature: 1.0, do_sample: true", "decoding.temp"),
+        tiny.slow("greedy.yaml", '["zzz"]', '["zz"]', 'decoding.stops was ["zzz"], is now ["zz"]'),
+        tiny.slow(
+            "greedy.yaml", "do_sample: false", "temperature: 1.0, do_sample: true", "decoding.temp"
+        ),
         ("tiny_utils.py", '"answer": "a"', '"answer": "b"', "doc_hash was "),
         ("tiny_utils.py", "range(12)", "range(1)", "is no longer asked for"),
     ],

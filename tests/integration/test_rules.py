@@ -75,7 +75,9 @@ def alone(target, draft):
     return functools.cache(decode)
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(
+    "name", [x if x in ("asd", "fsd", "sglang") else tiny.slow(x) for x in RULES]
+)
 def test_slots_do_not_change_what_a_rule_decides(alone, name):
     """Float32: the running sequences share tensors, state and random numbers if they are mixed."""
     texts, records = alone(name)
@@ -85,13 +87,13 @@ def test_slots_do_not_change_what_a_rule_decides(alone, name):
 
 
 @pytest.mark.parametrize("name", STRICT)
-@pytest.mark.parametrize("drafter", ["model", "cascade"])
+@pytest.mark.parametrize("drafter", ["model", tiny.slow("cascade")])
 def test_strict_settings_are_exact_verification(target, draft, exact, name, drafter):
     rule = made(**RULES[name] | STRICT[name])
     assert decoded(target, tiny.drafter(drafter, 1, draft), rule)[0] == exact(drafter)
 
 
-@pytest.mark.parametrize("name", ["ensemble", "fsd", "cascade", "asd"])
+@pytest.mark.parametrize("name", ["ensemble", tiny.slow("fsd"), tiny.slow("cascade"), "asd"])
 def test_exact_places_are_exact_verifications(target, draft, exact, alone, name):
     """And the mutant, the rule without them, is not."""
     assert alone(name)[0] != exact("model")

@@ -1,6 +1,5 @@
 """--model server against a server that plays faults: nothing is lost, and nothing is doubled."""
 
-import functools
 import json
 import random
 import re
@@ -17,7 +16,7 @@ from lm_eval.api.instance import Instance
 pytest.importorskip("openai", reason="--model server needs the extra `server`")
 
 from fly.cli import main as cli
-from fly.harness import evaluate, registration, server_client
+from fly.harness import server_client
 from fly.harness.server import ServerLM
 from fly.harness.server_client import SharedClock, Told
 from tests import killing, tiny
@@ -41,10 +40,6 @@ def place(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch):
-    registration.extend_tasks()  # of the class, not of what stands in for it below
-    own = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
-    monkeypatch.setattr(lm_eval.tasks, "TaskManager", own)
-    monkeypatch.setattr(evaluate, "TaskManager", own)
     monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)
     monkeypatch.setattr(server_client, "_LONGEST_PAUSE", 0.02)
 
@@ -398,6 +393,7 @@ def test_batch_sizes_are_refused(place, tmp_path, capfd):
     assert "give num_concurrent instead" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_without_the_extra():
     code = "import sys; sys.modules['openai'] = None; from fly.cli import main; main.main()"
     done = subprocess.run(
@@ -416,6 +412,7 @@ def compare(place, out, *flags):
     return status, " ".join(output.split())
 
 
+@pytest.mark.slow
 def test_compare_asks_one_server_after_the_other(place, tmp_path):
     given = ["--model_args", f"tokenizer={place / 'tokenizer'}"]
     with FaultServer(drafts=False) as alone, FaultServer() as drafting:

@@ -77,7 +77,7 @@ def inside_and_outside(outputs, deferred, prefix):
 
 
 @pytest.mark.parametrize(
-    ("keys", "slots"), [({}, 1), ({"win_len": 2, "defer_across_rounds": True}, 3)]
+    ("keys", "slots"), [tiny.slow({}, 1), ({"win_len": 2, "defer_across_rounds": True}, 3)]
 )
 def test_only_thoughts_are_relaxed(thinker, keys, slots):
     """`everywhere` is the mutant: it relaxes both."""
@@ -96,7 +96,7 @@ def test_slots_do_not_matter(thinker):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("rule", ["cascade", "ensemble", "asd", "typical"])
+@pytest.mark.parametrize("rule", ["cascade", tiny.slow("ensemble"), "asd", tiny.slow("typical")])
 def test_published_rules_know_it_too(thinker, rule):
     keys = {"cascade": {"cascade_alpha": 0.6}, "ensemble": {"assistant_ensemble_weight": 0.3},
             "asd": {"asd_budget": 50.0, "asd_gap": None, "asd_max_mismatches": 9},

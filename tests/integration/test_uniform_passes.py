@@ -69,12 +69,9 @@ def make(model, capture=None):
 
 @pytest.mark.parametrize(
     ("name", "dtype", "capture"),
-    [(name, torch.bfloat16, None) for name in ("gpt2", "phi")]
-    + [("qwen2", torch.bfloat16, False), ("qwen2", torch.float32, None)]
-    + [
-        pytest.param(name, torch.bfloat16, None, marks=pytest.mark.slow)
-        for name in ("gemma", "olmo2", "qwen2", "qwen3")
-    ],
+    [("phi", torch.bfloat16, None), ("qwen2", torch.bfloat16, False)]
+    + [("qwen2", torch.float32, None)]
+    + [tiny.slow(x, torch.bfloat16, None) for x in ("gemma", "gpt2", "olmo2", "qwen2", "qwen3")],
 )
 def test_bits_do_not_depend_on_the_pass(name, dtype, capture):
     model = wide_model(name).to(dtype)
@@ -217,11 +214,8 @@ def decode(target, name="none", k=0, slots=1, draft=None, capture=None):
     return tiny.decode_all(engine, tiny.prompts(vocab=96), 24)
 
 
-@pytest.mark.parametrize("name", ["model", "ngram", "cascade"])
-@pytest.mark.parametrize(
-    ("k", "slots", "capture"),
-    [(4, 3, False), pytest.param(8, 1, None, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("name", [tiny.slow("model"), tiny.slow("ngram"), "cascade"])
+@pytest.mark.parametrize(("k", "slots", "capture"), [(4, 3, False), tiny.slow(8, 1, None)])
 def test_exact_equals_target_only_in_bfloat16(name, k, slots, capture):
     target = family_model("qwen2")
     draft = tiny.noisy_copy(family_model("qwen2").float(), 0.01)

@@ -682,7 +682,7 @@ def test_no_capability_is_left(run):
     assert outcome.passed or "powerless user" in outcome.features, outcome
 
 
-@pytest.mark.parametrize("depth", [1500, 3500])
+@pytest.mark.parametrize("depth", [1500, pytest.param(3500, marks=pytest.mark.slow)])
 def test_folders_of_any_depth_and_mode_are_removed(depth, tmp_path, monkeypatch):
     """Python's own rmtree recursed, and one program's folders ended the scoring of a run."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
