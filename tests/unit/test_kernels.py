@@ -1,5 +1,7 @@
 """fly's own CPU kernels against plain matrix products, for every kind of instruction here."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -502,6 +504,31 @@ def test_a_model_whose_norms_have_no_weights_keeps_its_dtype_and_device(isa):
     packed_linear.use_kernels(model, kernels.Bfloat16Linear)
     assert (model.dtype, model.device.type) == (kernels.activation_dtype(), "cpu")
     assert tiny.runner(model, 1, max_length=64).extend([[3, 4, 5]]).isfinite().all()
+
+
+def test_what_one_process_compiled_the_next_ones_load(monkeypatch, tmp_path):
+    """A load of the embedded pair compiled for three seconds. Damaged files are compiled anew."""
+    monkeypatch.setenv("FLY_HOME", str(tmp_path))
+    linear = nn.Linear(64, 48).to(torch.bfloat16)
+    x = torch.randn(3, 64).to(kernels.activation_dtype())
+    kept, outputs, optimised, honest = [], [], [], compiler.llvm.create_pass_builder
+
+    def counted(*args):
+        optimised.append(args)
+        return honest(*args)
+
+    monkeypatch.setattr(compiler.llvm, "create_pass_builder", counted)
+    for spoil in (None, None, lambda code: code[:40] + b"x" + code[41:], lambda code: b""):
+        for path in tmp_path.rglob("*.o") if spoil else ():
+            path.write_bytes(spoil(path.read_bytes()))
+        compiler.product.cache_clear()
+        outputs.append(kernels.Bfloat16Linear(linear)(x))
+        kept.append(len(optimised))
+    assert [later - before for before, later in pairwise([0, *kept])] == [2, 0, 2, 2]
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+    monkeypatch.setenv("FLY_HOME", "/proc/nowhere")
+    compiler.product.cache_clear()
+    assert torch.equal(kernels.Bfloat16Linear(linear)(x), outputs[0])
 
 
 def test_kernels_do_not_hang_on_pytorchs_defaults(isa):

@@ -1,4 +1,4 @@
-"""Compiles fly's kernels in memory with LLVM (llvmlite), and runs them on PyTorch's OpenMP threads.
+"""Compiles fly's kernels with LLVM (llvmlite), and runs them on PyTorch's OpenMP threads.
 
 A second thread pool would compete with PyTorch's own for the cores: OpenMP's threads spin for a
 while after each parallel region.
@@ -6,15 +6,20 @@ while after each parallel region.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import platform
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from fly.execution.kernels import blocks, elementwise, formats, quantized, tiles, vector
+from fly.paths import fly_home, write_whole
+from fly.version import VERSION
 
 try:
     import llvmlite.binding as llvm
@@ -161,6 +166,8 @@ _engines: list[Any] = []  # hold the code: it is freed with them
 
 
 def _compile(source: str, instructions: str, name: str) -> int:
+    """Address of the function `name`. Compiling takes a load some seconds, so object files are kept
+    in FLY_HOME for later processes."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     module = llvm.parse_assembly(source)
@@ -169,14 +176,35 @@ def _compile(source: str, instructions: str, name: str) -> int:
     machine = llvm.Target.from_default_triple().create_target_machine(
         cpu=_INSTRUCTIONS[instructions], features=features, opt=3, jit=True
     )
-    # The loops are written as they should run: LLVM only allocates registers.
-    tuning = llvm.create_pipeline_tuning_options(speed_level=2)
-    tuning.loop_unrolling = tuning.loop_vectorization = tuning.slp_vectorization = False
-    llvm.create_pass_builder(machine, tuning).getModulePassManager().run(
-        module, llvm.create_pass_builder(machine, tuning)
-    )
+    depends_on = f"{VERSION} {llvm.llvm_version_info} {machine.triple} {instructions} {features}\n"
+    path = fly_home() / "kernels" / f"{sha256((depends_on + source).encode()).hexdigest()[:32]}.o"
+    kept = _read(path)
+    if kept is None:
+        # The loops are written as they should run: LLVM only allocates registers.
+        tuning = llvm.create_pipeline_tuning_options(speed_level=2)
+        tuning.loop_unrolling = tuning.loop_vectorization = tuning.slp_vectorization = False
+        llvm.create_pass_builder(machine, tuning).getModulePassManager().run(
+            module, llvm.create_pass_builder(machine, tuning)
+        )
     engine = llvm.create_mcjit_compiler(module, machine)
+    engine.set_object_cache(lambda _, code: _keep(path, code), lambda _: kept)
     engine.finalize_object()
     _engines.append(engine)
     address: int = engine.get_function_address(name)
     return address
+
+
+def _read(path: Path) -> bytes | None:
+    """The object file that `_keep` wrote there; None if there is none, or it is damaged."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    digest, code = content[:32], content[32:]
+    return code if sha256(code).digest() == digest else None
+
+
+def _keep(path: Path, code: bytes) -> None:
+    with contextlib.suppress(OSError):  # no place to write: the next process compiles, too
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, sha256(code).digest() + code)
