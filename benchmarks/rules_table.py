@@ -38,7 +38,7 @@ from fly.runs import reader
 
 GUARDED = "exact_first_tokens=16,exact_pattern=numbers"
 GREEDY = {  # besides exact verification
-    "fly": "verification=fly",
+    "fly-entropy": "verification=fly",
     "fly-guarded": f"verification=fly,defer_across_rounds=true,{GUARDED}",
     "typical": "verification=typical",
     "top-k": "verification=top_k",

@@ -131,7 +131,7 @@ class Unrolled(BlockDrafter):
 
 
 @SLOTS
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.parametrize("kind", ["dflash", tiny.slow("dspark")])
 @pytest.mark.parametrize(
     "mutant",
     [{"kind": Shifted}, {"kind": Stale}, {"kind": Unrolled}, {"layers": (0, 1)}],

@@ -278,10 +278,14 @@ def test_max_gen_toks_zero_on_the_command_line(saved_pair, config_file, task_dir
     assert "max_gen_toks=0" in capsys.readouterr().err
 
 
-def test_lm_evals_own_refusals_are_one_line_too(saved_pair, config_file, task_dir, capsys):
+@pytest.mark.slow
+def test_a_task_that_does_not_exist_is_named(config_file, capsys):
     pair = f"config_path={config_file},use_sd=False"
     assert run("--model", "hf", "--model_args", pair, "--tasks", "no_task") == 2
     assert "task 'no_task': no such task" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_lm_evals_own_refusals_are_one_line_too(saved_pair, config_file, task_dir, capsys):
     code = evaluate(saved_pair, config_file, task_dir, "--log_samples")
     assert code == 2
     assert "Specify --output_path" in capsys.readouterr().err.splitlines()[-1]

@@ -560,6 +560,7 @@ def test_the_ci_examples_parse_and_their_commands_run(
         HarnessCLI()._parser.parse_args(["run", *shlex.split(text)])
 
 
+@pytest.mark.slow
 def test_rules_by_drafters_are_one_matrix(
     forked, saved_pair, config_file, graded_tasks, tmp_path, capfd
 ):

@@ -73,11 +73,11 @@ RULES = {
 @pytest.mark.parametrize(
     ("rule", "name", "slots", "capture"),
     [
-        ("exact", "model", 1, None),
+        tiny.slow("exact", "model", 1, None),
         ("exact", "cascade", 3, False),
         ("within", "model", 8, None),
-        ("within", "cascade", 1, None),
-        ("across", "model", 3, False),
+        tiny.slow("within", "cascade", 1, None),
+        tiny.slow("across", "model", 3, False),
         ("across", "cascade", 8, None),
     ],
 )

@@ -156,7 +156,7 @@ def same_as_fresh(target, head, slots, rule, lengths=DraftLength):
     return found
 
 
-@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("slots", [tiny.slow(1), 3])
 @pytest.mark.parametrize("across", [False, True], ids=["within", "across"])
 def test_fly_with_a_head_keeps_its_cache_right(perfect, across, slots):
     """Deferrals of earlier rounds that are rolled back included."""

@@ -38,8 +38,7 @@ def alone(pair):
     {},
     {"batch_size": 8},
     {"batch_size": "auto", "max_batch_size": 3},
-    {"head_layer_ids": "[0,1,2]"},
-    {"draft_policy": "auto"},
+    *map(tiny.slow, ({"head_layer_ids": "[0,1,2]"}, {"draft_policy": "auto"})),
     {"draft_dtype": "bfloat16"},
 ])  # fmt: skip
 def test_texts_are_the_targets(pair, alone, keys):

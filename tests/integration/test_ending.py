@@ -14,7 +14,7 @@ import pytest
 
 from fly.cli import processes
 from fly.runs import reader
-from tests import killing
+from tests import killing, tiny
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,7 +37,9 @@ def python(code, **how):
     return subprocess.Popen([sys.executable, "-c", heard + textwrap.dedent(code)], cwd=ROOT, **how)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, *map(tiny.slow, (signal.SIGHUP, signal.SIGINT))]
+)
 def test_without_an_output_path_a_signal_keeps_the_records(place, tmp_path, monkeypatch, number):
     """SIGTERM lost everything where Ctrl-C kept it."""
     home = tmp_path / "home"

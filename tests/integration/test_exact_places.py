@@ -36,7 +36,7 @@ def exact(target, draft):
 
 
 @pytest.mark.parametrize("across", [False, True], ids=["within a round", "across rounds"])
-@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("slots", [tiny.slow(1), 3])
 @pytest.mark.parametrize("window", [0, 2])
 def test_as_many_as_the_budget_is_exact_verification(target, draft, exact, across, slots, window):
     """And the same rule with fewer is not, or this would show nothing."""

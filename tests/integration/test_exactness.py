@@ -35,7 +35,7 @@ def test_target_only(target, draft, expected):
     assert tiny.total(records, "rounds") == tiny.total(records, "emitted")
 
 
-@pytest.mark.parametrize(("k", "slots"), [(1, 3), (4, 1), (4, 3), (15, 1)])
+@pytest.mark.parametrize(("k", "slots"), [(1, 3), tiny.slow(4, 1), (4, 3), (15, 1)])
 @pytest.mark.parametrize("name", ["model", "ngram", "cascade"])
 def test_exact_equals_generate(target, draft, expected, name, k, slots):
     records = run(target, draft, name, k, slots)

@@ -7,6 +7,7 @@ from fly.errors import FlyError
 from fly.execution import kernels, packed_linear
 from fly.harness.hf import FlyLM
 from fly.models import gguf
+from tests import tiny
 from tests.gguf_files import load_by_transformers, write_gguf
 from tests.integration.test_lm import instances
 
@@ -38,7 +39,12 @@ def texts(files, suffix, **options):
 @pytest.mark.skipif(kernels.why_not() is not None, reason="no kernels here")
 @pytest.mark.parametrize(
     ("options", "is_unpacked"),
-    [({}, False), ({}, True), ({"use_sd": False}, False), ({"draft_quantization": "none"}, False)],
+    [
+        ({}, False),
+        ({}, True),
+        tiny.slow({"use_sd": False}, False),
+        tiny.slow({"draft_quantization": "none"}, False),
+    ],
 )
 def test_texts_are_those_of_the_exported_bfloat16_models(files, options, is_unpacked, monkeypatch):
     """Whether weights are unpacked is timed, and these are too small to say the same each time."""

@@ -92,6 +92,7 @@ def test_what_fly_writes_itself_is_no_results_file(tmp_path):
     assert reader.results_in(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_tasks_within_a_group_are_read_back(place):
     """lm-eval calls them `group::task`, and names some of its own with brackets."""
     fly(place, *arguments("group", "--limit", "2", tasks="tiny_group"))

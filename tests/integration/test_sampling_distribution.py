@@ -237,7 +237,7 @@ def test_every_drafter_leaves_the_distribution_as_it_is(name, draft, k):
     assert ("e" in sources) == ("runs" in name)
 
 
-BLOCK_CASES = [("model", 84), ("cascade", 40), ("ngram", 42)]
+BLOCK_CASES = [("model", 84), slow("cascade", 40), slow("ngram", 42)]
 
 
 @pytest.mark.parametrize(("name", "count"), BLOCK_CASES)
@@ -362,7 +362,9 @@ def test_the_honest_pass_the_test_that_mutants_fail(name, count):
 
 
 @pytest.mark.parametrize(
-    ("where", "mutant", "name", "count"), MUTANTS, ids=[f"{m[1].__name__}-{m[2]}" for m in MUTANTS]
+    ("where", "mutant", "name", "count"),
+    [m if m[2] in ("model", "ngram") else slow(*m) for m in MUTANTS],
+    ids=[f"{m[1].__name__}-{m[2]}" for m in MUTANTS],
 )
 def test_mutants_are_refuted(where, mutant, name, count, monkeypatch):
     monkeypatch.setattr(where, mutant)
@@ -422,7 +424,13 @@ REAL_CASES = {
 }
 
 
-SLOW_CASES = ("none-penalty", "model-close-penalty", "model-far-top-p", "cascade-top-p")
+SLOW_CASES = (
+    "none-penalty",
+    "model-close-penalty",
+    "model-far-top-p",
+    "ngram-penalty",
+    "cascade-top-p",
+)
 
 
 @pytest.mark.parametrize(

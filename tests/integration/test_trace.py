@@ -9,6 +9,7 @@ from fly.errors import FlyError
 from fly.harness.engine_factory import EngineFactory
 from fly.runs import context, replay
 from fly.runs.records import CountsBySource
+from tests import tiny
 from tests.integration.test_lm import PROMPTS, fly_lm, instances
 
 RELAXED = {"enable_fly": True, "entropy_thre": 0.0, "win_len": 3, "spd_k": 4, "dtype": "float32"}
@@ -97,7 +98,7 @@ def test_sources_in_a_trace_are_those_of_the_records(saved_pair, folder, rule):
     assert 0 < accepted["n"] < sum(accepted.values())
 
 
-@pytest.mark.parametrize("rule", ["fly", "exact", "typical", "top_k"])
+@pytest.mark.parametrize("rule", ["fly", "exact", *map(tiny.slow, ("typical", "top_k"))])
 def test_a_match_is_the_targets_own_token_when_sampling_too(saved_pair, folder, rule):
     """A rule that never draws in a match's place must not show a draw there."""
     own = {"verification": rule, "drafter": "model", "defer_across_rounds": rule == "fly"}

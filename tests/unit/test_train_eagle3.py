@@ -50,6 +50,7 @@ def test_steps_are_those_of_drafting(bench, target):
             tokens, states = [text[end + 1 + step]], fed_back
 
 
+@pytest.mark.slow
 def test_a_trained_head_drafts_what_the_target_says(bench, target, tmp_path):
     prompts = [[a, b] for a in range(3, 64, 2) for b in (7, 21)]
     texts = bench.write_texts(target, prompts, 1, 30, frozenset({tiny.EOS}))
