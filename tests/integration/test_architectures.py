@@ -304,7 +304,7 @@ def test_rows_equal_fresh_passes_after_every_round(name):
     compare_with_fresh_passes(model)
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", [x if i % 3 == 0 else tiny.slow(x) for i, x in enumerate(EXACT)])
 def test_engine_equals_generate(name):
     model = exact_model(name)
     draft = tiny.noisy_copy(model, 0.02)

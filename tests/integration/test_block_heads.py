@@ -172,9 +172,9 @@ class Watched(BlockDrafter):
 @pytest.mark.parametrize(
     ("rule", "k"),
     [
-        (tiny.EXACT, 4),
+        tiny.slow(tiny.EXACT, 4),
         (tiny.relaxed(1, 0.1), 4),
-        (tiny.relaxed(2, 0.1, across=True), 1),
+        tiny.slow(tiny.relaxed(2, 0.1, across=True), 1),
         (tiny.relaxed(2, 0.1, across=True), 3),
     ],
     ids=["exact", "within", "across-1", "across-3"],

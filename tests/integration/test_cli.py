@@ -307,6 +307,7 @@ def test_config_commands(config_file, tmp_path, capsys):
     assert run("config", "show", config_file, "nonsense") == 2
 
 
+@pytest.mark.slow
 def test_our_tasks_are_listed_from_any_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert run("validate", "--tasks", "humaneval_instruct,gsm8k_cot,mbpp") == 0

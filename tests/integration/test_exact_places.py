@@ -115,7 +115,9 @@ def deferred_in_matches(pair, rule_, slots, seed):
 
 
 @pytest.mark.parametrize(
-    ("across", "slots"), [(False, 1), (True, 3)], ids=["within a round", "across rounds, of three"]
+    ("across", "slots"),
+    [tiny.slow(False, 1), (True, 3)],
+    ids=["within a round", "across rounds, of three"],
 )
 def test_no_deferred_token_is_in_a_pattern(byte_pair, across, slots):
     kept = [

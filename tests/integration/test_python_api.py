@@ -19,7 +19,7 @@ from tests.integration.test_cli import write_task
 def tasks(tmp_path):
     context.start()  # what another test ran in this process is no part of it
     write_task(tmp_path / "tasks", documents=4)
-    return TaskManager(include_path=str(tmp_path / "tasks"))
+    return TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False)
 
 
 @pytest.fixture

@@ -166,7 +166,7 @@ def test_a_server_with_another_model_is_noticed(place, tmp_path, capfd):
         assert len(records(out)) == 5
 
 
-@pytest.mark.parametrize("kind", ["llama.cpp", "vllm", "sglang", "plain"])
+@pytest.mark.parametrize("kind", ["llama.cpp", "vllm", *map(tiny.slow, ("sglang", "plain"))])
 def test_acceptance_is_what_the_server_tells(place, tmp_path, capfd, kind):
     with FaultServer(kind) as server:
         assert fly(*arguments(place, server, tmp_path, ",num_concurrent=3")) == 0

@@ -134,6 +134,7 @@ def test_a_restart_decodes_nothing_that_is_finished(arguments, capsys, monkeypat
     assert len(ran) == 16
 
 
+@pytest.mark.slow
 def test_other_prompts_than_the_kept_ones_are_refused(arguments, capsys):
     """A task's file changed between two tunes: scores of other documents must not be paired."""
     assert tune_it(arguments, min_recovery=0.01) == 0

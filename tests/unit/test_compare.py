@@ -210,6 +210,7 @@ def test_several_tasks_metrics_and_directions(tmp_path):
     assert [speed.task for speed in found.speeds] == ["a", "b", "overall"]
 
 
+@pytest.mark.slow
 def test_many_tasks_do_not_fail_a_job_by_chance(tmp_path):
     """Rows of all tasks and runs share the doubt; one row alone has it for itself."""
     dropped = SOLVED.copy()

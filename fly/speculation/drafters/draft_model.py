@@ -125,14 +125,19 @@ class ModelDrafter(Drafter):
         guesses = self._guess(running, unseen)
         feeds = [fed + self._views.speakable(guess) for fed, guess in zip(unseen, guesses)]
         logits_BQV = self.runner.extend(feeds)
-        own_tokens = mask_nonfinite(greedy(logits_BQV), logits_BQV).tolist()
+        own_BQ = greedy(logits_BQV)
         for slot, sequence in enumerate(running):
             if unseen[slot] and (self.keeps_q or not sequence.request.sampling.is_plain):
                 last = len(unseen[slot]) - 1
-                logits_NV = logits_BQV[slot, last : last + len(guesses[slot]) + 1]
-                own_tokens[slot][last : last + len(logits_NV)] = _own_draws(
-                    sequence, self._chains[slot], logits_NV, guesses[slot], self.keeps_q
+                places = slice(last, last + len(guesses[slot]) + 1)
+                own_BQ[slot, places] = _own_draws(
+                    sequence,
+                    self._chains[slot],
+                    logits_BQV[slot, places],
+                    guesses[slot],
+                    self.keeps_q,
                 )
+        own_tokens = mask_nonfinite(own_BQ, logits_BQV).tolist()
         for slot, (fed, guess) in enumerate(zip(unseen, guesses)):
             if not fed:
                 continue
@@ -241,7 +246,7 @@ class DraftSampler(Chooser):
 
 def _own_draws(
     sequence: Sequence, chain: Chain, logits_NV: Tensor, guess: Seq[int], keeps_q: bool
-) -> list[int]:
+) -> Tensor:
     """The draft's own tokens at the chain's end and after each guessed token, sampled or greedy.
 
     Each place in the chain has one random number, so that a guess, which stands if it is what
@@ -257,12 +262,9 @@ def _own_draws(
         q_NV = torch.softmax(scores_NV, dim=-1)
         chain.q.extend(q_NV)
     if sampling.is_greedy:
-        own_N = scores_NV.argmax(dim=-1)
-    else:
-        uniform_N = sequence.noise(len(chain.tokens) + len(q_NV)).draft[len(chain.tokens) :]
-        own_N = draw(q_NV, uniform_N.to(q_NV.device))
-    result: list[int] = mask_nonfinite(own_N, logits_NV).tolist()
-    return result
+        return scores_NV.argmax(dim=-1)
+    uniform_N = sequence.noise(len(chain.tokens) + len(q_NV)).draft[len(chain.tokens) :]
+    return draw(q_NV, uniform_N.to(q_NV.device))
 
 
 def _stacked(parts: list[Tensor]) -> Tensor | None:
