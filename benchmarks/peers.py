@@ -355,8 +355,6 @@ DEFAULT: dict[str, Peer] = {
 MORE: dict[str, Peer] = {
     "hf_float32": Peer(PlainHF, dtype="float32"),
     "assisted_float32": Peer(Assisted, batches=False, dtype="float32"),
-    "exact_int4": Peer(Fly, overrides={"enable_fly": False, "draft_quantization": "int4"}),
-    "fly_int4": Peer(Fly, overrides={"draft_quantization": "int4"}),
     "fly_across": Peer(Fly, overrides={"defer_across_rounds": True, "spd_k": 5}),
 }
 PEERS: dict[str, Peer] = {**DEFAULT, **MORE, **LEVERS, **VLLM, **LLAMA_CPP}

@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 from fly import registry
 
 EntropyKind = Literal["top3", "full", "normalized"]
-Quantization = Literal["auto", "none", "int8", "int4"]
+Quantization = Literal["auto", "none", "int8"]
 Execution = Literal["auto", "kernels", "eager"]
 TextSourceName = Literal["runs", "own"]
 # Keys, values as `key=value` (of a list: one item), flags as `--flag` and commands as `fly command`
@@ -29,6 +29,7 @@ GONE = {
     "fly plot": "`fly report RUN...` draws the figures, and saves them as SVG and CSV",
     "fly trace": "`fly report RUN` shows the tokens of a run with trace=true by their sources",
     "execution=onednn": "set it to auto: fly's kernels where they work, else the model's passes",
+    "draft_quantization=int4": "set it to auto: int8 takes as long, but for a few percent",
     "draft_quantization=fp8": "name a quantised checkpoint as the draft, and set it to none",
     "tp_plan": "start one process per GPU, each with the whole pair, or shard it with --model vllm",
     "draft_sources=siblings": "write runs, own or both, or leave the key out",
@@ -481,9 +482,8 @@ class ExecutionSettings(Settings):
     draft_quantization: Quantization = Field(
         "auto",
         description="Weights of the draft model; exact verification stays lossless, FLy may accept "
-        "other tokens. int8, int4: with fly's kernels (see execution). int4 reads half the bytes "
-        "for up to 8 running sequences. auto: int8 with them, else none. On a GPU a quantised "
-        "checkpoint can be the draft.",
+        "other tokens. int8: with fly's kernels (see execution). auto: int8 with them, else none. "
+        "On a GPU a quantised checkpoint can be the draft.",
     )
     prefix_reuse: bool = Field(
         True,

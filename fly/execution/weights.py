@@ -24,7 +24,6 @@ from fly.settings import ExecutionSettings
 logger = logging.getLogger(__name__)
 
 Passes = Literal["kernels", "graphs", "inductor", "eager"]
-_BYTES = {"int8": 1.0, "int4": 0.5625}  # of a quantised weight, scales included
 # of the time of a pass over one token with bfloat16 weights (docs/performance.md)
 _SHARES = {"kernels-amx gguf": 0.65}
 
@@ -80,7 +79,7 @@ def pack(
     if draft is not None:
         parameters, stored = draft.num_parameters(), draft.dtype.itemsize
         how_draft = pack_draft(draft, settings)
-        per_weight = _BYTES.get(how_draft.split()[-1], stored)
+        per_weight = 1 if how_draft.endswith(" int8") else stored
         weight = round(parameters * per_weight / (target_bytes * _SHARES.get(how_target, 1.0)), 3)
     done = PackedWeights(
         target=how_target,

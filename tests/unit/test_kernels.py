@@ -141,64 +141,6 @@ def _on_avx2(layer):
         return kernels.Int8Linear(layer)
 
 
-def int4_reference(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    """What Int4Linear should give, in float64: its own weights, and inputs as they are rounded."""
-    padded = nn.functional.pad(layer.weight.detach().float(), (0, -layer.in_features % 32))
-    scales, levels = kernels._round_to_int4(padded.view(layer.out_features, -1, 32))
-    weight = (scales * levels).flatten(1)[:, : layer.in_features].double()
-    step = x.float().abs().amax(1, keepdim=True).double() / 127
-    return (x.double() / step).round() * step @ weight.T + layer.bias.double()
-
-
-@pytest.mark.parametrize(("out", "inputs"), [(16, 32), (40, 50), (100, 896), (48, 4864)])
-def test_int4_multiplies_its_own_weights(isa, out, inputs):
-    layer = linear(out, inputs)
-    packed = kernels.Int4Linear(layer)
-    limit = 3e-4 if kernels.activation_dtype() == torch.float32 else 4e-3  # a tie may round up
-    for rows in range(1, 9):
-        x = torch.randn(rows, inputs).to(kernels.activation_dtype())
-        expected = int4_reference(layer, x)
-        error = (packed(x).double() - expected).abs().max() / expected.abs().max()
-        assert error < limit, rows
-        assert torch.equal(packed(x)[:1], packed(x[:1]))
-
-
-def test_the_test_above_notices_exchanged_nibbles(isa, monkeypatch):
-    pack = kernels._pack_int4
-    monkeypatch.setattr(kernels, "_pack_int4", lambda s, q: pack(s, q.flip(-1)))
-    layer, x = linear(16, 64), torch.randn(1, 64).to(kernels.activation_dtype())
-    expected = int4_reference(layer, x)
-    assert (kernels.Int4Linear(layer)(x).double() - expected).abs().max() > 0.1
-
-
-def test_int4_takes_extremes_without_overflow(isa):
-    """All inputs and levels at their largest: AVX2 adds eight sums of two in 16 bits."""
-    assert 8 * 2 * 127 * 15 <= 2**15 - 1
-    layer = nn.Linear(64, 16).bfloat16()
-    with torch.no_grad():
-        layer.weight.fill_(-1.0)
-        layer.weight[:, ::2] = 7 / 8
-        layer.bias.zero_()
-    for sign in (1, -1):
-        x = torch.full((1, 64), float(sign)).to(kernels.activation_dtype())
-        result = kernels.Int4Linear(layer)(x).double()
-        assert (result - int4_reference(layer, x)).abs().max() < 0.05
-
-
-def test_int4_scales_are_better_than_the_largest_weight_s():
-    x = torch.randn(500, 1, 32, generator=torch.Generator().manual_seed(1))
-    scales, levels = kernels._round_to_int4(x)
-    largest = x.gather(-1, x.abs().argmax(-1, keepdim=True)) / -8
-    plain = (x / largest).round().clamp(-8, 7) * largest
-    assert (scales * levels - x).square().sum() < 0.93 * (plain - x).square().sum()
-
-
-def test_many_rows_of_an_int4_draft_take_int8(isa):
-    layer = linear(64, 64)
-    x = torch.randn(kernels._FEW_ROWS + 1, 64).to(kernels.activation_dtype())
-    assert torch.equal(kernels.Int4Linear(layer)(x), kernels.Int8Linear(layer)(x))
-
-
 def test_threads_share_the_panels_without_gaps():
     layer, x = linear(4000, 64), torch.randn(3, 64).to(kernels.activation_dtype())
     packed, before = kernels.Bfloat16Linear(layer), torch.get_num_threads()

@@ -6,7 +6,6 @@ on AVX-512 and 16 on AMX, which is what verification asks for (docs/performance.
 
     Bfloat16Linear   the checkpoint's own bfloat16 weights, unchanged
     Int8Linear       int8 weights and inputs, scaled per row and column, for drafts
-    Int4Linear       weights of 4 bits, scaled per column and 32 inputs, and int8 inputs, for drafts
 
 On AMX inputs and outputs are bfloat16, elsewhere float32; with AVX512-BF16 the inputs of
 Bfloat16Linear are rounded to bfloat16. Sums are float32 everywhere. A row's
@@ -25,11 +24,9 @@ from fly.errors import FlyError, reason_of
 from fly.execution.kernels import blocks, build, tiles
 from fly.execution.kernels.build import instructions
 from fly.execution.kernels.ir import PANEL
-from fly.execution.kernels.vector import GROUP
 
 __all__ = [
     "Bfloat16Linear",
-    "Int4Linear",
     "Int8Linear",
     "LayerKernels",
     "activation_dtype",
@@ -42,7 +39,6 @@ _LEVELS = 63  # int8 weights lie within -63..63: see vector._Int8
 _TINY = torch.finfo(torch.float32).tiny
 _SCORES = 1 << 17  # scores on a worker thread's stack, which may have 2 MiB: these take 512 KiB
 _GRABS = 8  # how often a thread comes for more panels
-_FEW_ROWS = 8  # for which weights of 4 bits are faster than int8
 _ROWS_AT_ONCE = 256  # of a weight are quantised: they should fit into a cache
 
 
@@ -119,12 +115,9 @@ class _PackedLinear(nn.Module):
         isa = _isa()
         self._dtype = activation_dtype()
         self._product = build.product(weights, instructions=isa)
-        has_tiles = isa == "amx" and weights != "int4"
-        is_int8 = weights == "int8"
+        has_tiles, is_int8 = isa == "amx", weights == "int8"
         self._product_of_many = build.product_of_many(int8=is_int8) if has_tiles else None
-        per_step = (4 if is_int8 else 2) * (16 if isa == "amx" else 1)
-        if weights == "int4":
-            per_step = GROUP
+        per_step = (4 if is_int8 else 2) * (16 if has_tiles else 1)
         align = max(per_step, 16)  # whole vectors of inputs are quantised at a time
         self._width = -(-self.in_features // align) * align
         self._steps = self._width // per_step
@@ -196,33 +189,7 @@ class Bfloat16Linear(_PackedLinear):
         return self._shaped(self._multiply(rows, self._weight, (0, 0, 0)), x)
 
 
-class _QuantizedLinear(_PackedLinear):
-    """Inputs in int8, scaled per row. group: inputs that are stored with their sum; 0 for none."""
-
-    _weight: Tensor
-
-    def __init__(self, linear: nn.Linear, weights: str, group: int = 0) -> None:
-        super().__init__(linear, weights)
-        self._row_bytes = self._width // group * (group + 4) if group else self._width
-        self._quantize = build.elementwise_function("quantize", group, instructions=_isa())
-
-    def _column_scales(self) -> tuple[int, int]:
-        """Addresses of the columns' scales and offsets."""
-        return 0, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = self._rows(x)
-        int8 = torch.empty(rows.shape[0], self._row_bytes, dtype=torch.uint8, device="cpu")
-        scales = torch.empty(rows.shape[0], dtype=torch.float32, device="cpu")
-        build.run(
-            self._quantize, rows.data_ptr(), int8.data_ptr(), scales.data_ptr(),
-            rows.shape[0], self._width, 0, work=rows.numel(),
-        )  # fmt: skip
-        addresses = (*self._column_scales(), scales.data_ptr())
-        return self._shaped(self._multiply(int8, self._weight, addresses), x)
-
-
-class Int8Linear(_QuantizedLinear):
+class Int8Linear(_PackedLinear):
     """A linear in int8: weights scaled per output column, inputs per row.
 
     Rows do not influence each other. Weights have 127 levels, which one AVX2 instruction needs and
@@ -231,6 +198,7 @@ class Int8Linear(_QuantizedLinear):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear, "int8")
+        self._quantize = build.elementwise_function("quantize", instructions=_isa())
         weight = linear.weight.detach()
         scale = weight.abs().amax(dim=1).float().clamp_min(_TINY) / _LEVELS
         levels = torch.empty(weight.shape, dtype=torch.int8)
@@ -243,68 +211,20 @@ class Int8Linear(_QuantizedLinear):
         self._offset = pad_columns(offset, self.out_features, torch.int32)
         self._weight = self._pack(levels)
 
-    def _column_scales(self) -> tuple[int, int]:
-        return self._scale.data_ptr(), self._offset.data_ptr()
-
-
-class Int4Linear(_QuantizedLinear):
-    """A linear with 16 levels per weight, scaled per output column and 32 inputs, and int8 inputs.
-
-    Passes over more than a few rows are bound by arithmetic, not by bytes: they take int8 weights.
-    """
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__(linear, "int4", GROUP)
-        weight = linear.weight.detach()
-        packed = torch.empty(self._panels, self._steps, PANEL * (GROUP // 2 + 2), dtype=torch.uint8)
-        for to, part in zip(packed.split(_ROWS_AT_ONCE // PANEL), weight.split(_ROWS_AT_ONCE)):
-            columns = PANEL * len(to)
-            missing = (0, self._width - self.in_features, 0, columns - len(part))
-            padded = nn.functional.pad(part.float(), missing).view(columns, self._steps, GROUP)
-            to.copy_(_pack_int4(*_round_to_int4(padded)))
-        self._weight = packed
-        self._of_many = Int8Linear(linear)
-
     def forward(self, x: Tensor) -> Tensor:
-        if x.numel() > _FEW_ROWS * self.in_features:
-            return self._of_many(x)
-        return super().forward(x)
+        rows = self._rows(x)
+        int8 = torch.empty(rows.shape, dtype=torch.uint8, device="cpu")
+        scales = torch.empty(rows.shape[0], dtype=torch.float32, device="cpu")
+        build.run(
+            self._quantize, rows.data_ptr(), int8.data_ptr(), scales.data_ptr(),
+            rows.shape[0], self._width, 0, work=rows.numel(),
+        )  # fmt: skip
+        addresses = (self._scale.data_ptr(), self._offset.data_ptr(), scales.data_ptr())
+        return self._shaped(self._multiply(int8, self._weight, addresses), x)
 
 
-def _round_to_int4(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales [..., 1] and levels -8 to 7 [..., GROUP] of the smallest squared error among a few."""
-    high, low = x.amax(-1, keepdim=True), x.amin(-1, keepdim=True)
-    largest = torch.where(high > -low, high, low)
-    largest = torch.where(largest == 0, 1.0, largest)
-    found: tuple[Tensor, ...] = ()
-    for level in (-8.6, -8.0, -7.2):  # of the largest weight
-        levels = (x * (level / largest)).round_().clamp_(-8, 7)
-        square = (levels * levels).sum(-1, keepdim=True).clamp_min(1)
-        scale = (x * levels).sum(-1, keepdim=True) / square  # the best one of these levels
-        error = -scale * scale * square  # less what it is for all
-        if found:
-            is_better = error < found[2]
-            scale, levels, error = (
-                torch.where(is_better, new, old) for new, old in zip((scale, levels, error), found)
-            )
-        found = scale, levels, error
-    return found[0].half().float(), found[1]
-
-
-def _pack_int4(scales: Tensor, levels: Tensor) -> Tensor:
-    """[columns, groups, ...] in the order of vector.py's product: [panels, groups, bytes]."""
-    columns, groups, _ = levels.shape
-    panels = columns // PANEL
-    parts = (levels + 8).to(torch.uint8).view(panels, PANEL, groups, GROUP // 8, 2, 4)
-    both = parts[..., 0, :] | parts[..., 1, :] << 4  # [panels, columns, groups, 4, 4]
-    lines = both.permute(0, 2, 3, 1, 4).reshape(panels, groups, -1)
-    halves = scales.half().view(panels, PANEL, groups).transpose(1, 2).contiguous()
-    return torch.cat([lines, halves.view(torch.uint8)], dim=-1)
-
-
-Kind = type[Bfloat16Linear] | type[Int8Linear] | type[Int4Linear]
-# by the quantisation of the weights
-LINEARS: dict[str, Kind] = {"none": Bfloat16Linear, "int8": Int8Linear, "int4": Int4Linear}
+Kind = type[Bfloat16Linear] | type[Int8Linear]
+LINEARS: dict[str, Kind] = {"none": Bfloat16Linear, "int8": Int8Linear}  # by quantisation
 
 
 def rounds_inputs(model: nn.Module) -> bool:

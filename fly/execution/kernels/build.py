@@ -106,20 +106,18 @@ def run(function: int, *arguments: int, work: int = _MUCH) -> None:
 def product(weights: str = "bfloat16", *, form: str | None = None, instructions: str) -> int:
     """Address of the matrix product's code, to be called by `run`.
 
-    weights: bfloat16, int8 or int4. form: GGUF's of the weights.
+    weights: bfloat16 or int8. form: GGUF's of the weights.
     """
     unpacking = unpacking_of(form, instructions) if form else None
-    if instructions == "amx" and weights != "int4":
+    if instructions == "amx":
         source = (
             quantized.product(unpacking) if unpacking else tiles.product(int8=weights == "int8")
         )
         return _compile(source, instructions, "product")
-    vectors = _VECTORS.get(instructions, vector.AVX512_DOT)
+    vectors = _VECTORS[instructions]
     if weights != "bfloat16" and instructions == "avx512":
         vectors = vector.AVX512_DOT if torch.cpu._is_vnni_supported() else vector.AVX2
-    rounds = instructions == "amx"
-    source = vector.product(vectors, weights, unpacking=unpacking, rounds=rounds)
-    return _compile(source, instructions, "product")
+    return _compile(vector.product(vectors, weights, unpacking), instructions, "product")
 
 
 @functools.cache

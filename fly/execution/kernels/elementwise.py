@@ -305,12 +305,10 @@ def _softmax(f: _Vectors, scores: str, keys: str, most: str, query: int) -> str:
     return f.splat("float", 16, f.op(f"fdiv float 1.0, {f.total(block.values[0])}"))
 
 
-def quantize(element: str, group: int = 0) -> str:
+def quantize(element: str) -> str:
     """@quantize: rows to int8, scaled so that each row's largest magnitude becomes 127.
 
-    float32 rows get 128 added, as the products in vector registers take unsigned inputs. With
-    groups of inputs, as weights of 4 bits have them, inputs stay signed, and behind each group's
-    int8 comes -8 times their sum, 32 bits.
+    float32 rows get 128 added, as the products in vector registers take unsigned inputs.
     """
     f = _Vectors("quantize", element)
     a = f.arguments("ptr x, ptr int8, ptr scales, i64 rows, i64 width, counter counter")
@@ -327,29 +325,12 @@ def quantize(element: str, group: int = 0) -> str:
         f.store("float", scale, f.at(a.scales, row, "float"), 4)
         inverse = f.splat("float", 16, f.op(f"fdiv float 1.270000e+02, {safe}"))
 
-        def ints_at(index: str) -> str:
-            scaled = f.op(f"fmul {_V} {f.get(a.x, f.add(base, index))}, {inverse}")
-            return f.op(f"fptosi {_V} {f.each('rint', scaled)} to <16 x i32>")
-
-        def store(ints: str, at: str, *, signed: bool) -> None:
+        with f.loop(0, a.width, 16) as loop:
+            index = f.add(base, loop.index)
+            scaled = f.op(f"fmul {_V} {f.get(a.x, index)}, {inverse}")
+            ints = f.op(f"fptosi {_V} {f.each('rint', scaled)} to <16 x i32>")
             int8 = f.op(f"trunc <16 x i32> {ints} to <16 x i8>")
-            if not signed:
+            if f.is_float:
                 int8 = f.op(f"xor <16 x i8> {int8}, splat (i8 -128)")
-            f.store("<16 x i8>", int8, at, 1)
-
-        if not group:
-            with f.loop(0, a.width, 16) as loop:
-                at = f.at(a.int8, f.add(base, loop.index))
-                store(ints_at(loop.index), at, signed=not f.is_float)
-        else:
-            groups = f.div(a.width, group)
-            with f.loop(0, groups) as loop:
-                to = f.at(a.int8, f.mul(f.add(f.mul(row, groups), loop.index), group + 4))
-                total = "zeroinitializer"
-                for part in range(0, group, 16):
-                    ints = ints_at(f.add(f.mul(loop.index, group), part))
-                    store(ints, f.at(to, part), signed=True)
-                    total = f.op(f"add <16 x i32> {total}, {ints}")
-                whole = f.call("i32", "vector.reduce.add.v16i32", f"<16 x i32> {total}")
-                f.store("i32", f.op(f"mul i32 {whole}, -8"), f.at(to, group), 4)
+            f.store("<16 x i8>", int8, f.at(a.int8, index), 1)
     return module(f)

@@ -1,5 +1,4 @@
-"""LLVM IR of matrix products in vector registers: bfloat16 weights, or int8 inputs and weights of 8
-or 4 bits.
+"""LLVM IR of matrix products in vector registers: bfloat16 weights, or int8 inputs and weights.
 
 Weights lie in panels of 16 output columns. Within a panel, consecutive inputs of one column lie
 side by side in 32 bits: two bfloat16, or four int8. A micro-kernel keeps the sums of `m` rows by
@@ -21,7 +20,6 @@ from fly.execution.kernels.ir import PANEL, PRODUCT, Function, Value, module
 
 _PREFETCH = 4096  # bytes ahead of the weights in use
 _FLOATS = f"<{PANEL} x float>"
-GROUP = 32  # inputs whose weights of 4 bits share a scale
 
 
 @dataclass(frozen=True)
@@ -44,12 +42,11 @@ AVX512_DOT = Vectors(lanes=16, registers=24, most_rows=12, dot=True)
 class _Kind:
     """Inputs and weights, and how they are multiplied.
 
-    A step is what the loop over inputs takes at a time: step_bytes of a row's inputs, weight_bytes
-    of a panel's weights. sum: the type of a vector of sums. most_rows: of a micro-kernel.
+    A step is what the loop over inputs takes at a time: step_bytes of a row's inputs, 32 bits of
+    every column's weights. sum: the type of a vector of sums. most_rows: of a micro-kernel.
     """
 
     step_bytes: int
-    weight_bytes = 4 * PANEL
 
     def __init__(self, vectors: Vectors) -> None:
         self.lanes, self.most_rows = vectors.lanes, vectors.most_rows
@@ -70,11 +67,6 @@ class _Kind:
     def step(self, f: Function, x: str, weights: list[list[str]], sums: list[str]) -> list[str]:
         """The sums, after adding the products of the inputs at x and the weights of each."""
         raise NotImplementedError
-
-    def _splat_inputs(self, f: Function, at: str) -> str:
-        """Four int8 in every lane."""
-        four = f.splat("i32", self.lanes, f.load("i32", at, 1))
-        return f.op(f"bitcast <{self.lanes} x i32> {four} to <{4 * self.lanes} x i8>")
 
 
 class _Bfloat16(_Kind):
@@ -146,7 +138,8 @@ class _Int8(_Kind):
         return [f.op(f"bitcast {self.sum} {loaded} to {self._bytes}")]
 
     def step(self, f: Function, x: str, weights: list[list[str]], sums: list[str]) -> list[str]:
-        value = self._splat_inputs(f, x)
+        four = f.splat("i32", self.lanes, f.load("i32", x, 1))
+        value = f.op(f"bitcast {self.sum} {four} to {self._bytes}")
         return [self._added(f, value, w, total) for (w,), total in zip(weights, sums)]
 
     def _added(self, f: Function, value: str, weights: str, total: str) -> str:
@@ -159,85 +152,18 @@ class _Int8(_Kind):
         return f.op(f"add {self.sum} {total}, {fours}")
 
 
-class _Int4(_Kind):
-    """int8 inputs, scaled per row, times weights of 4 bits, scaled per column and GROUP inputs.
-
-    A step is a group: of a row its inputs and -8 times their sum, of a panel four times 8 inputs'
-    levels (0 to 15, 8 being zero; lower nibbles come first) of each column, and float16 scales.
-    """
-
-    step_bytes = GROUP + 4
-    weight_bytes = PANEL * (GROUP // 2 + 2)
-
-    def __init__(self, vectors: Vectors) -> None:
-        super().__init__(vectors)
-        self._ints, self._bytes = f"<{self.lanes} x i32>", f"<{4 * self.lanes} x i8>"
-        if self.lanes < PANEL:
-            self.most_rows = 4
-
-    def panels(self, rows: int) -> int:
-        return max(1, 4 // rows) if self.lanes == PANEL else 1
-
-    def weights(self, f: Function, w: str, part: int) -> list[str]:
-        """Eight vectors of four inputs' levels, and the scales."""
-        found = []
-        for line in range(GROUP // 8):
-            both = f.load(self._bytes, f.at(w, 4 * (PANEL * line + part)), 4)
-            found.append(f.op(f"and {self._bytes} {both}, splat (i8 15)"))
-            found.append(f.op(f"lshr {self._bytes} {both}, splat (i8 4)"))
-        halves = f"<{self.lanes} x half>"
-        scales = f.load(halves, f.at(w, PANEL * GROUP // 2 + 2 * part), 2)
-        return [*found, f.op(f"fpext {halves} {scales} to {self.sum}")]
-
-    def step(self, f: Function, x: str, weights: list[list[str]], sums: list[str]) -> list[str]:
-        inputs = [self._splat_inputs(f, f.at(x, 4 * index)) for index in range(GROUP // 4)]
-        first = f.splat("i32", self.lanes, f.load("i32", f.at(x, GROUP), 4))
-        return [
-            self._added(f, inputs, levels, scale, first, total)
-            for (*levels, scale), total in zip(weights, sums)
-        ]
-
-    def _added(
-        self, f: Function, inputs: list[str], levels: list[str], scale: str, first: str, total: str
-    ) -> str:
-        dot = first
-        if self._dot:
-            for value, level in zip(inputs, levels):
-                factors = (f"{self._bytes} {level}", f"{self._bytes} {value}")
-                dot = f.call(self._ints, "x86.avx512.vpdpbusd.512", f"{self._ints} {dot}", *factors)
-        else:  # eight sums of two products fit into 16 bits
-            words = "<16 x i16>"
-            pairs = "zeroinitializer"
-            for value, level in zip(inputs, levels):
-                factors = (f"{self._bytes} {level}", f"{self._bytes} {value}")
-                two = f.call(words, "x86.avx2.pmadd.ub.sw", *factors)
-                pairs = f.op(f"add {words} {pairs}, {two}")
-            ones = f"{words} splat (i16 1)"
-            four = f.call(self._ints, "x86.avx2.pmadd.wd", f"{words} {pairs}", ones)
-            dot = f.op(f"add {self._ints} {dot}, {four}")
-        of_group = f.op(f"sitofp {self._ints} {dot} to {self.sum}")
-        typed = (f"{self.sum} {value}" for value in (of_group, scale, total))
-        return f.call(self.sum, f"fma.v{self.lanes}f32", *typed)
-
-
 def _kind(vectors: Vectors, weights: str) -> _Kind:
     if weights == "bfloat16":
         return _Bfloat16Dot(vectors) if vectors.dot else _Bfloat16(vectors)
-    return _Int8(vectors) if weights == "int8" else _Int4(vectors)
+    return _Int8(vectors)
 
 
-def product(
-    vectors: Vectors,
-    weights: str = "bfloat16",
-    *,
-    unpacking: Unpacking | None = None,
-    rounds: bool = False,
-) -> str:
+def product(vectors: Vectors, weights: str = "bfloat16", unpacking: Unpacking | None = None) -> str:
     """IR of `@product(ptr arguments)`, one thread's share of [rows, inputs] x [inputs, columns].
 
-    Its arguments are those of `ir.PRODUCT`. weights: bfloat16, int8 or int4. rounds: results are
-    bfloat16, not float32. Weights of a GGUF format are unpacked, so many of a few panels that they
-    stay in the first cache, into the thread's part of `scratch`; sums wait in the results.
+    Its arguments are those of `ir.PRODUCT`; results are float32. weights: bfloat16 or int8. Those
+    of a GGUF format are unpacked, so many of a few panels that they stay in the first cache, into
+    the thread's part of `scratch`; sums wait in the results.
     """
     kind = _kind(vectors, weights)
     shapes = sorted(
@@ -252,10 +178,9 @@ def product(
     # for so many rows a micro-kernel takes so many panels side by side
     widths = [kind.panels(max(1, rows)) for rows in range(kind.most_rows + 1)]
     table = ", ".join(f"i64 {width}" for width in widths)
-    element = "bfloat" if rounds else "float"
     is_part = unpacking is not None
-    micro = [_micro(kind, rows, panels, element, is_part=is_part) for rows, panels in shapes]
-    code = module(*micro, _dispatch(shapes), _task(kind, unpacking, element))
+    micro = [_micro(kind, rows, panels, is_part=is_part) for rows, panels in shapes]
+    code = module(*micro, _dispatch(shapes), _task(kind, unpacking))
     return f"@widths = private constant [{len(widths)} x i64] [{table}]\n{code}"
 
 
@@ -265,7 +190,7 @@ _TYPED = (  # parameters of the micro-kernels
 )
 
 
-def _micro(kind: _Kind, rows: int, panels: int, element: str, *, is_part: bool) -> Function:
+def _micro(kind: _Kind, rows: int, panels: int, *, is_part: bool) -> Function:
     """@micro_ROWS_PANELS: inputs of `rows` rows times `panels` panels.
 
     is_part: of some inputs; the sums go on from those in the results, and are not finished. A
@@ -279,7 +204,7 @@ def _micro(kind: _Kind, rows: int, panels: int, element: str, *, is_part: bool) 
     x_rows = [f.at("%x", f.mul("%x_stride", row)) for row in range(rows)]
     w_panels = [f.at("%w", f.mul("%panel_bytes", panel)) for panel in range(panels)]
     places = [
-        f.at(f.at("%out", f.mul("%out_stride", row)), cell, element)
+        f.at(f.at("%out", f.mul("%out_stride", row)), cell, "float")
         for row in range(rows)
         for cell in cells
     ]
@@ -287,13 +212,13 @@ def _micro(kind: _Kind, rows: int, panels: int, element: str, *, is_part: bool) 
     if is_part:
         starts = [f.load(kind.sum, place, 4) for place in places]
     with f.loop(0, "%steps", carried=[(kind.sum, start) for start in starts]) as loop:
-        w_step = f.mul(loop.index, kind.weight_bytes)
+        w_step = f.mul(loop.index, 4 * PANEL)
         x_step = f.mul(loop.index, kind.step_bytes)
         weights = []
         for w_panel in w_panels:
             w = f.at(w_panel, w_step)
-            for line in range(0, 0 if is_part else kind.weight_bytes, 4 * PANEL):
-                f.prefetch(f.at(w, _PREFETCH + line), 3)
+            if not is_part:
+                f.prefetch(f.at(w, _PREFETCH), 3)
             weights += [kind.weights(f, w, part) for part in parts]
         for row, x_row in enumerate(x_rows):
             sums = slice(row * len(cells), (row + 1) * len(cells))
@@ -312,7 +237,6 @@ def _micro(kind: _Kind, rows: int, panels: int, element: str, *, is_part: bool) 
     results = iter(zip(loop.values, places))
     if isinstance(kind, _Int8):
         scales, offsets = of_columns(a.scale, floats), of_columns(a.offset, ints)
-    if isinstance(kind, _Int8 | _Int4):
         row_scales = []
         for row in range(rows):
             scale = f.load("float", f.at(a.row_scale, f.add("%row", row), "float"), 4)
@@ -324,12 +248,9 @@ def _micro(kind: _Kind, rows: int, panels: int, element: str, *, is_part: bool) 
                 y = f.op(f"sub {ints} {y}, {offsets[index]}")
                 y = f.op(f"sitofp {ints} {y} to {floats}")
                 y = f.op(f"fmul {floats} {y}, {scales[index]}")
-            if isinstance(kind, _Int8 | _Int4):
                 y = f.op(f"fmul {floats} {y}, {row_scales[row]}")
             y = f.op(f"fadd {floats} {y}, {bias[index]}")
-            if element == "bfloat":
-                y = f.op(f"fptrunc {floats} {y} to <{lanes} x bfloat>")
-            f.store(f"<{lanes} x {element}>", y, place, 2)
+            f.store(floats, y, place, 2)
     return f
 
 
@@ -346,13 +267,13 @@ def _dispatch(shapes: list[tuple[int, int]]) -> Function:
     return f
 
 
-def _task(kind: _Kind, unpacking: Unpacking | None, element: str) -> Function:
+def _task(kind: _Kind, unpacking: Unpacking | None) -> Function:
     """Groups of panels from the counter; in a group, as many panels side by side as the rows allow;
     rows in chunks of even size, so that no chunk is much narrower than the others."""
     most = kind.most_rows
     f = Function("product")
     a = f.arguments(PRODUCT)
-    x_stride, panel_bytes = f.mul(a.steps, kind.step_bytes), f.mul(a.steps, kind.weight_bytes)
+    x_stride, panel_bytes = f.mul(a.steps, kind.step_bytes), f.mul(a.steps, 4 * PANEL)
     chunks = f.div(f.add(a.rows, most - 1), most)
     small, larger = f.div(a.rows, chunks), f.rem(a.rows, chunks)  # so many have one row more
     one_more = f.op(f"zext i1 {f.compare('ne', larger, 0)} to i64")
@@ -360,7 +281,7 @@ def _task(kind: _Kind, unpacking: Unpacking | None, element: str) -> Function:
 
     def multiply(panel: str, count: str, x: str, w: str, steps: str, panel_bytes: Value) -> None:
         column = f.mul(panel, PANEL)
-        out = f.at(a.out, column, element)
+        out = f.at(a.out, column, "float")
         with f.loop(0, chunks, carried=[("i64", "0")]) as loop:
             (row,) = loop.values
             is_larger = f.compare("ult", loop.index, larger)
