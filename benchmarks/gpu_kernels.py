@@ -5,8 +5,9 @@
 
 Random weights at real shapes (gpu.py's), one sequence of 512 tokens. A layer's microseconds are
 the difference of passes with 8 and with 2 layers; `rest` is what a pass takes beside its layers.
-The kernels are those of a pass with 2 layers, the dearest first. Without an accelerator it exits
-with 2.
+The kernels are those of a pass with 2 layers, the dearest first. Last come the pieces of a sampled
+draft step (1 and 8 sequences) and of its verification (72 positions). Without an accelerator it
+exits with 2.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ import argparse
 import copy
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 from gpu import SHAPES, build, measure
 from torch.profiler import ProfilerActivity, profile
 
 from fly.execution import fused_layer
+from fly.execution.argmax import greedy
 from fly.execution.model_runner import ModelRunner
+from fly.speculation.sampling import Sampling, draw, keep_top_p
 
 CONTEXT, FEW, MANY = 512, 2, 8
 WAYS = ("graph", "inductor", "fused")
@@ -57,6 +61,24 @@ def main() -> None:
         for width in args.widths:
             for way in args.ways:
                 show(shape, width, way, args.kernels, device)
+    for rows in (1, 8, 72):
+        show_sampling(rows, device)
+
+
+def show_sampling(rows: int, device: torch.device) -> None:
+    logits_NV = 3 * torch.randn(rows, 151_936, device=device).bfloat16()
+    scores_NV = Sampling(0.8).process(logits_NV)
+    p_NV = torch.softmax(scores_NV, dim=-1)
+    uniform_N = torch.rand(rows, dtype=torch.float64, device=device)
+    pieces: dict[str, Callable[[], object]] = {
+        "argmax": lambda: greedy(logits_NV),
+        "temperature": lambda: Sampling(0.8).process(logits_NV),
+        "softmax": lambda: torch.softmax(scores_NV, dim=-1),
+        "draw": lambda: draw(p_NV, uniform_N),
+        "top-p": lambda: keep_top_p(scores_NV, 0.95),
+    }
+    taken = {name: 1e3 * measure(call, device, 30)["device_ms"] for name, call in pieces.items()}
+    print(f"{rows} rows:", ", ".join(f"{name} {us:.0f} us" for name, us in taken.items()))
 
 
 def show(shape: str, width: int, way: str, listed: int, device: torch.device) -> None:
