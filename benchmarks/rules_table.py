@@ -5,7 +5,8 @@
 
 HumanEval's problems 0 to 39 and GSM8K's training questions 0 to 99 (`--training`: a folder whose
 gsm8k_test.jsonl holds them; `--documents` takes other numbers), under batch_invariant, each mode by
-`fly compare` into OUTPUT/<task>/<mode>: a run that is cut short goes on with the same command.
+`fly compare` into OUTPUT/<task>/<mode>: a run that is cut short goes on with the same command (with
+other --jobs all are made anew: their threads are others).
 `--temperature` takes the rules that are for sampling instead. `--report` prints the table of what
 is there.
 
@@ -87,8 +88,10 @@ def compare(args: argparse.Namespace, task: str, modes: dict[str, str], *more: s
     words += ["--metric", "exact_match,flexible-extract"] if task == "gsm8k_cot" else []
     for name, keys in modes.items():
         words += ["--mode", f"{name}={keys}"]
-    threads = str((os.cpu_count() or 1) // args.jobs)  # the same in all runs: see fly_compare.json
-    environment = {**os.environ, "FLY_DATA_DIR": str(args.training), "OMP_NUM_THREADS": threads}
+    environment = {**os.environ, "FLY_DATA_DIR": str(args.training)}
+    if args.jobs > 1:
+        threads = len(os.sched_getaffinity(0)) // args.jobs
+        environment["OMP_NUM_THREADS"] = str(max(1, threads))
     subprocess.run([*words, *more], check=True, env=environment)
 
 
@@ -108,12 +111,16 @@ def make(args: argparse.Namespace, modes: dict[str, str]) -> None:
         with ThreadPoolExecutor(args.jobs) as pool:
             alone = {task: pool.submit(compare, args, task, {}) for task in TASKS}
             runs = []
-            for task in TASKS:
-                alone[task].result()
-                for name in sorted(turn, key=turn.__getitem__):
-                    runs.append(pool.submit(compare, args, task, {name: modes[name]}))
-            for run in runs:
-                run.result()
+            try:
+                for task in TASKS:
+                    alone[task].result()
+                    for name in sorted(turn, key=turn.__getitem__):
+                        runs.append(pool.submit(compare, args, task, {name: modes[name]}))
+                for run in runs:
+                    run.result()
+            except KeyboardInterrupt:
+                pool.shutdown(cancel_futures=True)
+                raise
     for task in TASKS:
         compare(args, task, modes, "--matrix", "--json", str(args.output / f"{task}.json"))
 
@@ -195,7 +202,7 @@ def main() -> None:
     costs = ("TARGET_MS", "VERIFY_MS", "DRAFT_MS")
     parser.add_argument("--passes", type=float, nargs=3, metavar=costs)
     parser.add_argument("--documents", type=int, nargs=2, default=(40, 100), metavar=("HE", "GSM"))
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, on as many threads")
     parser.add_argument("--only", nargs="+", help="only these settings")
     parser.add_argument("--report", action="store_true")
     args = parser.parse_args()

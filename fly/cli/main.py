@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import logging
 import os
@@ -145,7 +146,7 @@ class FlyCLI(HarnessCLI):
         output_dir = _prepare(args, reopened)
         before = set(reader.results_at_or_below(output_dir)) if output_dir else set()
         current = context.start(output_dir)
-        with registration.lm_evals_tasks(are_wanted=not are_own_tasks):
+        with registration.own_tasks_alone() if are_own_tasks else contextlib.nullcontext():
             if args.model in registry.ENGINES:
                 registry.load_engine(args.model)  # refuses what is not installed
                 from fly.harness import summary

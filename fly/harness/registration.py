@@ -76,16 +76,26 @@ def extend_tasks() -> None:
 
 
 @contextmanager
-def lm_evals_tasks(are_wanted: bool) -> Iterator[None]:
-    """Whether TaskManagers that are made meanwhile find lm-eval's own, too, which takes seconds."""
-    from lm_eval.tasks import TaskManager
+def own_tasks_alone() -> Iterator[None]:
+    """The TaskManager that lm-eval makes for a command line meanwhile does not look for lm-eval's
+    own tasks, which takes seconds; those that a task's own code makes do."""
+    from lm_eval import tasks
+    from lm_eval.config.evaluate_config import EvaluatorConfig
 
-    original = TaskManager.__init__
-    TaskManager.__init__ = functools.partialmethod(original, include_defaults=are_wanted)
+    original, manager = EvaluatorConfig.process_tasks, tasks.TaskManager
+
+    def process_tasks(config: EvaluatorConfig, *args: Any) -> Any:
+        tasks.TaskManager = functools.partial(manager, include_defaults=False)
+        try:
+            return original(config, *args)
+        finally:
+            tasks.TaskManager = manager
+
+    EvaluatorConfig.process_tasks = process_tasks
     try:
         yield
     finally:
-        TaskManager.__init__ = original
+        EvaluatorConfig.process_tasks = original
 
 
 def _not_about_our_tasks(record: logging.LogRecord) -> bool:

@@ -114,7 +114,9 @@ class Sampling:
 
 
 def keep_top_p(scores_NV: Tensor, top_p: float) -> Tensor:
-    """-inf but for the fewest tokens that hold a probability of `top_p`; at least one is kept.
+    """-inf but for the fewest tokens that hold a probability of `top_p`; at least one is kept. Of
+    tokens that tie at the edge the first ones are (transformers' processor keeps any of them). Rows
+    that are not finite stay as they are.
 
     transformers' processor sorts the whole vocabulary, which on a CPU takes longer than a step of a
     small draft model. All tokens below (1 - top_p) / V together hold less than 1 - top_p, so they
@@ -127,7 +129,7 @@ def keep_top_p(scores_NV: Tensor, top_p: float) -> Tensor:
     for scores_V, p_V, kept_V in zip(scores_NV, p_NV, kept_NV):
         at_M = (p_V >= (1 - top_p) / len(p_V)).nonzero()[:, 0]
         p_M, order_M = p_V[at_M].double().sort(descending=True, stable=True)
-        index = at_M[order_M[p_M.cumsum(0) - p_M < top_p]]
+        index = at_M[order_M[p_M.cumsum(0) - p_M < top_p]] if len(at_M) else slice(None)
         kept_V[index] = scores_V[index]
     return kept_NV
 

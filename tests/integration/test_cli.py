@@ -10,9 +10,10 @@ from pathlib import Path
 import lm_eval.utils
 import pytest
 from lm_eval._cli import HarnessCLI
-from lm_eval.tasks import _index
+from lm_eval.tasks import TaskManager, _index
 
 from fly.cli import main as cli
+from fly.harness import registration
 from fly.paths import data_dir
 from fly.runs.earlier_outputs import EarlierOutputs
 
@@ -108,6 +109,10 @@ def test_lm_evals_own_tasks_are_looked_for_only_if_one_may_be_meant(
     assert evaluate(saved_pair, config_file, task_dir, *extra) == 0
     assert {str(task_dir), str(data_dir("lm_eval_tasks"))} <= {*roots}
     assert (str(OF_LM_EVAL) in roots) == is_looked_for
+    roots.clear()
+    with registration.own_tasks_alone():
+        TaskManager()  # as a task's own code may
+    assert str(OF_LM_EVAL) in roots
 
 
 def test_hf_without_config_path_stays_lm_evals(saved_pair, task_dir, tmp_path, capsys):

@@ -118,6 +118,25 @@ def test_top_p_keeps_the_fewest_tokens_that_hold_it(size, spread, top_p):
     assert (p_NV.masked_fill(is_in_NV, 0).amax(-1) <= least_N).all()
 
 
+def test_of_ties_at_the_edge_of_top_p_the_first_stay():
+    """As of argmax: the likeliest token is no other one because of top-p."""
+    kept_NV = keep_top_p(torch.tensor([[0.0, 10, 10, 1], [10, 1, 10, 10]]), 0.6)
+    assert kept_NV.tolist() == [[-math.inf, 10, 10, -math.inf], [10, -math.inf, 10, -math.inf]]
+    assert keep_top_p(kept_NV, 0.4).argmax(-1).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_row_that_is_not_finite_is_none_of_top_ps(value):
+    """It became one that is excluded whole, whose argmax, token 0, has finite logits."""
+    scores_NV = torch.randn(2, 9)
+    scores_NV[1, 4] = value
+    if value < 0:
+        scores_NV[1] = value
+    kept_NV = keep_top_p(scores_NV, 0.5)
+    assert torch.equal(kept_NV[1].nan_to_num(7.0), scores_NV[1].nan_to_num(7.0))
+    assert kept_NV[0].isinf().any()
+
+
 def test_processors_come_in_the_order_of_transformers(model):
     """All five at once on wide logits, where the order moves what top-p and min-p cut."""
     settings = SETTINGS[7]

@@ -12,11 +12,11 @@ import functools
 import os
 import platform
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from fly.errors import FlyError
 from fly.execution.kernels import blocks, elementwise, formats, quantized, tiles, vector
 from fly.paths import fly_home, write_whole
 from fly.version import VERSION
@@ -175,8 +175,8 @@ def _compile(source: str, instructions: str, name: str) -> int:
         cpu=_INSTRUCTIONS[instructions], features=features, opt=3, jit=True
     )
     depends_on = f"{VERSION} {llvm.llvm_version_info} {machine.triple} {instructions} {features}\n"
-    path = fly_home() / "kernels" / f"{sha256((depends_on + source).encode()).hexdigest()[:32]}.o"
-    kept = _read(path)
+    name_of_object = f"{sha256((depends_on + source).encode()).hexdigest()[:32]}.o"
+    kept, made = _read(name_of_object), list[bytes]()
     if kept is None:
         # The loops are written as they should run: LLVM only allocates registers.
         tuning = llvm.create_pipeline_tuning_options(speed_level=2)
@@ -185,24 +185,27 @@ def _compile(source: str, instructions: str, name: str) -> int:
             module, llvm.create_pass_builder(machine, tuning)
         )
     engine = llvm.create_mcjit_compiler(module, machine)
-    engine.set_object_cache(lambda _, code: _keep(path, code), lambda _: kept)
+    engine.set_object_cache(lambda _, code: made.append(code), lambda _: kept)
     engine.finalize_object()
     _engines.append(engine)
+    for code in made:
+        _keep(name_of_object, code)
     address: int = engine.get_function_address(name)
     return address
 
 
-def _read(path: Path) -> bytes | None:
-    """The object file that `_keep` wrote there; None if there is none, or it is damaged."""
+def _read(name: str) -> bytes | None:
+    """The object file that `_keep` wrote; None if there is none, or it is damaged."""
     try:
-        content = path.read_bytes()
-    except OSError:
+        content = (fly_home() / "kernels" / name).read_bytes()
+    except (OSError, FlyError):
         return None
     digest, code = content[:32], content[32:]
     return code if sha256(code).digest() == digest else None
 
 
-def _keep(path: Path, code: bytes) -> None:
-    with contextlib.suppress(OSError):  # no place to write: the next process compiles, too
+def _keep(name: str, code: bytes) -> None:
+    with contextlib.suppress(OSError, FlyError):  # no place to write: the next process compiles
+        path = fly_home() / "kernels" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, sha256(code).digest() + code)
