@@ -202,7 +202,9 @@ def main() -> None:
     costs = ("TARGET_MS", "VERIFY_MS", "DRAFT_MS")
     parser.add_argument("--passes", type=float, nargs=3, metavar=costs)
     parser.add_argument("--documents", type=int, nargs=2, default=(40, 100), metavar=("HE", "GSM"))
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, on as many threads")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="runs at a time, each on its share of the cores"
+    )
     parser.add_argument("--only", nargs="+", help="only these settings")
     parser.add_argument("--report", action="store_true")
     args = parser.parse_args()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import errno
 import logging
 import os
@@ -128,7 +127,7 @@ class FlyCLI(HarnessCLI):
         super().execute(args)
 
     def _run(self, args: argparse.Namespace) -> None:
-        are_own_tasks = check_run(args, merge_config(args))
+        check_run(args, merge_config(args))
         for name in ("lm_eval", "fly") if args.verbosity else ():  # lm-eval would do it at the end
             logging.getLogger(name).setLevel(args.verbosity)
         arguments, secrets = resume.split_secrets(args)
@@ -136,29 +135,29 @@ class FlyCLI(HarnessCLI):
         if args.resume is not None:
             reopened = resume.reopen(args, arguments, secrets)
             arguments = reopened.data["arguments"]
-            are_own_tasks = check_run(args)
+            check_run(args)
             if reopened.finished:
                 _show(f"the run of {reopened.started} has ended: results: {reopened.results}")
                 return
         del args.resume
         args.model_args = as_dict(args.model_args)
         registration.extend_tasks()
+        registration.extend_command_line()
         output_dir = _prepare(args, reopened)
         before = set(reader.results_at_or_below(output_dir)) if output_dir else set()
         current = context.start(output_dir)
-        with registration.own_tasks_alone() if are_own_tasks else contextlib.nullcontext():
-            if args.model in registry.ENGINES:
-                registry.load_engine(args.model)  # refuses what is not installed
-                from fly.harness import summary
+        if args.model in registry.ENGINES:
+            registry.load_engine(args.model)  # refuses what is not installed
+            from fly.harness import summary
 
-                with resume.keeping_manifest(current, reopened, arguments, args.model_args):
-                    super().execute(args)
-                    entry = current.results_entry and current.results_entry()
-                    if entry and entry["config"]["enable_statistics"]:
-                        summary.print_summary(entry)
-            else:
+            with resume.keeping_manifest(current, reopened, arguments, args.model_args):
                 super().execute(args)
-                _check_saved(output_dir, before)
+                entry = current.results_entry and current.results_entry()
+                if entry and entry["config"]["enable_statistics"]:
+                    summary.print_summary(entry)
+        else:
+            super().execute(args)
+            _check_saved(output_dir, before)
         if output_dir is not None:
             _show(f"results: {output_dir}")
 

@@ -12,6 +12,7 @@ import psutil
 import torch
 import transformers
 
+from fly.errors import FlyError
 from fly.execution.device import cpu_name
 from fly.models.fingerprint import hash_json
 from fly.paths import fly_home, write_whole
@@ -24,23 +25,23 @@ _MOST_AGE = 30 * 24 * 3600.0  # seconds after which it is timed again
 
 def read(identity: dict[str, Any]) -> Any:
     """What is kept of this identity, a JSON value; None if nothing is, or it is old or damaged."""
-    path = _path(identity)
     try:
+        path = _path(identity)
         if time.time() - path.stat().st_mtime > _MOST_AGE:
             return None
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, FlyError):  # FlyError: there is no home folder
         return None
 
 
 def keep(identity: dict[str, Any], found: Any) -> None:
     """Without a place to write every run times anew, as a log line says."""
-    path = _path(identity)
     try:
+        path = _path(identity)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(found))
-    except OSError as error:
-        logger.info("what was timed here cannot be kept in %s: %s", path.parent, error)
+    except (OSError, FlyError) as error:
+        logger.info("what was timed here cannot be kept: %s", error)
 
 
 def _path(identity: dict[str, Any]) -> Path:

@@ -321,11 +321,10 @@ def check_json(arguments: Sequence[str]) -> None:
             reading.parse(text, flag)
 
 
-def check_run(args: Any, from_config: Collection[str] = ()) -> bool:
+def check_run(args: Any, from_config: Collection[str] = ()) -> None:
     """Check `fly run`'s flags as far as possible before anything loads.
 
     from_config: names of those that --config gave. args.samples is replaced by its parsed content.
-    Returns whether none of the tasks is lm-eval's.
     """
     flags = {name: value for name, value in vars(args).items() if value is not None}
 
@@ -354,7 +353,7 @@ def check_run(args: Any, from_config: Collection[str] = ()) -> bool:
         tasks += part.split(",") if isinstance(part, str) else [part]
     folders = _as_list(flags.get("include_path") or [])
     check_task_files(tasks, folders)
-    return evaluate.check_before_models_load(
+    evaluate.check_before_models_load(
         tasks, folders, flags.get("samples"),
         confirm_run_unsafe_code=bool(flags.get("confirm_run_unsafe_code")),
         is_scored=not flags.get("predict_only"),

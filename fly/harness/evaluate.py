@@ -103,12 +103,11 @@ def check_before_models_load(
     samples: dict[str, list[int]] | None,
     confirm_run_unsafe_code: bool,
     is_scored: bool = True,
-) -> bool:
+) -> None:
     """Load fly's and the user's own tasks among these, and all of them where samples are chosen.
 
     Raises FlyError if one cannot be loaded or run, or has no such document. Finding lm-eval's own
-    tasks takes seconds, so what else is wrong with those is for lm-eval to say. Returns whether
-    none of these is lm-eval's.
+    tasks takes seconds, so what else is wrong with those is for lm-eval to say.
     """
     registration.extend_tasks()
     wanted = [name for name in names if isinstance(name, str)]
@@ -116,7 +115,6 @@ def check_before_models_load(
     with quiet("lm_eval", logging.ERROR):
         manager = TaskManager(include_path=[*folders], include_defaults=False)
         known = manager.all_subtasks
-        are_own = all(name in known for name in names)
         if samples and not all(name in known or name.endswith(".yaml") for name in wanted):
             manager = TaskManager(include_path=[*folders])
             known = manager.all_tasks
@@ -136,7 +134,6 @@ def check_before_models_load(
             raise FlyError(
                 f"--samples: {name} has no document {max(numbers)}: it has 0 to {count - 1}"
             )
-    return are_own
 
 
 def check_scoring(
@@ -206,8 +203,9 @@ def no_such_task(name: str, include_path: str | None = None) -> FlyError:
 def _manager_of(names: Sequence[str], include_path: str | None) -> TaskManager:
     """Knows these; lm-eval's own tasks, which take seconds to find, only if one may be of them."""
     own = _manager(include_path, include_defaults=False)
-    are_own = all(name in own.all_subtasks for name in names)
-    return own if are_own else _manager(include_path, include_defaults=True)
+    if registration.are_own(names, own):
+        return own
+    return _manager(include_path, include_defaults=True)
 
 
 @functools.cache

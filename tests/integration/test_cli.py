@@ -13,7 +13,6 @@ from lm_eval._cli import HarnessCLI
 from lm_eval.tasks import TaskManager, _index
 
 from fly.cli import main as cli
-from fly.harness import registration
 from fly.paths import data_dir
 from fly.runs.earlier_outputs import EarlierOutputs
 
@@ -110,8 +109,7 @@ def test_lm_evals_own_tasks_are_looked_for_only_if_one_may_be_meant(
     assert {str(task_dir), str(data_dir("lm_eval_tasks"))} <= {*roots}
     assert (str(OF_LM_EVAL) in roots) == is_looked_for
     roots.clear()
-    with registration.own_tasks_alone():
-        TaskManager()  # as a task's own code may
+    TaskManager()  # as a task's own code may
     assert str(OF_LM_EVAL) in roots
 
 

@@ -141,9 +141,11 @@ def test_a_calibration_of_something_else_is_made_anew(home, monkeypatch, spoil):
     assert calibrate(*runners(), {"pair": pair}).source == "calibration"
 
 
-def test_a_home_that_cannot_be_written_only_means_measuring_again(tmp_path, monkeypatch):
+@pytest.mark.parametrize("home", ["file", "~nobody-of-this-name/fly"])
+def test_a_home_that_cannot_be_written_only_means_measuring_again(tmp_path, monkeypatch, home):
     (tmp_path / "file").touch()
-    monkeypatch.setenv("FLY_HOME", str(tmp_path / "file"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FLY_HOME", home)
     assert calibrate(*runners(), {}).source == "calibration"
 
 
