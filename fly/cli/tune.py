@@ -66,7 +66,7 @@ def _tune(args: argparse.Namespace) -> None:
     from fly.harness import evaluate
     from fly.tuning import output
     from fly.tuning.real_runs import TunedPair, Workload
-    from fly.tuning.tune import Options, Tuner, Tuning
+    from fly.tuning.tune import Tuner, Tuning
 
     context.start()
     pair = TunedPair(args.file, model_args)
@@ -80,30 +80,31 @@ def _tune(args: argparse.Namespace) -> None:
         include_path=args.include_path,
         confirm_run_unsafe_code=args.confirm_run_unsafe_code,
     )
-    options = Options(args.output, args.candidates, args.min_recovery)
+    tuning = Tuning(pair.given, workload, args.min_recovery)
     facts = device_facts(pair.lm.device)
     print(f"tuning for {facts['name']} ({facts['type']}, {facts['threads']} threads)")
     record = args.output.with_name(f"fly_tune_{timestamp()}.json")
 
-    def keep(tuning: Tuning) -> None:
-        output.write_record(record, tuning, pair, workload, options)
+    def keep() -> None:
+        output.write_record(record, tuning, pair)
 
+    kept_runs = args.output.with_suffix(".runs")
     try:
         # they would log the same for every run, between our lines
         with evaluate.quiet("lm_eval"), evaluate.quiet("fly"):
-            tuning = Tuner(pair, workload, options, keep).run()
+            Tuner(pair, tuning, args.candidates, kept_runs, keep).run()
     except BaseException:
         if record.exists():
             print(f"what was measured before: {record}", file=sys.stderr)
         raise
-    output.print_table(tuning, args.min_recovery)
+    output.print_table(tuning)
     print(f"record: {record}")
-    best, why = tuning.choice(args.min_recovery)
+    best, why = tuning.choose()
     if best is None:
         print(f"{why}: none was written", file=sys.stderr)
         sys.exit(1)
     print(why)
-    output.write_config(args.output, args.file, best, tuning, workload, options, record)
+    output.write_config(args.output, args.file, best, tuning, record)
     print(f"configuration: {args.output}")
 
 

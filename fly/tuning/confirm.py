@@ -42,7 +42,7 @@ class Confirmation:
         ratio = self.over_given
         return ratio is not None and ratio.interval is not None and ratio.interval.low > 1
 
-    def as_dict(self, least: float) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         return {
             "documents": self.documents,
             "unseen_by_the_search": self.fresh,
@@ -50,8 +50,8 @@ class Confirmation:
             "time_x_over_target": _as_dict(self.over_target),
             "given_time_x_over_target": _as_dict(self.given_over_target),
             "recoveries": [recovery.as_dict() for recovery in self.recoveries],
-            "held": fidelity.held(self.recoveries, least),
-            "given_held": fidelity.held(self.given_recoveries, least),
+            "held": fidelity.held(self.recoveries),
+            "given_held": fidelity.held(self.given_recoveries),
         }
 
 
@@ -78,7 +78,7 @@ def confirm(
     given: FlyConfig,
     candidate: FlyConfig,
     least: float,
-    done: Callable[[int], object] = lambda documents: None,
+    done: Callable[[int], object],
 ) -> Confirmation:
     """Run the target alone, the given configuration and the candidate in turns.
 

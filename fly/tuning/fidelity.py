@@ -21,12 +21,14 @@ class Recovery:
     metric: str  # `name` or `name,filter`
     scores: Comparison  # as `fly compare` judges them
     is_judged: bool  # the target alone has a recovery by this metric; if not, none can be shown
+    least: float  # share of the target's score that it must keep
 
     @property
     def name(self) -> str:
         return f"{self.task} {self.metric}"
 
-    def held(self, least: float) -> bool:
+    @property
+    def is_held(self) -> bool:
         """Where the target alone has no recovery, no document may be worse.
 
         A run without any error, where lower is better, has no recovery either, and held.
@@ -39,7 +41,7 @@ class Recovery:
         if scores.recovery is None:  # without any error, say: nothing is left that could be worse
             without_error = scores.other == 0 and scores.lost == 0
             return without_error or scores.verdict in ("held", "unchanged")
-        return scores.recovery >= least
+        return scores.recovery >= self.least
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -58,10 +60,10 @@ class Recovery:
         }
 
 
-def held(recoveries: Sequence[Recovery], least: float) -> bool:
-    """Whether every metric kept this share; not so if nothing was judged."""
+def held(recoveries: Sequence[Recovery]) -> bool:
+    """Whether every metric kept its share; not so if nothing was judged."""
     judged = any(recovery.is_judged for recovery in recoveries)
-    return judged and all(recovery.held(least) for recovery in recoveries)
+    return judged and all(recovery.is_held for recovery in recoveries)
 
 
 def recoveries(baseline: Measured, other: Measured, least: float) -> list[Recovery]:
@@ -73,7 +75,7 @@ def recoveries(baseline: Measured, other: Measured, least: float) -> list[Recove
     check_comparable(baseline, other)
     both = zip(_rows(baseline, baseline, least), _rows(baseline, other, least))
     return [
-        Recovery(row.task, row.metric, row.scores, itself.scores.recovery is not None)
+        Recovery(row.task, row.metric, row.scores, itself.scores.recovery is not None, least)
         for itself, row in both
         if itself.scores.other is not None
     ]

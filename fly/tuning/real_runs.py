@@ -47,9 +47,9 @@ class RunResult(BaseModel):
     counts: Counts  # sums over the requests
     seconds: dict[str, float]  # sums over the requests, by phase
     requests: int
-    measured: Measured = Field(repr=False)  # the scores
+    measured: Measured  # the scores
     # by task and document; empty for runs that were kept by an earlier tune
-    decode_seconds: dict[tuple[str, int], float] = Field(default={}, repr=False, exclude=True)
+    decode_seconds: dict[tuple[str, int], float] = Field(default={}, exclude=True)
 
     @property
     def seconds_of_decoding(self) -> float:
@@ -200,10 +200,7 @@ class TunedPair:
         return self.lm.begin(config).evaluate(workload)
 
     def run_in_turns(
-        self,
-        workload: Workload,
-        configs: Sequence[FlyConfig],
-        done: Callable[[int], object] = lambda documents: None,
+        self, workload: Workload, configs: Sequence[FlyConfig], done: Callable[[int], object]
     ) -> list[RunResult]:
         """The workload under several configurations, each document by all of them in turn. done: is
         told how many documents more were decoded."""

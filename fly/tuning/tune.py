@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import ceil
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -27,20 +26,6 @@ from fly.tuning.fidelity import Recovery
 from fly.tuning.real_runs import RunResult, TunedPair, Workload, join
 
 _SETS = 4  # of documents, each half as many as the next
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a tune is asked for."""
-
-    output: Path
-    # candidates on all documents, beside the given configuration and exact verification
-    survivors: int = 3
-    min_recovery: float = 0.99  # least share of the target's score that a configuration must keep
-
-    @property
-    def kept_runs(self) -> Path:
-        return self.output.with_suffix(".runs")
 
 
 @dataclass
@@ -63,21 +48,26 @@ class RealRun:
         """Of decoding: what is ranked by, as a configuration that talks more takes longer."""
         return self.result.seconds_of_decoding
 
-    def held(self, least: float) -> bool:
-        return fidelity.held(self.recoveries, least)
+    @property
+    def is_held(self) -> bool:
+        return fidelity.held(self.recoveries)
 
-    def rank(self, least: float) -> tuple[bool, float]:
+    @property
+    def rank(self) -> tuple[bool, float]:
         """Least first: those whose scores held by their seconds, then the others."""
-        is_good = self.held(least) and self.result.counts.emitted > 0
+        is_good = self.is_held and self.result.counts.emitted > 0
         return not is_good, self.seconds
 
 
 @dataclass
 class Tuning:
-    """All that was measured."""
+    """What is tuned, and all that was measured."""
 
     given: FlyConfig
-    target: list[RunResult]  # the target alone on each set of documents
+    workload: Workload
+    min_recovery: float  # least share of the target's score that a configuration must keep
+    # the target alone on each set of documents
+    target: list[RunResult] = field(default_factory=list)
     # of every configuration, those that were dropped early with fewer documents
     runs: list[RealRun] = field(default_factory=list)
     # of `fastest`, where that is not the given configuration
@@ -89,38 +79,40 @@ class Tuning:
         return join(self.target)
 
     @property
+    def measured_runs(self) -> list[RealRun]:
+        """The configurations that were run on some documents at least."""
+        return [run for run in self.runs if run.parts]
+
+    @property
     def finished(self) -> list[RealRun]:
         """The configurations that were run on all documents."""
         return [run for run in self.runs if len(run.parts) == len(self.target)]
 
-    def fastest(self, least: float) -> RealRun | None:
+    @property
+    def fastest(self) -> RealRun | None:
         """That of the least time whose scores held in the search; none that decoded nothing."""
-        held = [run for run in self.finished if run.held(least) and run.result.tok_s]
+        held = [run for run in self.finished if run.is_held and run.result.tok_s]
         return min(held, key=lambda run: run.seconds, default=None)
 
-    def choice(self, least: float) -> tuple[RealRun | None, str]:
+    def choose(self) -> tuple[RealRun | None, str]:
         """(what to use from now on, why in a clause). None if no configuration kept the scores."""
-        best = self.fastest(least)
-        given = next((run for run in self.runs if run.is_given), None)
+        best = self.fastest
         if best is None:
-            return None, f"no configuration kept {least:g} of the target's score on these documents"
+            kept = f"{self.min_recovery:g} of the target's score"
+            return None, f"no configuration kept {kept} on these documents"
         if best.is_given:
             return best, "the given configuration stays: no other was faster and kept the scores"
+        given = next(run for run in self.runs if run.is_given)
         found = self.confirmation
-        if found is None:
-            return None, "the fastest configuration was not confirmed"
+        assert found is not None  # it follows every search that another than the given one won
         if not found.is_judged:
             none = "the target alone has no score on the documents of the confirmation"
-            if given is not None and given.held(least):
+            if given.is_held:
                 return given, f"the given configuration stays: {none}"
             return None, none
         # the search's documents have chosen among the others, and told of the given one by luck
-        given_holds = (
-            given is not None
-            and fidelity.held(found.given_recoveries, least)
-            and (found.fresh or given.held(least))
-        )
-        if not fidelity.held(found.recoveries, least):
+        given_holds = fidelity.held(found.given_recoveries) and (found.fresh or given.is_held)
+        if not fidelity.held(found.recoveries):
             lost = "the fastest did not keep the scores where that was checked again"
             if given_holds:
                 return given, f"the given configuration stays: {lost}"
@@ -155,72 +147,47 @@ def _documents(by_task: dict[str, list[int]]) -> int:
     return sum(map(len, by_task.values()))
 
 
-def survivors(runs: list[RealRun], count: int, least: float) -> list[RealRun]:
+def survivors(runs: list[RealRun], count: int) -> list[RealRun]:
     """The `count` best, beside the given configuration and the best of exact verification, which
     keeps the scores."""
-    ranked = sorted((run for run in runs if not run.is_given), key=lambda run: run.rank(least))
+    ranked = sorted((run for run in runs if not run.is_given), key=lambda run: run.rank)
     exact = [run for run in ranked if run.config.rule == "exact"][:1]
     staying = [*ranked[:count], *exact]
     return [run for run in runs if run.is_given or any(run is other for other in staying)]
 
 
-class _Kept(RunResult):
-    key: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class KeptRuns:
-    """Finished runs on disk: a tune that is started again does not decode them anew."""
-
-    folder: Path  # a file for each run
-    common: dict[str, Any]  # what all runs of this tune depend on
-
-    def load(self, key: dict[str, Any]) -> RunResult | None:
-        """The run that an earlier tune has kept; None without one."""
-        whole = self._whole(key)
-        try:
-            kept = _Kept.model_validate_json(self._path(whole).read_bytes())
-        except (OSError, ValueError):
-            return None  # not there, or not ours: it is made anew
-        return kept if kept.key == whole else None
-
-    def save(self, key: dict[str, Any], run: RunResult) -> None:
-        whole = self._whole(key)
-        kept = _Kept(key=whole, **dict(run))
-        write_output(self._path(whole), kept.model_dump_json() + "\n", "--output")
-
-    def _whole(self, key: dict[str, Any]) -> dict[str, Any]:
-        return json.loads(json.dumps({**self.common, **key}))
-
-    def _path(self, whole: dict[str, Any]) -> Path:
-        return self.folder / f"{fingerprint.hash_json(whole)[:16]}.json"
-
-
 class Tuner:
-    """Runs the stages on a loaded pair. keep: gets what there is, whenever a run is added."""
+    """Runs the stages of a tune on a loaded pair.
+
+    finalists: how many candidates are run on all documents, beside the given configuration and
+    exact verification. kept_runs: a folder with a file for each finished run; a tune that is
+    started again does not decode them anew. keep: is called whenever a run is added.
+    """
 
     def __init__(
         self,
         pair: TunedPair,
-        workload: Workload,
-        options: Options,
-        keep: Callable[[Tuning], None] = lambda tuning: None,
+        tuning: Tuning,
+        finalists: int,
+        kept_runs: Path,
+        keep: Callable[[], None],
     ) -> None:
-        self._pair, self._workload, self._options, self._keep = pair, workload, options, keep
-        self._sets = growing_sets(workload.available, workload.limit)
-        common = {
+        self._pair, self._tuning, self._workload = pair, tuning, tuning.workload
+        self._finalists, self._kept_runs, self._keep = finalists, kept_runs, keep
+        self._sets = growing_sets(self._workload.available, self._workload.limit)
+        include_path = Path(self._workload.include_path or os.devnull).resolve()
+        self._common = {  # what all runs depend on
             "versions": versions(),
             "device": device_facts(pair.lm.device),
             "dtype": str(pair.lm.model.dtype),
-            "files": fingerprint.hash_files(Path(workload.include_path or os.devnull).resolve()),
+            "files": fingerprint.hash_files(include_path),
             **pair.identity(),
         }
-        self._kept = KeptRuns(options.kept_runs, common)
 
-    def run(self) -> Tuning:
+    def run(self) -> None:
         """Everything from the target alone to the confirmation. Raises FlyError if nothing can be
         told."""
-        given = self._pair.given
+        tuning, given = self._tuning, self._tuning.given
         alone = given.model_copy(update={"use_sd": False})
         with tqdm(
             desc="the target alone",
@@ -228,27 +195,25 @@ class Tuner:
             total=sum(map(_documents, self._sets)),
             mininterval=1.0 if sys.stderr.isatty() else 20.0,
         ) as self._bar:
-            target = [self._run_on(alone, number) for number in range(len(self._sets))]
-            tuning = Tuning(given, target)
+            tuning.target = [self._run_on(alone, number) for number in range(len(self._sets))]
             self._check(tuning.baseline)
             tuning.runs = [RealRun(given, is_given=True)]
             tuning.runs += [RealRun(config, is_given=False) for config in candidates(given)]
-            self._keep(tuning)
+            self._keep()
             counts = self._plan(len(tuning.runs) - 1)
             running = tuning.runs
             for number in range(len(self._sets)):
                 self._bar.set_description(f"search, {number + 1} of {len(self._sets)}")
                 if number:
-                    running = survivors(running, counts[number], self._options.min_recovery)
+                    running = survivors(running, counts[number])
                 for run in running:
-                    self._advance(tuning, run, number)
-            self._confirm(tuning)
-        return tuning
+                    self._advance(run, number)
+            self._confirm()
 
     def _plan(self, first: int) -> list[int]:
         """How many candidates each set of documents is run by, in equal ratios from all to those
         that are left at the end."""
-        last, steps = min(self._options.survivors, first), max(1, len(self._sets) - 1)
+        last, steps = min(self._finalists, first), max(1, len(self._sets) - 1)
         counts = [round(first * (last / first) ** (n / steps)) for n in range(len(self._sets))]
         sizes = [_documents(each) for each in self._sets]
         # beside them the given configuration, and exact verification; three in the confirmation
@@ -259,10 +224,14 @@ class Tuner:
     def _run_on(self, config: FlyConfig, number: int) -> RunResult:
         """On a set of documents, unless an earlier tune has."""
         workload = replace(self._workload, samples=self._sets[number])
-        key = {"workload": asdict(workload), "config": config.model_dump()}
-        if (found := self._kept.load(key)) is None:
+        key = {**self._common, "workload": asdict(workload), "config": config.model_dump()}
+        path = self._kept_runs / f"{fingerprint.hash_json(key)}.json"
+        try:
+            found = RunResult.model_validate_json(path.read_bytes())
+        except (OSError, ValueError):  # not there, or not ours
             found = self._pair.run(workload, config)
-            self._kept.save(key, found)
+            kept = {"key": key, **found.model_dump(mode="json")}
+            write_output(path, json.dumps(kept) + "\n", "--output")
         self._bar.update(_documents(self._sets[number]))
         return found
 
@@ -273,33 +242,37 @@ class Tuner:
                 f"--tasks {' '.join(self._workload.tasks)}: the target alone decoded no token: "
                 "raise --limit, or choose other tasks"
             )
-        for note in fidelity.check_judgeable(target.measured, self._options.min_recovery):
+        for note in fidelity.check_judgeable(target.measured, self._tuning.min_recovery):
             self._bar.write(f"note: {note}")
 
-    def _advance(self, tuning: Tuning, run: RealRun, number: int) -> None:
+    def _advance(self, run: RealRun, number: int) -> None:
         run.recoveries = []
         run.parts.append(self._run_on(run.config, number))
-        self._keep(tuning)  # before it is judged, which may end the tune
-        target = join(tuning.target[: number + 1]).measured
+        self._keep()  # before it is judged, which may end the tune
+        target = join(self._tuning.target[: number + 1]).measured
         try:
-            found = fidelity.recoveries(target, run.result.measured, self._options.min_recovery)
+            run.recoveries = fidelity.recoveries(
+                target, run.result.measured, self._tuning.min_recovery
+            )
         except FlyError as error:  # a task's file changed in between
-            folder = self._kept.folder
             raise FlyError(
-                f"{folder}: holds other documents than this run has ({error}): remove it and run "
-                "again"
+                f"{self._kept_runs}: holds other documents than this run has ({error}): remove it "
+                "and run again"
             ) from None
-        run.recoveries = found
-        self._keep(tuning)
+        self._keep()
 
-    def _confirm(self, tuning: Tuning) -> None:
+    def _confirm(self) -> None:
         """The fastest beside the given one, if that is another."""
-        least = self._options.min_recovery
-        best = tuning.fastest(least)
+        tuning, best = self._tuning, self._tuning.fastest
         if best is None or best.is_given:
             return
         self._bar.set_description("confirmation")
         tuning.confirmation = confirm(
-            self._pair, self._workload, tuning.given, best.config, least, self._bar.update
+            self._pair,
+            self._workload,
+            tuning.given,
+            best.config,
+            tuning.min_recovery,
+            self._bar.update,
         )
-        self._keep(tuning)
+        self._keep()

@@ -152,7 +152,7 @@ def test_other_prompts_than_the_kept_ones_are_refused(arguments, capsys):
 
 
 def test_no_configuration_is_written_if_none_kept_the_score(arguments, capsys, monkeypatch):
-    monkeypatch.setattr(tune.RealRun, "held", lambda self, least: False)
+    monkeypatch.setattr(tune.RealRun, "is_held", False)
     assert tune_it(arguments, candidates=1) == 1
     assert "none was written" in capsys.readouterr().err
     assert not arguments["--output"].exists()

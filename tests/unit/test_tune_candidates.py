@@ -82,10 +82,10 @@ def test_the_fastest_that_kept_the_scores_go_on():
     fast, slow, slowest, lossy = run(1.0), run(3.0), run(5.0), run(0.5, BAD)
     empty, exact = run(0.0, emitted=0), run(4.0, enable_fly=False)
     runs = [slowest, given, lossy, slow, empty, fast, exact]
-    assert survivors(runs, 2, 0.9) == [given, slow, fast, exact]
-    assert survivors(runs, 1, 0.9) == [given, fast, exact]
-    assert survivors(runs, 5, 0.9) == [slowest, given, slow, empty, fast, exact]
-    assert lossy in survivors(runs, 6, 0.9)
+    assert survivors(runs, 2) == [given, slow, fast, exact]
+    assert survivors(runs, 1) == [given, fast, exact]
+    assert survivors(runs, 5) == [slowest, given, slow, empty, fast, exact]
+    assert lossy in survivors(runs, 6)
 
 
 def test_runs_on_further_documents_are_one_run():

@@ -38,7 +38,7 @@ def _task(by_metric, prompt):
 
 
 def verdict(baseline, other):
-    return held(recoveries(baseline, other, LEAST), LEAST)
+    return held(recoveries(baseline, other, LEAST))
 
 
 def test_every_metric_and_filter_must_hold():
@@ -64,7 +64,7 @@ def test_where_lower_is_better_a_rise_is_a_loss():
     before = scored(t={"wer": [0.2, 0.2, 0.2, 0.2]})
     (found,) = recoveries(before, scored(t={"wer": [0.4, 0.4, 0.4, 0.4]}), LEAST)
     assert found.scores.recovery == pytest.approx(0.5)
-    assert not found.held(LEAST)
+    assert not found.is_held
     assert verdict(before, scored(t={"wer": [0.1, 0.2, 0.2, 0.2]}))
     assert verdict(before, scored(t={"wer": [0, 0, 0, 0]}))  # no recovery, and nothing lost
 
@@ -82,14 +82,14 @@ def test_nothing_judged_is_not_held():
     zero = scored(t={"em": [0, 0, 0, 0]})
     assert not verdict(zero, zero)
     assert not verdict(zero, scored(t={"em": [1, 1, 1, 1]}))
-    assert not held([], LEAST)
+    assert not held([])
 
 
 def test_a_metric_that_the_run_lacks_is_not_held():
     """A KeyError, after real runs; or it was passed over."""
     before = scored(t={"em": [1, 1, 1, 1], "f1": [1, 1, 1, 1]})
     only, missing = recoveries(before, scored(t={"em": [1, 1, 1, 1]}), LEAST)
-    assert only.held(LEAST)
+    assert only.is_held
     assert (missing.metric, missing.scores.recovery, missing.scores.other) == ("f1", None, None)
     assert not verdict(before, scored(t={"em": [1, 1, 1, 1]}))
     assert not verdict(before, scored(t={}))

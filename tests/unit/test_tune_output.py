@@ -11,12 +11,13 @@ from fly.runs.records import Counts, zero_seconds
 from fly.tuning import output
 from fly.tuning.confirm import Confirmation
 from fly.tuning.fidelity import recoveries
-from fly.tuning.real_runs import RunResult
+from fly.tuning.real_runs import RunResult, Workload
 from fly.tuning.tune import RealRun, Tuning
 from tests.unit.test_tune_candidates import BASE
 from tests.unit.test_tune_fidelity import scored
 
 SCORES = scored(t={"em,strict": [1, 1, 0, 0], "em,loose": [1, 1, 1, 1], "f1": [0, 0, 0, 0]})
+WORKLOAD = Workload(("t",), 4, {"t": 8})
 
 
 def result(measured=SCORES, emitted=0):
@@ -31,18 +32,18 @@ def ran(measured=SCORES, emitted=0):
 
 
 def tuning(*runs):
-    return Tuning(BASE, [result(emitted=40)], list(runs))
+    return Tuning(BASE, WORKLOAD, 0.9, [result(emitted=40)], list(runs))
 
 
 def test_a_run_that_decoded_nothing_is_a_row_like_others(capsys):
     """tau and speed are None then: a TypeError after all runs, and no record."""
     found = tuning(ran(), ran(emitted=40))
-    output.print_table(found, 0.9)
+    output.print_table(found)
     row = next(line for line in capsys.readouterr().out.splitlines() if "0.0%" in line)
     assert row.count(" - ") >= 3
-    assert found.fastest(0.9) is found.runs[1]
-    assert tuning(found.runs[0]).fastest(0.9) is None  # no speed is no fastest
-    line = output.summary(found, 0.9)[0]
+    assert found.fastest is found.runs[1]
+    assert tuning(found.runs[0]).fastest is None  # no speed is no fastest
+    line = output.describe_run(found.runs[0], BASE)
     assert (line["tau"], line["decode_tok_s"]) == (None, 0.0)
 
 
@@ -51,15 +52,15 @@ def test_what_was_dropped_early_is_not_chosen_and_is_in_the_record(capsys):
     found = tuning(ran(emitted=40), ran(emitted=10), RealRun(BASE, False))
     found.target *= 2
     found.runs[0].parts *= 2
-    assert found.fastest(0.9) is found.runs[0]
-    assert len(output.summary(found, 0.9)) == 2
-    output.print_table(found, 0.9)
+    assert found.fastest is found.runs[0]
+    assert len(found.measured_runs) == 2
+    output.print_table(found)
     assert "1 more configurations were dropped" in capsys.readouterr().out
 
 
 def test_the_table_names_every_judged_metric(capsys):
     worse = scored(t={"em,strict": [1, 0, 0, 0], "em,loose": [1, 1, 1, 1], "f1": [0, 0, 0, 0]})
-    output.print_table(tuning(ran(worse, emitted=40)), 0.9)
+    output.print_table(tuning(ran(worse, emitted=40)))
     printed = capsys.readouterr().out
     assert "t em,strict" in printed
     assert "t em,loose" in printed
@@ -69,8 +70,8 @@ def test_the_table_names_every_judged_metric(capsys):
 
 def test_a_run_that_is_not_judged_yet_has_not_held(capsys):
     run = RealRun(BASE, True, [result(emitted=40)])
-    output.print_table(tuning(run), 0.9)
-    assert output.summary(tuning(run), 0.9)[0]["held"] is False
+    output.print_table(tuning(run))
+    assert output.describe_run(run, BASE)["held"] is False
 
 
 def test_a_pair_that_drafts_from_runs_keeps_them_and_its_rule(tmp_path, monkeypatch):
@@ -85,7 +86,7 @@ def test_a_pair_that_drafts_from_runs_keeps_them_and_its_rule(tmp_path, monkeypa
         assert best.rule == rule
         run = replace(ran(), config=best)
         path = tmp_path / f"{rule}.json"
-        output.write_config(path, str(tmp_path / "given.json"), run, None, None, None, path)
+        output.write_config(path, str(tmp_path / "given.json"), run, None, path)
         written = config.load(str(path), {}, log=False)
         assert (written.draft_runs, written.rule) == (["runs"], rule)
 
@@ -132,7 +133,7 @@ def searched(found, given_scores=SCORES):
 def test_noise_and_luck_change_no_configuration(found, given_scores, expected, why):
     """The luckiest of equal configurations was written, with a claim of its luck."""
     result, given, other = searched(found, given_scores)
-    chosen, reason = result.choice(0.9)
+    chosen, reason = result.choose()
     assert chosen is {"given": given, "other": other, None: None}[expected]
     assert why in reason
 
@@ -140,7 +141,7 @@ def test_noise_and_luck_change_no_configuration(found, given_scores, expected, w
 def test_a_given_configuration_that_is_fastest_stays_without_more_runs():
     given = replace(ran(emitted=20), is_given=True)
     result = tuning(given, ran(emitted=30))
-    assert result.choice(0.9) == (
+    assert result.choose() == (
         given, "the given configuration stays: no other was faster and kept the scores"
     )  # fmt: skip
 
@@ -151,12 +152,12 @@ def test_less_time_is_better_than_more_tokens_per_second():
     rambling.parts[0].seconds["verify"] = 5.0  # 12 tokens per second, against 10
     short = ran(emitted=40)
     assert rambling.result.tok_s > 0
-    assert tuning(rambling, short).fastest(0.9) is short
+    assert tuning(rambling, short).fastest is short
 
 
 def test_what_the_confirmation_found_is_printed(capsys):
     result, _, _ = searched(confirmation(0.97))
-    output.print_table(result, 0.9)
+    output.print_table(result)
     printed = capsys.readouterr().out
     assert "on 2 documents that the search had not used" in printed
     assert "time x 1.30 [0.97, 1.63] over the given one" in printed
