@@ -75,7 +75,6 @@ def documents_for(available: dict[str, int], count: int) -> tuple[dict[str, list
 def confirm(
     pair: TunedPair,
     workload: Workload,
-    given: FlyConfig,
     candidate: FlyConfig,
     least: float,
     done: Callable[[int], object],
@@ -86,9 +85,8 @@ def confirm(
     `TunedPair.run_in_turns`.
     """
     documents, fresh = documents_for(workload.available, workload.limit)
-    alone = given.model_copy(update={"use_sd": False})
     on = replace(workload, samples=documents)
-    target, own, other = pair.run_in_turns(on, [alone, given, candidate], done)
+    target, own, other = pair.run_in_turns(on, [pair.alone, pair.given, candidate], done)
     return Confirmation(
         documents,
         fresh,

@@ -176,17 +176,21 @@ class _TimedLM(FlyLM):
 
 
 class TunedPair:
-    """A loaded pair that runs workloads under one configuration after another."""
+    """A loaded pair that runs workloads under one configuration after another.
+
+    given: the configuration that it was loaded with; alone: the target alone.
+    """
 
     def __init__(self, config_path: str, model_args: dict[str, Any]) -> None:
         self.lm = _TimedLM(config_path=config_path, batch_size=1, **model_args)
-        self.given = given = self.lm.fly_config
         self._model_args = model_args
+        self.given = given = self.lm.fly_config
         if given.draft_runs:
             # settings are for runs that have no earlier outputs to draft from, by the rule and the
             # drafter that are in force with them
             fixed = {"verification": given.rule, "drafter": given.drafter_name}
             self.given = given.model_copy(update={"draft_runs": None, **fixed})
+        self.alone = self.given.model_copy(update={"use_sd": False})
 
     def identity(self) -> dict[str, Any]:
         """What the models are, beside the configuration: their files, HFLM's arguments."""

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import ceil
@@ -187,18 +188,17 @@ class Tuner:
     def run(self) -> None:
         """Everything from the target alone to the confirmation. Raises FlyError if nothing can be
         told."""
-        tuning, given = self._tuning, self._tuning.given
-        alone = given.model_copy(update={"use_sd": False})
+        tuning, pair = self._tuning, self._pair
         with tqdm(
             desc="the target alone",
             unit="doc",
             total=sum(map(_documents, self._sets)),
             mininterval=1.0 if sys.stderr.isatty() else 20.0,
         ) as self._bar:
-            tuning.target = [self._run_on(alone, number) for number in range(len(self._sets))]
+            tuning.target = [self._run_on(pair.alone, number) for number in range(len(self._sets))]
             self._check(tuning.baseline)
-            tuning.runs = [RealRun(given, is_given=True)]
-            tuning.runs += [RealRun(config, is_given=False) for config in candidates(given)]
+            tuning.runs = [RealRun(pair.given, is_given=True)]
+            tuning.runs += [RealRun(config, is_given=False) for config in candidates(pair.given)]
             self._keep()
             counts = self._plan(len(tuning.runs) - 1)
             running = tuning.runs
@@ -226,9 +226,10 @@ class Tuner:
         workload = replace(self._workload, samples=self._sets[number])
         key = {**self._common, "workload": asdict(workload), "config": config.model_dump()}
         path = self._kept_runs / f"{fingerprint.hash_json(key)}.json"
-        try:
+        found = None
+        with suppress(OSError, ValueError):  # not there, or not ours
             found = RunResult.model_validate_json(path.read_bytes())
-        except (OSError, ValueError):  # not there, or not ours
+        if found is None:
             found = self._pair.run(workload, config)
             kept = {"key": key, **found.model_dump(mode="json")}
             write_output(path, json.dumps(kept) + "\n", "--output")
@@ -268,11 +269,6 @@ class Tuner:
             return
         self._bar.set_description("confirmation")
         tuning.confirmation = confirm(
-            self._pair,
-            self._workload,
-            tuning.given,
-            best.config,
-            tuning.min_recovery,
-            self._bar.update,
+            self._pair, self._workload, best.config, tuning.min_recovery, self._bar.update
         )
         self._keep()
