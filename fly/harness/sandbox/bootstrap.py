@@ -23,14 +23,10 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import SimpleNamespace
 
-LINUX = sys.platform.startswith("linux")
-if not getattr(sys.flags, "safe_path", False):  # this file's folder, which no program may import
-    del sys.path[0]
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-import judge  # noqa: E402
-import program  # noqa: E402
-from wire import Pipes  # noqa: E402
+import judge
+import program
 
+LINUX = sys.platform.startswith("linux")
 if LINUX:
     import linux
     import seccomp
@@ -38,7 +34,7 @@ if LINUX:
 
     PATHS = paths_of_interpreter()
     HIDDEN = folders_of_answers()
-del sys.path[0]
+del sys.path[0]  # this file's folder, which no program may import
 for _name in ("judge", "program", "wire", "linux", "seccomp", "interpreter"):
     sys.modules.pop(_name, None)  # a program's import of that name is not ours
 
@@ -234,13 +230,12 @@ def _side(request: SimpleNamespace, features: list[str], send: int) -> None:
     if missing := sorted({*request.needed} - {*features}):
         _report(send, reason="machine", detail=f"isolation is lost: {', '.join(missing)}")
         os._exit(0)
-    pipes = Pipes(*request.pipes)
     if request.nonce:
-        reason, detail = judge.run(request.source, pipes)
+        reason, detail = judge.run(request.source, request.pipes)
         _report(send, reason=reason, detail=detail[:1000], nonce=request.nonce)
     else:
         os.close(send)
-        program.run(request.source, pipes)
+        program.run(request.source, request.pipes)
     os._exit(0)
 
 

@@ -11,11 +11,11 @@ import dis
 import importlib
 import sys
 import types
-from collections.abc import Iterator, ValuesView
+from collections.abc import Iterator, Sequence, ValuesView
 from functools import partialmethod
 from typing import Any
 
-from wire import CannotBeAsked, Garbled, Gone, Peer, Pipes, encode, encode_error, printable, text_of
+from wire import CannotBeAsked, Garbled, Gone, Peer, encode, encode_error, printable, text_of
 
 _READS = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")
 # Built-in types, except those whose results are read from others (`map`): helpers of tests.
@@ -27,8 +27,8 @@ _TYPES = {name for name, value in vars(builtins).items() if isinstance(value, ty
 class Judge(Peer):
     """Asks the program; lets it call nothing but the functions that the tests handed to it."""
 
-    def __init__(self, pipes: Pipes) -> None:
-        super().__init__(pipes)
+    def __init__(self, receive: int, send: int) -> None:
+        super().__init__(receive, send)
         self._remotes: dict[int, Remote] = {}
 
     def perform(self, operation: str, target: Any, args: list, kwargs: dict) -> Any:
@@ -94,9 +94,9 @@ async def _run_coroutine(remote: Remote) -> Any:
     return _ask(remote, "run")
 
 
-def run(tests: str, pipes: Pipes) -> tuple[str, str]:
+def run(tests: str, pipes: Sequence[int]) -> tuple[str, str]:
     """Judge the program behind `pipes`: (reason, detail). It passes if all tests run through."""
-    judge = Judge(pipes)
+    judge = Judge(*pipes)
     module = types.ModuleType("tests")
     sys.modules["tests"] = module
     try:

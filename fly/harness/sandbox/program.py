@@ -11,10 +11,10 @@ import os
 import sys
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from wire import CannotBeAsked, Garbled, Gone, Peer, Pipes, decode
+from wire import CannotBeAsked, Garbled, Gone, Peer, decode
 
 _THREAD_GRACE = 0.5  # seconds a thread that is just finishing may still take
 
@@ -46,8 +46,8 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 class ProgramPeer(Peer):
     """Answers for the module that the source became."""
 
-    def __init__(self, pipes: Pipes) -> None:
-        super().__init__(pipes)
+    def __init__(self, receive: int, send: int) -> None:
+        super().__init__(receive, send)
         self.module = types.ModuleType("program")  # code_eval runs no __main__ block either
         sys.modules["program"] = self.module
 
@@ -101,9 +101,9 @@ def _close_executors() -> None:
                 value.shutdown(wait=False)
 
 
-def run(source: str, pipes: Pipes) -> None:
+def run(source: str, pipes: Sequence[int]) -> None:
     """Execute the source and answer for it."""
-    program = ProgramPeer(pipes)
+    program = ProgramPeer(*pipes)
     process = os.getpid()
     try:
         try:

@@ -164,17 +164,46 @@ def rebuild(old: Any, new: Any) -> None:
         (old.extend if isinstance(old, deque) else old.update)(new)
 
 
-class Pipes:
-    """Messages over two pipes; each is one line of JSON."""
+class Peer(ABC):
+    """One of the two processes: asks the other to do something, and answers it meanwhile.
+
+    A message is a line of JSON: ["ask", operation, object, arguments, keywords], or an answer to
+    the last one open: ["value", value, {position or name: argument that was changed}] or
+    ["raised", the exception, as `encode_error` writes it].
+    """
 
     def __init__(self, receive: int, send: int) -> None:
         self._receive = os.fdopen(receive, "rb")
         self._send = send
         self._write = os.write  # which a program may replace
+        self._mine: list[Any] = []  # what the other side may ask for, by number
+        self._numbers: dict[int, int] = {}  # id -> number; the list above keeps the ids valid
+
+    @abstractmethod
+    def perform(self, operation: str, target: Any, args: list, kwargs: dict) -> Any:
+        """Do what the other side asks for."""
+
+    @abstractmethod
+    def resolve(self, data: list) -> Any:
+        """The object behind a reference. Raises Garbled."""
+
+    def refer(self, value: Any) -> list:
+        """A reference to an object that is not data."""
+        number = self._numbers.setdefault(id(value), len(self._mine))
+        if number == len(self._mine):
+            self._mine.append(value)
+        return ["object", number]
+
+    def found(self, number: Any) -> Any:
+        """An object of this side, by its number."""
+        try:
+            return self._mine[number]
+        except (LookupError, TypeError):
+            raise Garbled("no such object") from None
 
     @deep_recursion()
     def put(self, message: list) -> None:
-        """Raises Gone."""
+        """Send a message. Raises Gone."""
         data = json.dumps(message).encode() + b"\n"
         try:
             while data:
@@ -201,49 +230,13 @@ class Pipes:
             raise Garbled("not a message")
         return message
 
-
-class Peer(ABC):
-    """One of the two processes: asks the other to do something, and answers it meanwhile.
-
-    A message is ["ask", operation, object, arguments, keywords], or an answer to the last one
-    open: ["value", value, {position or name: argument that was changed}] or
-    ["raised", the exception, as `encode_error` writes it].
-    """
-
-    def __init__(self, pipes: Pipes) -> None:
-        self._pipes = pipes
-        self._mine: list[Any] = []  # what the other side may ask for, by number
-        self._numbers: dict[int, int] = {}  # id -> number; the list above keeps the ids valid
-
-    @abstractmethod
-    def perform(self, operation: str, target: Any, args: list, kwargs: dict) -> Any:
-        """Do what the other side asks for."""
-
-    @abstractmethod
-    def resolve(self, data: list) -> Any:
-        """The object behind a reference. Raises Garbled."""
-
-    def refer(self, value: Any) -> list:
-        """A reference to an object that is not data."""
-        number = self._numbers.setdefault(id(value), len(self._mine))
-        if number == len(self._mine):
-            self._mine.append(value)
-        return ["object", number]
-
-    def found(self, number: Any) -> Any:
-        """An object of this side, by its number."""
-        try:
-            return self._mine[number]
-        except (LookupError, TypeError):
-            raise Garbled("no such object") from None
-
     def ask(self, operation: str, target: Any, args: Sequence, kwargs: dict | None = None) -> Any:
         """Have the other side perform something. Raises what it raised there, Gone, Garbled."""
         with deep_recursion():
             sent = [encode(argument, self.refer) for argument in args]
             named = {name: encode(value, self.refer) for name, value in (kwargs or {}).items()}
-        self._pipes.put(["ask", operation, target, sent, named])
-        while (message := self._pipes.get())[0] == "ask":
+        self.put(["ask", operation, target, sent, named])
+        while (message := self.get())[0] == "ask":
             self.answer(message)
         try:
             return self._read_answer(message, dict(enumerate(args)) | (kwargs or {}))
@@ -254,7 +247,7 @@ class Peer(ABC):
 
     def receive(self) -> Any:
         """The first answer, to the question that starting the other side amounts to."""
-        return self._read_answer(self._pipes.get(), {})
+        return self._read_answer(self.get(), {})
 
     @deep_recursion()
     def _read_answer(self, message: list, given: dict) -> Any:
@@ -274,7 +267,7 @@ class Peer(ABC):
     def serve(self) -> NoReturn:
         """Answer the other side. Raises Gone when it has ended, Garbled."""
         while True:
-            self.answer(self._pipes.get())
+            self.answer(self.get())
 
     def answer(self, message: list) -> None:
         """Perform one question and send what came of it."""
@@ -295,17 +288,16 @@ class Peer(ABC):
         except BaseException as error:
             self.tell(error)
         else:
-            self._pipes.put(["value", value, changed])
+            self.put(["value", value, changed])
 
+    @deep_recursion()
     def tell(self, error: BaseException) -> None:
         """Send an exception."""
-        with deep_recursion():
-            data = encode_error(error)
-        self._pipes.put(["raised", data])
+        self.put(["raised", encode_error(error)])
 
     def finish_start(self) -> None:
         """Answer the question that starting this side amounts to (see `receive`)."""
-        self._pipes.put(["value", None, {}])
+        self.put(["value", None, {}])
 
 
 def text_of(error: BaseException) -> str:
