@@ -15,16 +15,15 @@ import psutil
 
 from fly.errors import FlyError
 
-_PACKAGE = Path(__file__).resolve().parent
-
 
 def data_dir(name: str) -> Path:
     """The shipped folder `name` ("fly_config" or "lm_eval_tasks").
 
     In a wheel it lies inside the package, in a checkout (editable install) beside it.
     """
-    packaged = _PACKAGE / "_data" / name
-    return packaged if packaged.is_dir() else _PACKAGE.parent / name
+    package = Path(__file__).resolve().parent
+    packaged = package / "_data" / name
+    return packaged if packaged.is_dir() else package.parent / name
 
 
 def expanded(path: str | Path) -> Path:

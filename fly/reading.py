@@ -132,7 +132,7 @@ def parse_as(text: str, shape: Any) -> Any:
 
 @cache
 def _adapter(shape: Any) -> TypeAdapter[Any]:
-    return shape if isinstance(shape, TypeAdapter) else TypeAdapter(shape)
+    return TypeAdapter(shape)
 
 
 def problem(error: ValidationError, where: str) -> str:

@@ -252,7 +252,8 @@ def _confine(request: SimpleNamespace, features: list[str]) -> list[str]:
     done: list[str] = []
     own_root = "own root" in features
     if LINUX:
-        linux.no_new_privileges()
+        # set-uid programs gain nothing; Landlock and the system call filter need it, too
+        linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
         if request.launch.landlock:
             own = ["/proc"] if "own /proc" in features else []
             hidden = [] if own_root else HIDDEN

@@ -16,7 +16,7 @@ _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS = 1, 4, 8
-_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 36, 38, 47
+_PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 36, 38, 47
 CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 1, 2
 WORKDIR = "/tmp/fly-program"  # in a root of its own
 
@@ -203,11 +203,6 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
         rights &= 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14  # what applies to files
     _syscall(_LANDLOCK_ADD, ruleset, 1, struct.pack("=Qi", rights, place), 0)
     os.close(place)
-
-
-def no_new_privileges() -> None:
-    """Set-uid programs gain nothing; Landlock needs this too."""
-    prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 def _capabilities(keep: int) -> bool:

@@ -34,13 +34,17 @@ class Isolation:
     """The isolation in force."""
 
     name: str  # namespaces, bwrap, landlock or process, strongest first
-    features: tuple[str, ...]  # what took hold
-    gaps: tuple[str, ...]  # what a hostile program could still do
+    features: tuple[str, ...]  # what took hold, beside _ALWAYS
     launch: Launch
 
+    @property
+    def gaps(self) -> str:
+        """What a hostile program could still do, as the end of a line; empty if nothing."""
+        found = [gap for gap, covered_by in _GAPS if not {*covered_by} & {*self.features}]
+        return f"; NOT contained: a program {', '.join(found)}" if found else ""
+
     def __str__(self) -> str:
-        text = f"{self.name}: {', '.join(self.features)}"
-        return text + (f"; NOT contained: a program {', '.join(self.gaps)}" if self.gaps else "")
+        return f"{self.name}: {', '.join((*_ALWAYS, *self.features))}{self.gaps}"
 
 
 @functools.cache
@@ -50,15 +54,13 @@ def isolation_level() -> Isolation:
     weakest = Launch(namespaces=False)
     for launch in dict.fromkeys((Launch(), bubblewrap, weakest)):
         outcome = execute(Program("pass"), Limits(wall_seconds=30.0), launch)
-        features = outcome.features
-        if not outcome.passed or not (launch == weakest or "own root" in features):
-            continue
-        if "own root" in features:
-            name = "bwrap" if launch.bwrap else "namespaces"
-        else:
-            name = "landlock" if "Landlock writes" in features else "process"
-        gaps = tuple(gap for gap, covered_by in _GAPS if not set(covered_by) & set(features))
-        return Isolation(name, (*_ALWAYS, *features), gaps, launch)
+        own_root = "own root" in outcome.features
+        if outcome.passed and (own_root or launch == weakest):
+            if own_root:
+                name = "bwrap" if launch.bwrap else "namespaces"
+            else:
+                name = "landlock" if "Landlock writes" in outcome.features else "process"
+            return Isolation(name, outcome.features, launch)
     raise FlyError(
         f"sandbox: no program can be run here ({outcome.reason}: {outcome.detail}): "
         "check that sys.executable starts and that the temporary folder is writable"
@@ -81,10 +83,9 @@ def run_programs(
         _used = str(level)
         # A warning, so that it is shown whatever the log level of the run is. What holds is in the
         # results' config.fly.sandbox.
-        gaps = f"; NOT contained: a program {', '.join(level.gaps)}" if level.gaps else ""
-        _logger.warning("running model-written code, isolated by %s%s", level.name, gaps)
-    needed = tuple(name for name in level.features if name not in _ALWAYS)
-    run = functools.partial(execute, limits=limits or Limits(), launch=level.launch, needed=needed)
+        _logger.warning("running model-written code, isolated by %s%s", level.name, level.gaps)
+    limits = limits or Limits()
+    run = functools.partial(execute, limits=limits, launch=level.launch, needed=level.features)
     with ThreadPoolExecutor(workers or cores_of_this_process()) as pool:
         outcomes = list(pool.map(run, programs))
     for index, outcome in enumerate(outcomes):
