@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -16,7 +15,6 @@ _PLAIN: Keys = {
     "use_sd": True, "verification": None, "window_rule": "paper", "abla_no_window": False,
     "entropy_kind": "top3", "margin_thre": None, "draft_policy": "fixed",
 }  # fmt: skip
-_EXACT_K = (4, 6, 8, 10, 12)
 _WINDOWS: tuple[Keys, ...] = tuple(
     {"defer_across_rounds": across, "spd_k": k, "win_len": window}
     for across, k, window in (
@@ -32,6 +30,13 @@ _EXACT_PLACES: tuple[Keys, ...] = (
     {"exact_first_tokens": 16, "exact_pattern": None},
     {"exact_first_tokens": 64, "exact_pattern": ("numbers", "code_fences", r"[+*/=<>$%\\-]")},
 )
+_LIST: list[Keys] = [
+    *({"enable_fly": False, "defer_across_rounds": False, "spd_k": k} for k in (4, 6, 8, 10, 12)),
+    *(
+        {"enable_fly": True, **window, **gate, **places}
+        for window, gate, places in product(_WINDOWS, _GATES, _EXACT_PLACES)
+    ),
+]
 
 
 def candidates(given: FlyConfig) -> list[FlyConfig]:
@@ -41,18 +46,8 @@ def candidates(given: FlyConfig) -> list[FlyConfig]:
     and by ratio and rank, with more and more places that stay exact. Other keys are the given ones.
     """
     base = {**given.model_dump(), **_PLAIN}
-    found = [fly_config.build({**base, **keys}, "tune") for keys in _list()]
+    found = [fly_config.build({**base, **keys}, "tune") for keys in _LIST]
     return [config for config in found if config != given]
-
-
-def _list() -> Iterator[Keys]:
-    for k in _EXACT_K:
-        yield {"enable_fly": False, "defer_across_rounds": False, "spd_k": k}
-    for parts in product(_WINDOWS, _GATES, _EXACT_PLACES):
-        keys: Keys = {"enable_fly": True}
-        for part in parts:
-            keys |= part
-        yield keys
 
 
 def changes(base: FlyConfig, config: FlyConfig) -> Keys:

@@ -8,7 +8,7 @@ seen, document by document in turns, so that what else the machine does hits all
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fly.analysis.statistics import Ratio, compare_rates
@@ -28,8 +28,8 @@ class Confirmation:
     over_given: Ratio | None
     over_target: Ratio | None  # the target's over the candidate's
     given_over_target: Ratio | None  # the target's over the given one's
-    recoveries: list[Recovery] = field(repr=False)  # against the target alone on these documents
-    given_recoveries: list[Recovery] = field(repr=False)  # the same of the given configuration
+    recoveries: list[Recovery]  # against the target alone on these documents
+    given_recoveries: list[Recovery]  # the same of the given configuration
 
     @property
     def is_judged(self) -> bool:
