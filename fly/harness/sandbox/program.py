@@ -112,7 +112,8 @@ def run(source: str, pipes: Sequence[int]) -> None:
             program.tell(error)
             return
         if os.getpid() == process:  # not a copy of the program that it forked itself
-            program.finish_start()
-            program.serve()
+            program.put(["value", None, {}])  # the source ran to its end
+            while True:
+                program.answer(program.get())
     except (Gone, Garbled, CannotBeAsked):
         pass

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections import ChainMap, UserDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 MOST_BYTES = 64 << 20  # of one message
 _RECURSION = 5000  # the limit while a value crosses; a list in a list takes two to four
@@ -239,18 +239,16 @@ class Peer(ABC):
         while (message := self.get())[0] == "ask":
             self.answer(message)
         try:
-            return self._read_answer(message, dict(enumerate(args)) | (kwargs or {}))
+            return self.read_answer(message, dict(enumerate(args)) | (kwargs or {}))
         except StopIteration as error:
             if operation == "next":
                 raise
             raise RuntimeError("StopIteration") from error  # it would end a loop of the tests'
 
-    def receive(self) -> Any:
-        """The first answer, to the question that starting the other side amounts to."""
-        return self._read_answer(self.get(), {})
-
     @deep_recursion()
-    def _read_answer(self, message: list, given: dict) -> Any:
+    def read_answer(self, message: list, given: dict) -> Any:
+        """What the other side answers, with what it changed in the arguments that it was given.
+        Raises what it raised, Garbled."""
         try:
             kind, answer, *rest = message
             if kind == "value":
@@ -264,13 +262,8 @@ class Peer(ABC):
             raise Garbled(text_of(problem)) from None
         raise error
 
-    def serve(self) -> NoReturn:
-        """Answer the other side. Raises Gone when it has ended, Garbled."""
-        while True:
-            self.answer(self.get())
-
     def answer(self, message: list) -> None:
-        """Perform one question and send what came of it."""
+        """Perform one question and send what came of it. Raises Gone, Garbled."""
         try:
             _, operation, target, sent, named = message
             with deep_recursion():
@@ -294,10 +287,6 @@ class Peer(ABC):
     def tell(self, error: BaseException) -> None:
         """Send an exception."""
         self.put(["raised", encode_error(error)])
-
-    def finish_start(self) -> None:
-        """Answer the question that starting this side amounts to (see `receive`)."""
-        self.put(["value", None, {}])
 
 
 def text_of(error: BaseException) -> str:
