@@ -90,14 +90,12 @@ def own_root(base: str, paths: list[str], hidden: list[str], size: int) -> list[
     It is built on a tmpfs of `size` bytes over `base`; WORKDIR in it is writable. Returns the
     features that took hold. Needs Linux 5.12 (mount_setattr).
     """
-    done: list[str] = []
     options = f"size={size},nr_inodes=4096,mode=0755"
     os.umask(0o022)
-    if not _mount("", "/", "", _MS_REC | _MS_PRIVATE):
-        return done
-    if not _mount("tmpfs", base, "tmpfs", _MS_NOSUID | _MS_NODEV, options):
-        return done
-    done.append("size-limited folder")
+    is_private = _mount("", "/", "", _MS_REC | _MS_PRIVATE)
+    if not (is_private and _mount("tmpfs", base, "tmpfs", _MS_NOSUID | _MS_NODEV, options)):
+        return []
+    done = ["size-limited folder"]
     devices = [f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom")]
     if not all(_show(base, path) for path in (*paths, *devices)):
         return done

@@ -51,7 +51,7 @@ _REFUSED_ON_FILES: dict[str, tuple[int | None, int | None]] = {
 }  # fmt: skip
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, AUDIT_ARCH
 _CALLS_WITH_RULES = {
-    "clone": (56, 220), "clone3": (435, 435), "socketpair": (53, 199), "ioctl": (16, 29),
+    "clone3": (435, 435), "clone": (56, 220), "socketpair": (53, 199), "ioctl": (16, 29),
     "prlimit64": (302, 261), "sched_setaffinity": (203, 122), "sched_setattr": (314, 274),
 }  # fmt: skip
 _SET_FLAGS, _SET_EXTENDED_FLAGS = 0x40086602, 0x401C5820  # ioctls: FS_IOC_SETFLAGS, _FSSETXATTR
@@ -71,11 +71,11 @@ def filter_calls(own_files: bool) -> bool:
     if platform.machine() not in _MACHINES or struct.calcsize("P") != 8:
         return False
     column, architecture = _MACHINES[platform.machine()]
-    refused = {**_REFUSED, **({} if own_files else _REFUSED_ON_FILES)}
+    calls = {**_REFUSED, **({} if own_files else _REFUSED_ON_FILES), **_CALLS_WITH_RULES}
     first, second = (_LOAD, 0, 0, 16), (_LOAD, 0, 0, 24)  # arguments' low halves, seccomp_data
     no, yes = (_RETURN, 0, 0, _ERRNO | _EPERM), (_RETURN, 0, 0, _ALLOW)
     of_itself = [first, (_JUMP_EQUAL, 0, 1, 0), yes, no]  # process id 0
-    rules = {name: [no] for name in refused} | {
+    rules = {  # the others are refused
         "clone3": [(_RETURN, 0, 0, _ERRNO | _ENOSYS)],  # its flags cannot be seen; clone follows
         "clone": [first, (_JUMP_SET, 0, 1, CLONE_NEWUSER), no, yes],
         "socketpair": [second, (_AND, 0, 0, 0xF), (_JUMP_EQUAL, 0, 1, _STREAM), yes, no],
@@ -89,9 +89,9 @@ def filter_calls(own_files: bool) -> bool:
         (_LOAD, 0, 0, 4), (_JUMP_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, 0), (_JUMP_AT_LEAST, 0, 1, 0x40000000), no,  # x32's numbers
     ]  # fmt: skip
-    for name, steps in rules.items():
-        number = {**refused, **_CALLS_WITH_RULES}[name][column]
-        if number is not None:
+    for name, numbers in calls.items():
+        if (number := numbers[column]) is not None:
+            steps = rules.get(name, [no])
             code += [(_JUMP_EQUAL, 0, len(steps), number), *steps]
     code.append(yes)
     program = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in code))
