@@ -22,6 +22,7 @@ TaskName = Annotated[str, StringConstraints(pattern=r"^[^/\\\x00-\x1f\x7f]+$")]
 # what ast.literal_eval, and so lm-eval's readers of key=value, raises for invalid text
 NO_LITERAL = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)
 
+_adapter = cache(TypeAdapter[Any])
 _shortened = reprlib.Repr()
 _shortened.maxstring = _shortened.maxother = _shortened.maxlong = 200
 
@@ -128,11 +129,6 @@ def parse_as(text: str, shape: Any) -> Any:
         return _adapter(shape).validate_json(text, strict=True)
     except ValidationError:
         return None
-
-
-@cache
-def _adapter(shape: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(shape)
 
 
 def problem(error: ValidationError, where: str) -> str:
