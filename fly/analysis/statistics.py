@@ -22,6 +22,7 @@ from fly.analysis.posterior import (
     Interval,
     Pairs,
     divide,
+    is_binary,
     probability,
     probability_as_seen,
     recovery_interval,
@@ -35,7 +36,6 @@ Indices = NDArray[np.int64]
 RESAMPLES = 9999
 LEVEL = 0.95  # of the printed intervals
 _TAILS = (1 - LEVEL) / 2, (1 + LEVEL) / 2
-POWER = 0.8  # chance with which `decides` documents decide
 _MANY = 5000  # documents, whose sums are all but normal
 _FEW = 10  # resamples beyond the observed value; with fewer, p is only an upper bound
 
@@ -74,7 +74,7 @@ class Comparison:
     # `held`: the recovery is shown; `unchanged`: every document scored the same, no more is known
     verdict: Verdict = "not enough evidence"
     decides_nothing: bool = False  # the baseline scores nothing, so that nothing can be lost
-    # documents that would decide with a chance of POWER if they went on differing as these did;
+    # documents that would decide with a chance of 80 % if they went on differing as these did;
     # None if no number would, and where a verdict has been reached
     decides: int | None = None
     reason: str = ""  # a clause for people
@@ -103,25 +103,18 @@ def compare_tasks(
     tasks: (baseline, other) scores of each, [N] and [N]. verdicts: how many are reached together,
     any of which may fail a job: `fell` needs that much more certainty (Bonferroni). clusters: of
     each task, its documents' clusters, [N]: only documents of different clusters are independent.
-    Raises ValueError on unequal or no documents, on scores that are not finite numbers, and unless
-    0 < min_recovery <= 1 and 0.5 < confidence < 1.
     """
-    if not 0 < demand.min_recovery <= 1 or not 0.5 < demand.confidence < 1:
-        raise ValueError("min_recovery must be in (0, 1], confidence between 0.5 and 1")
-    arrays = [_check_scores(*task) for task in tasks]
-    if not arrays:
-        raise ValueError("no documents to compare")
+    arrays = [(np.asarray(a, float), np.asarray(b, float)) for a, b in tasks]
     documents = [Pairs(b, a) if higher_is_better else Pairs(a, b) for a, b in arrays]
-    by_document = np.concatenate([task.kept - task.base for task in documents])
+    by_document = np.concatenate([task.change for task in documents])
     lost, won = int((by_document < 0).sum()), int((by_document > 0).sum())
     pairs = documents
     if clusters is not None:
         pairs = [task.by_cluster(labels) for task, labels in zip(documents, clusters, strict=True)]
     doubt = (1 - demand.confidence) / verdicts  # that a fall may leave
-    change = np.concatenate([(t.kept - t.base) / len(t.base) for t in pairs]) / len(pairs)
-    binary = all(np.isin([task.kept, task.base], (0, 1)).all() for task in pairs)
-    mcnemar = binary and len(pairs) == 1  # over several tasks, documents differ in weight
-    p = _mcnemar(change) if mcnemar else _sign_flips(change, resamples)
+    change = np.concatenate([task.change / len(task.base) for task in pairs]) / len(pairs)
+    is_mcnemar = is_binary(pairs)
+    p = _mcnemar(change) if is_mcnemar else _sign_flips(change, resamples)
     found = Comparison(
         documents=len(by_document),
         clusters=None if clusters is None else len(change),
@@ -130,7 +123,7 @@ def compare_tasks(
         lost=lost,
         won=won,
         p=p,
-        test="McNemar" if mcnemar else "sign flips",
+        test="McNemar" if is_mcnemar else "sign flips",
     )
     base = float(np.mean([task.base.mean() for task in pairs]))
     undefined = _undefined(documents, base, higher_is_better)
@@ -148,7 +141,7 @@ def compare_tasks(
         return replace(found, reason=f"{reason}; {undefined}")
     decides = None
     if verdict in ("unchanged", "not enough evidence"):
-        units = documents_that_decide(pairs, demand.min_recovery, demand.confidence, doubt, POWER)
+        units = documents_that_decide(pairs, demand.min_recovery, demand.confidence, doubt)
         decides = units and math.ceil(units * found.documents / len(change))
     surprise = -math.log(1 - demand.confidence)  # in nats
     return replace(
@@ -172,20 +165,22 @@ def compare_rates(
 
     tails: the probabilities of the interval's ends. None if one of the sums is zero.
     """
-    sums = np.asarray([*zip(*rates), *(zip(*base) if base else ())], float)
-    totals = sums.sum(axis=-1)
+    rows = np.asarray([*zip(*rates), *(zip(*base) if base else ())], float)
+    totals = rows.sum(axis=-1)
     if not rates or not totals.all():
         return None
 
-    def ratio(index: Indices) -> Floats:
-        above, below, *others = (row[index].sum(axis=-1) for row in sums)
+    def ratio(sums: Sequence[Floats] | Floats) -> Floats:
+        above, below, *others = sums
         found = divide(above, below)
         return divide(found, divide(*others)) if others else found
 
-    value = float(np.prod(totals[::3]) / np.prod(totals[1:3])) if base else totals[0] / totals[1]
-    signs = np.array([1, -1, -1, 1])[: len(sums)]
-    deviations = signs @ (sums / totals[:, None])
-    return Ratio(float(value), _bootstrap(ratio, deviations, tails))
+    signs = np.array([1, -1, -1, 1])[: len(rows)]
+    deviations = signs @ (rows / totals[:, None])
+    interval = _bootstrap(
+        lambda index: ratio([row[index].sum(axis=-1) for row in rows]), deviations, tails
+    )
+    return Ratio(float(ratio(totals)), interval)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -202,15 +197,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 # ------------------------------------------------------------------------------------ the parts
-
-
-def _check_scores(baseline: ArrayLike, other: ArrayLike) -> tuple[Floats, Floats]:
-    a, b = np.asarray(baseline, float), np.asarray(other, float)
-    if a.ndim != 1 or a.shape != b.shape or not len(a):
-        raise ValueError(f"scores must pair up one by one: got shapes {a.shape} and {b.shape}")
-    if not (np.isfinite(a).all() and np.isfinite(b).all()):
-        raise ValueError("scores must be finite numbers")
-    return a, b
 
 
 def _undefined(pairs: list[Pairs], base: float, higher_is_better: bool) -> str:
