@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from urllib.parse import quote
 
 from fly.analysis import compare_table
-from fly.analysis.compare import Against, Result, ScoreRow
+from fly.analysis.compare import Against, Result, ScoreRow, find_speed
 from fly.analysis.scores import Measured
 from fly.analysis.tables import Table, ratio_text, score_texts, visible
 
@@ -48,10 +48,9 @@ def markdown(
 def _headlines(result: Result) -> Iterator[str]:
     for other in result.others:
         sign = _SIGNS.get(other.verdict, "\u2754")
-        if not other.rows:
+        if (main := other.main) is None:
             yield f"### {_inline(other.name)} against {_inline(result.baseline)}: no scores"
             continue
-        main = other.overall or next((row for row in other.rows if row.primary), other.rows[0])
         texts = score_texts(main.scores)
         said = f"recovery {texts.recovery}{texts.interval}, {texts.changed} documents lost / won"
         name = _inline(f"{other.name} against {result.baseline}")
@@ -66,9 +65,8 @@ def _headlines(result: Result) -> Iterator[str]:
 
 def _rows(result: Result) -> Iterator[list[str]]:
     for other in result.others:
-        speeds = {speed.task: speed for speed in other.speeds}
         for row in other.all_rows:
-            texts, speed = score_texts(row.scores), speeds.get(row.task)
+            texts, speed = score_texts(row.scores), find_speed(other.speeds, row.task)
             tau = speed.pace.tau if speed else None
             yield [
                 row.label, other.name, f"{row.scores.baseline:.4g} \u2192 {texts.score}",

@@ -40,13 +40,8 @@ class ScoreRow:
     scores: Comparison
 
     @property
-    def is_judged(self) -> bool:
-        """False where nothing can be lost because the baseline scores nothing."""
-        return not self.scores.decides_nothing
-
-    @property
     def verdict(self) -> str:
-        return self.scores.verdict if self.is_judged else "decides nothing"
+        return "decides nothing" if self.scores.decides_nothing else self.scores.verdict
 
     @property
     def label(self) -> str:
@@ -106,12 +101,17 @@ class Against:
 
     @property
     def verdict(self) -> Verdict:
-        verdicts = [row.scores.verdict for row in self.all_rows if row.is_judged]
-        return weakest([*verdicts, *(row.verdict for row in self.gates)])
+        judged = [row.scores for row in self.all_rows if not row.scores.decides_nothing]
+        return weakest(row.verdict for row in (*judged, *self.gates))
 
     @property
     def all_rows(self) -> list[ScoreRow]:
         return [*self.rows, *([self.overall] if self.overall else [])]
+
+    @property
+    def main(self) -> ScoreRow | None:
+        """The row that stands for the run; None if no task has a score."""
+        return self.overall or next((row for row in self.rows if row.primary), None)
 
 
 @dataclass(frozen=True)
@@ -184,45 +184,49 @@ def compare(
 
     Raises FlyError if documents, prompts, targets or task versions differ, naming the first.
     """
+    for gate in gates:
+        if gate.task not in (None, *baseline.tasks):
+            known = ", ".join(baseline.tasks)
+            raise FlyError(f"{FLAGS[gate.kind]} {gate.task}: no such task: choose from {known}")
     reasons = [check_comparable(baseline, other) for other in others]
     chosen = _choose_metrics(baseline, metrics)
     notes = list(dict.fromkeys(note for run in (baseline, *others) for note in run.notes))
     for other, found in zip(others, reasons):
         notes += [reason.note for reason in found if reason.subject in _OF_ALL]
         notes += _only_in(other, baseline)
-    tasks = [found for found in chosen.values() if found]
-    firsts = {name: first for name, of in chosen.items() if (first := primary(of)) is not None}
-    in_mean = _in_overall([first.higher_is_better for first in firsts.values()])
-    rows_per_run = sum(map(len, tasks)) + any(in_mean)
     notes += _texts_of_unscored(baseline, others, chosen)
+    firsts = {name: first for name, of in chosen.items() if (first := primary(of)) is not None}
+    rows_per_run = sum(map(len, chosen.values())) + bool(_choose_overall(firsts))
     verdicts = len(others) * (max(1, rows_per_run) + len(gates))
-    compared = [
-        replace(
-            _against(baseline, other, found, demand, chosen, verdicts),
-            gates=[*_gates(baseline, other, found, demand, gates, verdicts)],
-        )
-        for other, found in zip(others, reasons)
-    ]
+    compared = []
+    for other, found in zip(others, reasons):
+        against = _against(baseline, other, found, demand, chosen, firsts, verdicts)
+        judged = [*_gates(baseline, other, found, demand, gates, verdicts)]
+        compared.append(replace(against, gates=judged))
     notes += dict.fromkeys(note for each in compared for note in each.notes)
     floor: list[NoiseRow] = []
     if noise is not None:
         check_comparable(baseline, noise)
         check_noise(baseline, noise)
         floor = [*noise_rows(baseline, noise, others, firsts)]
-    verdict_of: dict[str, str] = {each.name: each.verdict for each in compared}
-    curve = [*_curve([baseline, *others], verdict_of)]
-    return Result(baseline.name, _speeds(baseline), compared, demand, verdicts, notes, floor, curve)
+    speeds = _speeds(baseline)
+    curve = [*_curve_point(baseline, speeds, "")]
+    for other, against in zip(others, compared):
+        curve += _curve_point(other, against.speeds, against.verdict)
+    return Result(baseline.name, speeds, compared, demand, verdicts, notes, floor, curve)
 
 
-def _curve(runs: Sequence[Measured], verdict_of: dict[str, str]) -> Iterator[CurvePoint]:
-    for run in runs:
-        work = [*_work_of(run, [*run.tasks]).values()]
-        seconds = sum(item.end_to_end for item in work)
-        if run.tok_s_per_user is not None and seconds:
-            tok_s = sum(item.tokens for item in work) / seconds
-            concurrency = int(run.machine["batch_size"])
-            verdict = verdict_of.get(run.name, "")
-            yield CurvePoint(run.name, concurrency, tok_s, run.tok_s_per_user, verdict)
+def find_speed(speeds: Sequence[Speed], task: str) -> Speed | None:
+    """The speed of a task, or of `overall`."""
+    return next((speed for speed in speeds if speed.task == task), None)
+
+
+def _curve_point(run: Measured, speeds: list[Speed], verdict: str) -> Iterator[CurvePoint]:
+    """A server's point; none for other runs."""
+    tok_s = speeds[-1].pace.end_to_end_tok_s if speeds else None  # of all tasks
+    if run.tok_s_per_user is not None and tok_s is not None:
+        concurrency = int(run.machine["batch_size"])
+        yield CurvePoint(run.name, concurrency, tok_s, run.tok_s_per_user, verdict)
 
 
 def _choose_metrics(baseline: Measured, wanted: Sequence[str] | None) -> dict[str, list[Metric]]:
@@ -304,44 +308,45 @@ def _against(
     reasons: list[Reason],
     demand: Demand,
     chosen: dict[str, list[Metric]],
+    firsts: dict[str, Metric],
     verdicts: int,
 ) -> Against:
-    """One run. reasons: what stands between it and the baseline (`check_comparable`).
+    """One run, without its gates. reasons: what stands between it and the baseline.
 
-    chosen: the baseline's metrics to compare, by task. verdicts: as in `statistics.compare_tasks`.
+    chosen, firsts: the baseline's metrics to compare, and those that stand for their tasks, by
+    task. verdicts: as in `statistics.compare_tasks`.
     """
-    rows, primaries = [], []
-    withheld = _why_withheld(reasons, "withhold verdict")
+    withheld, in_overall = _why_withheld(reasons, "withhold verdict"), _choose_overall(firsts)
+    rows: list[ScoreRow] = []
+    of_mean: list[_Scores] = []
+    for name, metrics in chosen.items():
+        clusters = other.tasks[name].clusters or baseline.tasks[name].clusters
+        for metric in metrics:
+            found, higher = _pair(metric, other.tasks[name], clusters), metric.higher_is_better
+            is_first = metric is firsts[name]
+            scores = _judge([found], demand, higher, verdicts, withheld)
+            rows.append(ScoreRow(name, metric.label, is_first, higher, scores))
+            if is_first and name in in_overall:
+                lacking = found.lacking and f"{rows[-1].label}: {found.lacking}"
+                of_mean.append(replace(found, lacking=lacking))
+    overall = None
+    if of_mean:
+        higher = firsts[in_overall[0]].higher_is_better
+        scores = _judge(of_mean, demand, higher, verdicts, withheld)
+        overall = ScoreRow("overall", f"mean of {len(of_mean)} tasks", False, higher, scores)
     no_times = _why_withheld(reasons, "withhold times")
     is_alike = all(r.subject not in ("target", "decoding", "engine", "method") for r in reasons)
     if not no_times and is_alike and other.drafted == 0 and baseline.mode == "target-only":
         no_times = _NOTHING_DRAFTED  # both decoded token by token: it would say nothing of fly
     speeds = _speeds(other, baseline, no_times)
-    for name, metrics in chosen.items():
-        first = primary(metrics)
-        for metric in metrics:
-            higher = metric.higher_is_better
-            clusters = other.tasks[name].clusters or baseline.tasks[name].clusters
-            found = _pair(metric, other.tasks[name], clusters)
-            scores = _judge([found], demand, higher, verdicts, withheld)
-            rows.append(ScoreRow(name, metric.label, metric is first, higher, scores))
-            if metric is first:
-                primaries.append((rows[-1], found))
-    return Against(
-        other.name,
-        rows,
-        _overall(primaries, demand, verdicts, withheld),
-        speeds,
-        [
-            *(reason.note for reason in reasons if reason.note and reason.subject not in _OF_ALL),
-            *(
-                f"no time x of {other.name}, {speed.task}: {_NOTHING_DRAFTED}"
-                for speed in speeds
-                if speed.withheld == _NOTHING_DRAFTED
-            ),
-            *_dependence_notes(other),
-        ],
-    )
+    notes = [reason.note for reason in reasons if reason.note and reason.subject not in _OF_ALL]
+    notes += [
+        f"no time x of {other.name}, {speed.task}: {_NOTHING_DRAFTED}"
+        for speed in speeds
+        if speed.withheld == _NOTHING_DRAFTED
+    ]
+    notes += _dependence_notes(other)
+    return Against(other.name, rows, overall, speeds, notes)
 
 
 def _why_withheld(reasons: list[Reason], what: Severity) -> str:
@@ -381,36 +386,23 @@ def _judge(
     return replace(found, verdict=none, decides=None, reason=withheld, withheld=True)
 
 
-def _overall(
-    primaries: list[tuple[ScoreRow, _Scores]], demand: Demand, verdicts: int, withheld: str
-) -> ScoreRow | None:
-    """The mean over tasks. Those where lower is better have no place in it, unless all are such."""
-    in_mean = _in_overall([row.higher_is_better for row, _ in primaries])
-    tasks = [
-        replace(found, lacking=found.lacking and f"{row.label}: {found.lacking}")
-        for (row, found), is_in in zip(primaries, in_mean)
-        if is_in
-    ]
-    if not tasks:
-        return None
-    higher = any(row.higher_is_better for row, _ in primaries)
-    scores = _judge(tasks, demand, higher, verdicts, withheld)
-    return ScoreRow("overall", f"mean of {len(tasks)} tasks", False, higher, scores)
-
-
-def _in_overall(higher: list[bool]) -> list[bool]:
-    """Which tasks the mean is of, by whether higher is better in each; none if it were of one."""
-    found = [each == any(higher) for each in higher]
-    return found if sum(found) > 1 else [False] * len(found)
+def _choose_overall(firsts: dict[str, Metric]) -> list[str]:
+    """The tasks that the mean is of: those where higher is better, or all if there are none such;
+    no tasks if it were of one."""
+    higher = [name for name, metric in firsts.items() if metric.higher_is_better]
+    found = higher or [*firsts]
+    return found if len(found) > 1 else []
 
 
 def primary(metrics: list[Metric]) -> Metric | None:
     """A task's first metric by which the baseline scores anything, else its first; one whose
     scores lie below zero if there is no other."""
-    known = [metric for metric in metrics if metric.has_row]
-    known.sort(key=lambda metric: min(metric.scores.values()) < 0)  # stable
-    scoring = (m for m in known if not m.higher_is_better or max(m.scores.values()) > 0)
-    return next(scoring, next(iter(known), None))
+
+    def rank(metric: Metric) -> tuple[bool, bool]:
+        scores = metric.scores.values()
+        return metric.higher_is_better and max(scores) <= 0, min(scores) < 0
+
+    return min((metric for metric in metrics if metric.has_row), key=rank, default=None)
 
 
 # -------------------------------------------------------------------------------------- speed
@@ -436,7 +428,7 @@ def _speed(
     pace = _pace(list(work.values()), positions)
     speed = Speed(task, pace, from_earlier_runs=run.is_from_earlier_runs)
     base = _work_of(baseline, names) if baseline else {}
-    if baseline is None or base.keys() != work.keys():
+    if base.keys() != work.keys():
         return speed
     pairs = [(base[key], work[key]) for key in work]
     tokens = compare_rates([(own.tokens, theirs.tokens) for theirs, own in pairs])
@@ -457,11 +449,6 @@ def _gates(
 ) -> Iterator[GateRow]:
     withheld = _why_withheld(reasons, "withhold times")
     for gate in gates if other.mode != "target-only" else ():
-        if gate.task is not None and gate.task not in baseline.tasks:
-            raise FlyError(
-                f"{FLAGS[gate.kind]} {gate.task}: no such task: choose from "
-                f"{', '.join(baseline.tasks)}"
-            )
         names = [*baseline.tasks] if gate.task is None else [gate.task]
         base, own = _work_of(baseline, names), _work_of(other, names)
         yield judge_gate(gate, base, own, withheld, demand.confidence, verdicts)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from fly.analysis.compare import Against, CurvePoint, Result, ScoreRow, Speed
+from fly.analysis.compare import Against, CurvePoint, Result, ScoreRow, Speed, find_speed
 from fly.analysis.tables import (
     Table,
     as_csv,
@@ -215,22 +215,18 @@ def _short_rows(result: Result) -> Iterator[list[str]]:
     for number, first in enumerate(result.others[0].all_rows):
         if not (first.primary or first.task == "overall"):
             continue
-        base = _speed_of(result.baseline_speeds, first.task)
+        base = find_speed(result.baseline_speeds, first.task)
         count = first.scores.documents
         label = f"{first.task}, {count} document{'s' if count != 1 else ''}"
         score = _solved(first.scores.baseline, count)
         yield [label, result.baseline, score, "1", "1", _length(base)]
         for name, rows, speeds in runs:
-            speed = _speed_of(speeds, first.task)
+            speed = find_speed(speeds, first.task)
             mean = rows[number].scores.other
             score = "-" if mean is None else _solved(mean, count)
             shown = with_drafts(name, speed is not None and speed.from_earlier_runs)
             ratios = (speed.decode, speed.end_to_end) if speed else (None, None)
             yield ["", shown, score, *map(ratio_text, ratios), _length(speed)]
-
-
-def _speed_of(speeds: list[Speed], task: str) -> Speed | None:
-    return next((speed for speed in speeds if speed.task == task), None)
 
 
 def _solved(mean: float, count: int) -> str:
@@ -253,7 +249,7 @@ def _short_verdict(other: Against, result: Result, several: bool) -> Iterator[st
 def _in_short(row: ScoreRow, result: Result) -> Iterator[str]:
     texts = score_texts(row.scores)
     recovery = f" (recovery {texts.recovery}{texts.interval})"
-    yield _SAYS[row.verdict] + recovery * (row.is_judged and row.verdict != "unchanged")
+    yield _SAYS[row.verdict] + recovery * (row.verdict not in ("decides nothing", "unchanged"))
     for line in filter(None, in_words(row.scores, result.demand)):
         if line != row.scores.reason or row.verdict != "unchanged":  # said already
             yield line[0].upper() + line[1:]

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from scipy import stats
 
 from fly import reading
-from fly.analysis.compare import Against, primary
+from fly.analysis.compare import Against, find_speed, primary
 from fly.analysis.scores import Measured, Metric, Task
 from fly.analysis.statistics import DEFAULT_DEMAND, Demand, Verdict
 from fly.errors import FlyError
@@ -124,7 +124,7 @@ def _of_task(run: Run, name: str, task: Task, metric: Metric, against: Against |
     told: dict[str, Any] = {}
     if against:
         row = next((r for r in against.rows if (r.task, r.metric) == (name, metric.label)), None)
-        speed = next((speed for speed in against.speeds if speed.task == name), None)
+        speed = find_speed(against.speeds, name)
         if row and row.scores.recovery is not None:
             interval = row.scores.interval
             told = {"recovery": row.scores.recovery}

@@ -14,7 +14,7 @@ from typing import Any
 from fly import registry
 from fly.analysis import compare
 from fly.analysis.comparability import check_comparable, explain
-from fly.analysis.compare import ScoreRow, Speed
+from fly.analysis.compare import ScoreRow, Speed, find_speed
 from fly.analysis.scores import Measured
 from fly.analysis.statistics import holm
 from fly.errors import FlyError
@@ -117,12 +117,16 @@ def relate(
     for family in families:
         base = family.alone[1]
         result = compare.compare(base, [measured for _, measured in family.runs], metrics=metrics)
-        alone = {speed.task: speed for speed in result.baseline_speeds}
         for found in result.others:
-            speeds = {speed.task: speed for speed in found.speeds}
             place = (targets[base.name], drafters[found.name], rules[found.name], found.name)
             cells += [
-                Cell(*place, base.name, row, speeds.get(row.task), alone.get(row.task))
+                Cell(
+                    *place,
+                    base.name,
+                    row,
+                    find_speed(found.speeds, row.task),
+                    find_speed(result.baseline_speeds, row.task),
+                )
                 for row in found.all_rows
                 if metrics or row.primary or row is found.overall
             ]

@@ -69,7 +69,7 @@ def _count_texts(baseline: Measured, run: Measured) -> dict[str, int]:
 
 
 def _entry(against: Against, demand: Demand) -> dict[str, Any]:
-    main = against.overall or next((row for row in against.rows if row.primary), None)
+    main = against.main
     if main is None:
         return {"name": against.name, "refused": "its tasks have no score to compare"}
     deciding = main
