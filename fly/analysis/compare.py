@@ -209,7 +209,7 @@ def compare(
         check_comparable(baseline, noise)
         check_noise(baseline, noise)
         floor = [*noise_rows(baseline, noise, others, firsts)]
-    speeds = _speeds(baseline)
+    speeds = speeds_of(baseline)
     curve = [*_curve_point(baseline, speeds, "")]
     for other, against in zip(others, compared):
         curve += _curve_point(other, against.speeds, against.verdict)
@@ -338,7 +338,7 @@ def _against(
     is_alike = all(r.subject not in ("target", "decoding", "engine", "method") for r in reasons)
     if not no_times and is_alike and other.drafted == 0 and baseline.mode == "target-only":
         no_times = _NOTHING_DRAFTED  # both decoded token by token: it would say nothing of fly
-    speeds = _speeds(other, baseline, no_times)
+    speeds = speeds_of(other, baseline, no_times)
     notes = [reason.note for reason in reasons if reason.note and reason.subject not in _OF_ALL]
     notes += [
         f"no time x of {other.name}, {speed.task}: {_NOTHING_DRAFTED}"
@@ -408,8 +408,9 @@ def primary(metrics: list[Metric]) -> Metric | None:
 # -------------------------------------------------------------------------------------- speed
 
 
-def _speeds(run: Measured, baseline: Measured | None = None, withheld: str = "") -> list[Speed]:
-    """withheld: why there is no time x; empty if there is."""
+def speeds_of(run: Measured, baseline: Measured | None = None, withheld: str = "") -> list[Speed]:
+    """By task, and of several tasks together, the last. withheld: why there is no time x; empty if
+    there is."""
     names = list((baseline or run).tasks)
     groups = [[name] for name in names] + ([names] if len(names) > 1 else [])
     return [speed for group in groups if (speed := _speed(run, baseline, group, withheld))]
