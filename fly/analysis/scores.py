@@ -205,7 +205,7 @@ def measure(
         parts_of[task.name].append(task)
     if not parts_of:
         raise FlyError(f"{run.path}: holds no samples: nothing was scored")
-    requests = _requests(run)
+    requests, entry = _requests(run), run.entry or {}
     outputs = _outputs(run) if with_outputs else {}
     tasks = {}
     for name, parts in parts_of.items():
@@ -234,10 +234,10 @@ def measure(
         tasks=tasks,
         notes=notes,
         drafts=_drafts(run),
-        config_hash=(run.entry or {}).get("config_hash"),
-        drafted=((run.entry or {}).get("stats") or {}).get("drafted"),
+        config_hash=entry.get("config_hash"),
+        drafted=(entry.get("stats") or {}).get("drafted"),
         tok_s_per_user=_tok_s_per_user(run),
-        spd_k=run.entry["config"].get("spd_k") if run.entry and run.entry.get("drafter") else None,
+        spd_k=entry["config"].get("spd_k") if entry.get("drafter") else None,
     )
 
 
@@ -330,37 +330,33 @@ def _requests(run: Run) -> dict[str, dict[int, list[RequestLine]]]:
 def _positions(records: Iterable[RequestLine]) -> Positions:
     found = Positions()
     for record in records:
-        if "positions" in record:
-            found.add(Positions(**record["positions"]))
+        found.add(Positions(**record.get("positions", {})))
     return found
 
 
 def _sum(records: list[RequestLine]) -> Work:
-    def seconds(phases: tuple[str, ...]) -> float:
-        taken: list[Any] = [record["seconds"] for record in records]
-        return round(sum(each[phase] for each in taken for phase in phases), 6)
-
-    positions = _positions(records)
-    is_told = all(record["rounds"] or not record["emitted"] for record in records)
+    lengths, seconds = Lengths(), dict.fromkeys(TIMED, 0.0)
+    for record in records:
+        positions, taken = _positions([record]), dict[str, Any](record["seconds"])
+        accepted = sum(positions.accepted)
+        lengths.add(Lengths(record["emitted"], record["rounds"], accepted, positions.drafts))
+        seconds = {phase: seconds[phase] + taken[phase] for phase in TIMED}
     return Work(
-        tokens=sum(record["emitted"] for record in records),
-        rounds=sum(record["rounds"] for record in records) if is_told else 0,
-        decode=seconds(DECODING),
-        end_to_end=seconds(TIMED),
-        accepted=sum(positions.accepted),
-        drafts=positions.drafts,
+        tokens=lengths.emitted,
+        rounds=lengths.rounds,
+        decode=round(sum(seconds[phase] for phase in DECODING), 6),
+        end_to_end=round(sum(seconds.values()), 6),
+        accepted=lengths.accepted,
+        drafts=lengths.drafts,
     )
 
 
 def _drafts(run: Run) -> Drafts | None:
     if not run.sources and not run.draft_runs:
         return None
-    entry = (run.entry or {}).get("draft_runs") or {}
-    return Drafts(
-        sources=run.sources,
-        from_earlier_runs=bool(run.draft_runs),
-        same_target=entry.get("same_target"),
-    )
+    told = (run.entry or {}).get("draft_runs") or {}
+    same_target, from_earlier = told.get("same_target"), bool(run.draft_runs)
+    return Drafts(sources=run.sources, from_earlier_runs=from_earlier, same_target=same_target)
 
 
 def _outputs(run: Run) -> dict[str, Outputs]:
