@@ -211,20 +211,18 @@ def print_short(result: Result) -> None:
 
 
 def _short_rows(result: Result) -> Iterator[list[str]]:
-    runs = [(other.name, other.all_rows, other.speeds) for other in result.others]
-    for number, first in enumerate(result.others[0].all_rows):
-        if not (first.primary or first.task == "overall"):
+    for rows in zip(*(other.all_rows for other in result.others)):
+        task, base = rows[0].task, rows[0].scores
+        if not (rows[0].primary or task == "overall"):
             continue
-        base = find_speed(result.baseline_speeds, first.task)
-        count = first.scores.documents
-        label = f"{first.task}, {count} document{'s' if count != 1 else ''}"
-        score = _solved(first.scores.baseline, count)
-        yield [label, result.baseline, score, "1", "1", _length(base)]
-        for name, rows, speeds in runs:
-            speed = find_speed(speeds, first.task)
-            mean = rows[number].scores.other
+        count = base.documents
+        label = f"{task}, {count} document{'s' if count != 1 else ''}"
+        length = _length(find_speed(result.baseline_speeds, task))
+        yield [label, result.baseline, _solved(base.baseline, count), "1", "1", length]
+        for other, row in zip(result.others, rows):
+            speed, mean = find_speed(other.speeds, task), row.scores.other
             score = "-" if mean is None else _solved(mean, count)
-            shown = with_drafts(name, speed is not None and speed.from_earlier_runs)
+            shown = with_drafts(other.name, speed is not None and speed.from_earlier_runs)
             ratios = (speed.decode, speed.end_to_end) if speed else (None, None)
             yield ["", shown, score, *map(ratio_text, ratios), _length(speed)]
 

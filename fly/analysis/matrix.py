@@ -22,6 +22,7 @@ from fly.runs import run_settings
 from fly.runs.reader import Run
 
 Scored = tuple[Run, Measured]  # a run and its scores, under a name that no other run has
+_OF_SCORES = ("recovery", "interval", "bound", "lost", "won", "test")
 _NAMED = ("drafter", "target_model_path", "draft_model_path")  # whether they differ or not
 
 
@@ -42,22 +43,17 @@ class Cell:
     @property
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values, by the keys that docs/compare.md lists."""
-        scores = self.row.scores
+        scores = asdict(self.row.scores)
         return {
             **{key: getattr(self, key) for key in ("target", "drafter", "rule", "run", "baseline")},
             **{key: getattr(self.row, key) for key in ("task", "metric", "higher_is_better")},
-            "documents": scores.documents,
-            "score": scores.other,
-            "baseline_score": scores.baseline,
-            "recovery": scores.recovery,
-            "interval": asdict(scores.interval) if scores.interval else None,
-            "bound": scores.bound,
-            "lost": scores.lost,
-            "won": scores.won,
-            "test": scores.test,
-            "p_uncorrected": scores.p,
+            "documents": scores["documents"],
+            "score": scores["other"],
+            "baseline_score": scores["baseline"],
+            **{key: scores[key] for key in _OF_SCORES},
+            "p_uncorrected": scores["p"],
             "p": self.p,
-            "reason": "" if scores.other is not None else scores.reason,
+            "reason": "" if _is_tested(self) else scores["reason"],
             "speed": asdict(self.speed) if self.speed else None,
             "baseline_speed": asdict(self.alone) if self.alone else None,
         }
