@@ -198,11 +198,8 @@ def compare(
     firsts = {name: first for name, of in chosen.items() if (first := primary(of)) is not None}
     rows_per_run = sum(map(len, chosen.values())) + bool(_choose_overall(firsts))
     verdicts = len(others) * (max(1, rows_per_run) + len(gates))
-    compared = []
-    for other, found in zip(others, reasons):
-        against = _against(baseline, other, found, demand, chosen, firsts, verdicts)
-        judged = [*_gates(baseline, other, found, demand, gates, verdicts)]
-        compared.append(replace(against, gates=judged))
+    terms = _Terms(baseline, chosen, firsts, gates, demand, verdicts)
+    compared = [_against(other, found, terms) for other, found in zip(others, reasons)]
     notes += dict.fromkeys(note for each in compared for note in each.notes)
     floor: list[NoiseRow] = []
     if noise is not None:
@@ -302,51 +299,70 @@ def _pair(ours: Metric, task: Task, clusters: dict[int, str]) -> _Scores:
     return _Scores(base, scores, clusters=[clusters[i] for i in ours.scores] if clusters else [])
 
 
-def _against(
-    baseline: Measured,
-    other: Measured,
-    reasons: list[Reason],
-    demand: Demand,
-    chosen: dict[str, list[Metric]],
-    firsts: dict[str, Metric],
-    verdicts: int,
-) -> Against:
-    """One run, without its gates. reasons: what stands between it and the baseline.
+@dataclass(frozen=True)
+class _Terms:
+    """What every run is compared with, and by what."""
 
-    chosen, firsts: the baseline's metrics to compare, and those that stand for their tasks, by
-    task. verdicts: as in `statistics.compare_tasks`.
-    """
-    withheld, in_overall = _why_withheld(reasons, "withhold verdict"), _choose_overall(firsts)
-    rows: list[ScoreRow] = []
+    baseline: Measured
+    metrics: dict[str, list[Metric]]  # those to compare, by task
+    firsts: dict[str, Metric]  # those that stand for their tasks
+    gates: Sequence[Gate]
+    demand: Demand
+    verdicts: int  # as in `statistics.compare_tasks`
+
+
+def _against(other: Measured, reasons: list[Reason], terms: _Terms) -> Against:
+    """One run. reasons: what stands between it and the baseline (`check_comparable`)."""
+    baseline, no_times = terms.baseline, _why_withheld(reasons, "withhold times")
+    gates = []
+    for gate in terms.gates if other.mode != "target-only" else ():
+        names = [gate.task] if gate.task else [*baseline.tasks]
+        base, own = _work_of(baseline, names), _work_of(other, names)
+        row = judge_gate(gate, base, own, no_times, terms.demand.confidence, terms.verdicts)
+        gates.append(row)
+    is_alike = all(r.subject not in ("target", "decoding", "engine", "method") for r in reasons)
+    if not no_times and is_alike and other.drafted == 0 and baseline.mode == "target-only":
+        no_times = _NOTHING_DRAFTED  # both decoded token by token: it would say nothing of fly
+    rows, overall = _judge_rows(other, _why_withheld(reasons, "withhold verdict"), terms)
+    speeds = speeds_of(other, baseline, no_times)
+    notes = [
+        *(reason.note for reason in reasons if reason.note and reason.subject not in _OF_ALL),
+        *(
+            f"no time x of {other.name}, {speed.task}: {_NOTHING_DRAFTED}"
+            for speed in speeds
+            if speed.withheld == _NOTHING_DRAFTED
+        ),
+        *(
+            f"{name}: several documents share one {task.shared}, and are taken as independent: "
+            f"--cluster {task.shared} takes those that share it as one"
+            for name, task in other.tasks.items()
+            if task.shared and not task.clusters
+        ),
+    ]
+    return Against(other.name, rows, overall, speeds, notes, gates)
+
+
+def _judge_rows(
+    other: Measured, withheld: str, terms: _Terms
+) -> tuple[list[ScoreRow], ScoreRow | None]:
+    """(a row for every metric, the mean's). withheld: why no verdict can be reached."""
+    rows, in_overall = list[ScoreRow](), _choose_overall(terms.firsts)
     of_mean: list[_Scores] = []
-    for name, metrics in chosen.items():
-        clusters = other.tasks[name].clusters or baseline.tasks[name].clusters
+    for name, metrics in terms.metrics.items():
+        clusters = other.tasks[name].clusters or terms.baseline.tasks[name].clusters
         for metric in metrics:
             found, higher = _pair(metric, other.tasks[name], clusters), metric.higher_is_better
-            is_first = metric is firsts[name]
-            scores = _judge([found], demand, higher, verdicts, withheld)
+            is_first = metric is terms.firsts[name]
+            scores = _judge([found], higher, withheld, terms)
             rows.append(ScoreRow(name, metric.label, is_first, higher, scores))
             if is_first and name in in_overall:
                 lacking = found.lacking and f"{rows[-1].label}: {found.lacking}"
                 of_mean.append(replace(found, lacking=lacking))
-    overall = None
-    if of_mean:
-        higher = firsts[in_overall[0]].higher_is_better
-        scores = _judge(of_mean, demand, higher, verdicts, withheld)
-        overall = ScoreRow("overall", f"mean of {len(of_mean)} tasks", False, higher, scores)
-    no_times = _why_withheld(reasons, "withhold times")
-    is_alike = all(r.subject not in ("target", "decoding", "engine", "method") for r in reasons)
-    if not no_times and is_alike and other.drafted == 0 and baseline.mode == "target-only":
-        no_times = _NOTHING_DRAFTED  # both decoded token by token: it would say nothing of fly
-    speeds = speeds_of(other, baseline, no_times)
-    notes = [reason.note for reason in reasons if reason.note and reason.subject not in _OF_ALL]
-    notes += [
-        f"no time x of {other.name}, {speed.task}: {_NOTHING_DRAFTED}"
-        for speed in speeds
-        if speed.withheld == _NOTHING_DRAFTED
-    ]
-    notes += _dependence_notes(other)
-    return Against(other.name, rows, overall, speeds, notes)
+    if not of_mean:
+        return rows, None
+    higher = terms.firsts[in_overall[0]].higher_is_better
+    scores = _judge(of_mean, higher, withheld, terms)
+    return rows, ScoreRow("overall", f"mean of {len(of_mean)} tasks", False, higher, scores)
 
 
 def _why_withheld(reasons: list[Reason], what: Severity) -> str:
@@ -354,20 +370,7 @@ def _why_withheld(reasons: list[Reason], what: Severity) -> str:
     return next((r.why for r in reversed(reasons) if r.severity == what), "")
 
 
-def _dependence_notes(run: Measured) -> list[str]:
-    """Said where documents that share a text are taken as independent."""
-    return [
-        f"{name}: several documents share one {task.shared[0]}, and are taken as independent: "
-        f"--cluster {task.shared[0]} takes those that share it as one"
-        for name, task in run.tasks.items()
-        if task.shared and not task.clusters
-    ]
-
-
-def _judge(
-    tasks: list[_Scores], demand: Demand, higher: bool, verdicts: int, withheld: str
-) -> Comparison:
-    """withheld: why no verdict can be reached; empty if one can."""
+def _judge(tasks: list[_Scores], higher: bool, withheld: str, terms: _Terms) -> Comparison:
     lacking = next((task.lacking for task in tasks if task.lacking), "")
     if lacking:  # a mean of the other tasks would hide it
         return Comparison(
@@ -378,7 +381,7 @@ def _judge(
     pairs = [(task.baseline, task.other) for task in tasks]
     clusters = [task.clusters for task in tasks] if all(task.clusters for task in tasks) else None
     found = statistics.compare_tasks(
-        pairs, demand, higher_is_better=higher, verdicts=verdicts, clusters=clusters
+        pairs, terms.demand, higher_is_better=higher, verdicts=terms.verdicts, clusters=clusters
     )
     if not withheld:
         return found
@@ -438,21 +441,6 @@ def _speed(
     decode = compare_rates([(theirs.decode, own.decode) for theirs, own in pairs])
     whole = compare_rates([(theirs.end_to_end, own.end_to_end) for theirs, own in pairs])
     return replace(speed, decode=decode, end_to_end=whole, tokens=tokens)
-
-
-def _gates(
-    baseline: Measured,
-    other: Measured,
-    reasons: list[Reason],
-    demand: Demand,
-    gates: Sequence[Gate],
-    verdicts: int,
-) -> Iterator[GateRow]:
-    withheld = _why_withheld(reasons, "withhold times")
-    for gate in gates if other.mode != "target-only" else ():
-        names = [*baseline.tasks] if gate.task is None else [gate.task]
-        base, own = _work_of(baseline, names), _work_of(other, names)
-        yield judge_gate(gate, base, own, withheld, demand.confidence, verdicts)
 
 
 def _work_of(run: Measured, names: list[str]) -> dict[tuple[str, int], Work]:

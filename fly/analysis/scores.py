@@ -114,8 +114,8 @@ class Task(_Stored):
     # by document id; only where they were asked for
     clusters: dict[int, str] = Field(default_factory=dict, exclude=True)
     groups: dict[int, str] = Field(default_factory=dict, exclude=True)
-    # fields of long texts that several documents have in common
-    shared: list[str] = Field(default_factory=list, exclude=True)
+    # the first field of long texts that several documents have in common; empty without one
+    shared: str = Field(default="", exclude=True)
 
     def metric(self, label: str) -> Metric | None:
         return next((metric for metric in self.metrics if metric.label == label), None)
@@ -223,7 +223,7 @@ def measure(
             texts={i: sample.responses for i, sample in first.samples.items()} if writes else {},
             clusters=_values(name, first, cluster, "--cluster") if cluster else {},
             groups=_values(name, first, by, "--by") if by else {},
-            shared=_shared_texts(first),
+            shared=_shared_field(first),
         )
     return Measured(
         name=run.name,
@@ -286,15 +286,15 @@ def _values(name: str, task: TaskRun, field: str, flag: str) -> dict[int, str]:
     return {i: v if isinstance(v, str) else json.dumps(v) for i, v in values.items()}
 
 
-def _shared_texts(task: TaskRun) -> list[str]:
-    """Fields of long texts, such as passages, that some documents have in common, but not all."""
-    found = []
+def _shared_field(task: TaskRun) -> str:
+    """The first field of long texts, such as passages, that some documents have in common, but not
+    all; empty without one."""
     for field in next(iter(task.samples.values())).doc:
         texts = [sample.doc.get(field) for sample in task.samples.values()]
-        long = {text for text in texts if isinstance(text, str) and len(text) >= _LONG}
-        if 1 < len(long) < sum(text in long for text in texts if isinstance(text, str)):
-            found.append(field)
-    return found
+        long = [text for text in texts if isinstance(text, str) and len(text) >= _LONG]
+        if 1 < len({*long}) < len(long):
+            return field
+    return ""
 
 
 def _metrics(task: TaskRun, run_name: str, notes: list[str]) -> Iterator[Metric]:
