@@ -27,20 +27,17 @@ _COLUMNS = (
 
 def markdown(
     result: Result,
-    runs: Sequence[Measured] = (),
+    runs: Sequence[Measured],
     link: str | None = None,
     groups: compare_table.Categories = (),
 ) -> str:
-    """The comment. runs: all runs that were compared, with their texts, where these are known.
-    link: address of the report, whose documents are linked then. groups: of `categories.rows`."""
+    """The comment. runs: all that were compared. link: address of the report, whose documents are
+    linked then. groups: of `categories.rows`."""
     by_name = {run.name: run for run in runs}
     parts = [MARK, *_headlines(result), *([f"[The report]({link})"] if link else [])]
-    table = Table("", _COLUMNS, [*_rows(result)])
-    parts.append("\n".join(table.as_markdown().split("\n")[2:]))
-    base = by_name.get(result.baseline)
+    parts.append(Table("", _COLUMNS, [*_rows(result)]).as_markdown())
     for other in result.others:
-        if base is not None and other.name in by_name:
-            parts += _changes(other, base, by_name[other.name], link)
+        parts += _changes(other, by_name[result.baseline], by_name[other.name], link)
     parts.append(_fold("All tables and notes", compare_table.markdown(result, groups)))
     return "\n\n".join(parts) + "\n"
 

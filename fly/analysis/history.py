@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from scipy import stats
 
 from fly import reading
@@ -148,13 +148,15 @@ def append(path: Path, lines: Sequence[Line]) -> None:
 def read(path: Path) -> Iterator[Line]:
     """The runs in a history file."""
     for number, text in enumerate(reading.iterate_lines(path), 1):
-        if text.strip():
-            found = reading.parse_as(text, Line)
-            if found is None:
-                where = f"{path}, line {number}, not of fly compare --history"
-                reading.check_shape(reading.parse(text, where), Line, where)
-                raise FlyError(f"{where}: remove it")
-            yield found
+        if not text.strip():
+            continue
+        where = f"{path}, line {number}, not of fly compare --history"
+        try:
+            found = Line.model_validate_json(text, strict=True)
+        except ValidationError as error:
+            reading.parse(text, where)  # says what is wrong with the JSON itself
+            raise FlyError(reading.problem(error, where)) from None
+        yield found
 
 
 # ------------------------------------------------------------------------------------ decline

@@ -115,8 +115,9 @@ class Table:
             shown = (visible(cell).replace("\n", "<br>").replace("|", "\\|") for cell in cells)
             return f"| {' | '.join(shown)} |"
 
+        title = [f"### {visible(self.title)}", ""] if self.title else []
         head = [line(self.columns), "|" + "---|" * len(self.columns)]
-        return "\n".join([f"### {visible(self.title)}", "", *head, *map(line, self.rows)])
+        return "\n".join([*title, *head, *map(line, self.rows)])
 
 
 def print_tables(
