@@ -126,8 +126,8 @@ def _explain_decoding(baseline: Measured, run: Measured) -> str:
         if stored != value and not (key in _OF_FLY and None in (stored, value)):
             return _decoded_otherwise(key, stored, value)
     for name, task in run.tasks.items():
-        ours = baseline.tasks.get(name)
-        if ours and ours.generation != task.generation:
+        ours = baseline.tasks.get(name, task)
+        if ours.generation != task.generation:
             return f"{name} is generated otherwise ({ours.generation}, now {task.generation})"
     return ""
 
@@ -178,7 +178,7 @@ def _record_notes(baseline: Measured, run: Measured) -> Iterator[str]:
                 f"{', '.join(sources)}), not the speed of {each.mode} by itself"
             )
     for name, task in run.tasks.items():
-        ours = baseline.tasks[name].work if name in baseline.tasks else task.work
+        ours = baseline.tasks.get(name, task).work
         if ours.keys() != task.work.keys():
             yield (
                 f"no time x of {name}: {baseline.name} and {run.name} have records of different "

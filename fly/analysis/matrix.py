@@ -196,20 +196,19 @@ def _family_of(each: Scored, families: list[_Family]) -> _Family:
         and family.alone[1].tasks.keys() == measured.tasks.keys()
         and not explain(family.alone[1], measured, "target")
     ]
-    what = f"target-only run of {measured.target['name']} ({measured.target['dtype']}, {run.engine}"
-    what += f"; {', '.join(measured.tasks)})"
-    if not fitting:
-        raise FlyError(f"{measured.name}: no {what} is among the runs: add one (use_sd=false)")
-    if len(fitting) == 1:
-        return fitting[0]
     alike = [
         family
         for family in fitting
         if not explain(family.alone[1], measured, "target", "decoding", "machine", "method")
     ]
-    if len(alike) == 1:
-        return alike[0]
-    names = " and ".join(family.alone[1].name for family in alike or fitting)
+    closest = alike or fitting
+    if len(closest) == 1:
+        return closest[0]
+    what = f"target-only run of {measured.target['name']} ({measured.target['dtype']}, {run.engine}"
+    what += f"; {', '.join(measured.tasks)})"
+    if not closest:
+        raise FlyError(f"{measured.name}: no {what} is among the runs: add one (use_sd=false)")
+    names = " and ".join(family.alone[1].name for family in closest)
     raise FlyError(f"{measured.name}: {names} could each be its {what}: give only one of them")
 
 

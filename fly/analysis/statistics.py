@@ -8,12 +8,12 @@ always worse. docs/compare.md says what each number means and how the verdict is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy import stats
 
 from fly.analysis.posterior import (
@@ -31,7 +31,6 @@ from fly.analysis.posterior import (
 from fly.analysis.sample_size import documents_that_decide
 
 Verdict = Literal["held", "unchanged", "fell", "not enough evidence"]
-Indices = NDArray[np.int64]
 
 RESAMPLES = 9999
 LEVEL = 0.95  # of the printed intervals
@@ -161,12 +160,15 @@ def compare_rates(
     tails: tuple[float, float] = _TAILS,
 ) -> Ratio | None:
     """The ratio of two sums over documents, given as pairs (such as the seconds of two runs), over
-    the same of `base`, if given.
+    the same of `base`, if given, with its percentile interval over resampled documents.
 
-    tails: the probabilities of the interval's ends. None if one of the sums is zero.
+    tails: the probabilities of the interval's ends. Few documents widen it as t is wider than the
+    normal distribution (Hesterberg 2015, sec. 4.1; BCa covered no better). None if one of the sums
+    is zero; no interval for one document, and if more resamples than one tail have no value (a
+    denominator of zero).
     """
     rows = np.asarray([*zip(*rates), *(zip(*base) if base else ())], float)
-    totals = rows.sum(axis=-1)
+    totals, documents = rows.sum(axis=-1), len(rates)
     if not rates or not totals.all():
         return None
 
@@ -175,12 +177,27 @@ def compare_rates(
         found = divide(above, below)
         return divide(found, divide(*others)) if others else found
 
-    signs = np.array([1, -1, -1, 1])[: len(rows)]
-    deviations = signs @ (rows / totals[:, None])
-    interval = _bootstrap(
-        lambda index: ratio([row[index].sum(axis=-1) for row in rows]), deviations, tails
-    )
-    return Ratio(float(ratio(totals)), interval)
+    value = float(ratio(totals))
+    if documents < 2:
+        return Ratio(value, None)
+    # the ends of 95 % intervals of many documents need no more
+    is_enough = documents >= _MANY and min(tails[0], 1 - tails[1]) > 0.01
+    resamples = RESAMPLES // 5 if is_enough else RESAMPLES
+    rng, batch, values = np.random.default_rng(0), max(1, MOST_AT_ONCE // documents), []
+    for start in range(0, resamples, batch):
+        index = rng.integers(documents, size=(min(batch, resamples - start), documents))
+        values.append(ratio([row[index].sum(axis=-1) for row in rows]))
+    resampled = np.concatenate(values)
+    defined = resampled[np.isfinite(resampled)]
+    if len(defined) < max(1 - tails[0], tails[1]) * len(resampled):
+        return Ratio(value, None)
+    # what each document adds to the ratio's error, to first order and up to a factor
+    deviations = np.array([1, -1, -1, 1])[: len(rows)] @ (rows / totals[:, None])
+    ends = np.zeros(2)
+    if deviations.any():
+        ends = stats.t.ppf(tails, documents - 1) / math.sqrt(1 - 1 / documents)
+    low, high = np.quantile(defined, stats.norm.cdf(ends))
+    return Ratio(value, Interval(float(low), float(high)))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -241,39 +258,6 @@ def _sign_flips(change: Floats, resamples: int) -> float:
         z = differing.sum() / math.sqrt((differing**2).sum())
         p = min(p, float(2 * stats.norm.sf(abs(z))))
     return p
-
-
-def _bootstrap(
-    statistic: Callable[[Indices], Floats],
-    deviations: Floats,
-    tails: tuple[float, float],
-) -> Interval | None:
-    """Percentile interval of a statistic of resampled document indices, [resamples, N].
-
-    deviations: what each document adds to the statistic's error, to first order and up to a factor
-    that all share, [N]. Few documents widen the interval as t is wider than the normal distribution
-    (Hesterberg 2015, sec. 4.1; BCa covered no better). None for one document, and if more resamples
-    than one tail have no value (a denominator of zero).
-    """
-    documents = len(deviations)
-    if documents < 2:
-        return None
-    # the ends of 95 % intervals of many documents need no more
-    is_enough = documents >= _MANY and min(tails[0], 1 - tails[1]) > 0.01
-    resamples = RESAMPLES // 5 if is_enough else RESAMPLES
-    rng, batch = np.random.default_rng(0), max(1, MOST_AT_ONCE // documents)
-    sizes = [min(batch, resamples - done) for done in range(0, resamples, batch)]
-    values = np.concatenate(
-        [statistic(rng.integers(documents, size=(size, documents))) for size in sizes]
-    )
-    defined = values[np.isfinite(values)]
-    if len(defined) < max(1 - tails[0], tails[1]) * len(values):
-        return None
-    ends = np.zeros(2)
-    if deviations.any():
-        ends = stats.t.ppf(tails, documents - 1) / math.sqrt(1 - 1 / documents)
-    low, high = np.quantile(defined, stats.norm.cdf(ends))
-    return Interval(float(low), float(high))
 
 
 def _verdict(enough: bool, fell: bool, lost: int, won: int) -> tuple[Verdict, str]:
