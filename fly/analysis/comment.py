@@ -49,7 +49,7 @@ def _headlines(result: Result) -> Iterator[str]:
             yield f"### {_inline(other.name)} against {_inline(result.baseline)}: no scores"
             continue
         texts = score_texts(main.scores)
-        said = f"recovery {texts.recovery}{texts.interval}, {texts.changed} documents lost / won"
+        said = f"recovery {texts.recovery}, {texts.changed} documents lost / won"
         name = _inline(f"{other.name} against {result.baseline}")
         yield f"### {sign} {name}: {other.verdict}\n\n{_inline(main.label)}: {said}"
         for gate in other.gates:
@@ -67,7 +67,7 @@ def _rows(result: Result) -> Iterator[list[str]]:
             tau = speed.pace.tau if speed else None
             yield [
                 row.label, other.name, f"{row.scores.baseline:.4g} \u2192 {texts.score}",
-                texts.recovery + texts.interval, texts.changed,
+                texts.recovery, texts.changed,
                 ratio_text(speed.end_to_end) if speed else "-",
                 f"{tau:.2f}" if tau else "-", row.verdict,
             ]  # fmt: skip

@@ -49,7 +49,7 @@ def as_junit(result: Result, allow_inconclusive: bool) -> str:
             scores, texts = row.scores, score_texts(row.scores)
             numbers = (
                 f"{result.baseline} {scores.baseline:.4g}, {other.name} {texts.score}, "
-                f"recovery {texts.recovery}{texts.interval}, lost / won {texts.changed} of "
+                f"recovery {texts.recovery}, lost / won {texts.changed} of "
                 f"{scores.documents}, p {texts.p}"
             )
             why = "; ".join(in_words(scores, result.demand)) or scores.reason

@@ -141,7 +141,7 @@ def print_tables(
 def as_markdown(tables: Sequence[Table], notes: Sequence[str]) -> str:
     """For a pull request or a job's summary."""
     lines = "\n".join(f"- {visible(line)}" for line in notes)
-    return "\n\n".join([*(table.as_markdown() for table in tables), lines]) + "\n"
+    return "\n\n".join([*(table.as_markdown() for table in tables if table.rows), lines]) + "\n"
 
 
 def as_csv(rows: Iterable[Mapping[str, Any]], first: Iterable[str] = ()) -> str:
@@ -179,8 +179,7 @@ class ScoreTexts:
     """One row's numbers, as every table and file for people writes them."""
 
     score: str = "-"
-    recovery: str = "-"
-    interval: str = ""  # of the recovery, with a space before it; empty where there is none
+    recovery: str = "-"  # with its interval
     changed: str = "-"  # documents lost and won
     p: str = "-"
     bound: str = ""  # the largest loss that scores without any leave possible; else empty
@@ -190,11 +189,12 @@ def score_texts(scores: Comparison, p: float | None = None) -> ScoreTexts:
     """p: instead of the row's own, corrected for more rows."""
     if scores.other is None:
         return ScoreTexts()
-    p = scores.p if p is None else p
+    p, recovery = scores.p if p is None else p, "undefined"
+    if scores.recovery is not None:
+        recovery = f"{scores.recovery:.3f}{interval_text(scores.interval, 3)}"
     return ScoreTexts(
         score=f"{scores.other:.4g}",
-        recovery="undefined" if scores.recovery is None else f"{scores.recovery:.3f}",
-        interval=interval_text(scores.interval, 3) if scores.recovery is not None else "",
+        recovery=recovery,
         changed=f"{scores.lost} / {scores.won}",
         p=f"{p:.3f}" if p >= 0.001 else "<0.001",
         bound=f"{scores.bound:.1%}" if scores.bound else "",
