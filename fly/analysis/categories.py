@@ -36,7 +36,7 @@ def rows(
                 shown = against or next(iter(result.others), None)
                 speed = find_speed(against.speeds if against else result.baseline_speeds, name)
                 equal = equal_texts(base.tasks[name], run.tasks[name]) if against else None
-                row = _row(shown and shown.main, speed, equal, is_baseline=against is None)
+                row = _row(shown.main if shown else None, speed, equal, is_baseline=not against)
                 model = {"model": run.target["name"], "k": run.spd_k}
                 found.append({**start, "run": run.name, **row, **model})
     return found

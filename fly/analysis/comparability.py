@@ -171,8 +171,8 @@ def _time_reasons(baseline: Measured, run: Measured) -> Iterator[Reason]:
 
 def _record_notes(baseline: Measured, run: Measured) -> Iterator[str]:
     for each in (baseline, run):
-        if each.is_from_earlier_runs:
-            sources = [key.replace("_", " ") for key in each.drafts.sources] if each.drafts else []
+        if each.drafts and each.drafts.from_earlier_runs:
+            sources = [key.replace("_", " ") for key in each.drafts.sources]
             yield (
                 f"{each.name}: its seconds are with drafts from earlier outputs (drafted from: "
                 f"{', '.join(sources)}), not the speed of {each.mode} by itself"

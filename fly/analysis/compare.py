@@ -95,14 +95,13 @@ class Against:
     rows: list[ScoreRow]
     overall: ScoreRow | None  # the mean of the primary scores; None for one task
     speeds: list[Speed]
-    # what a reader of its scores and its time x has to know
-    notes: list[str] = field(default_factory=list)
-    gates: list[GateRow] = field(default_factory=list)
+    notes: list[str]  # what a reader of its scores and its time x has to know
+    gates: list[GateRow]
 
     @property
     def verdict(self) -> Verdict:
-        judged = [row.scores for row in self.all_rows if not row.scores.decides_nothing]
-        return weakest(row.verdict for row in (*judged, *self.gates))
+        verdicts = [row.scores.verdict for row in self.all_rows if not row.scores.decides_nothing]
+        return weakest([*verdicts, *(row.verdict for row in self.gates)])
 
     @property
     def all_rows(self) -> list[ScoreRow]:

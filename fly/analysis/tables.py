@@ -22,8 +22,6 @@ WIDTH = 100
 _COLOURS = {
     "held": "green", "unchanged": "green", "fell": "red", "not enough evidence": "yellow",
 }  # fmt: skip
-# a task name may fold, an interval may not
-_UNFOLDED = ("decoding x", "end to end x", "accepted by position")
 _TEXTS = ("task", "verdict", "documents", "settings")  # whose words may take several lines
 _NUMBERS = (
     "score", "lost/won", "p", "tokens x", "tok/s", "passes saved", "tau", "tau/doc", "AL", "AL/doc",
@@ -103,7 +101,7 @@ class Table:
                 justify="right" if name in _NUMBERS else "left",
                 overflow="fold",
                 width=width,
-                no_wrap=name in _UNFOLDED or (width is None and name not in _TEXTS),
+                no_wrap=width is None and name not in _TEXTS,
                 min_width=None if width else self._least_width(name),
             )
         for row in self.rows:
