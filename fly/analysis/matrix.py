@@ -115,17 +115,11 @@ def relate(
         result = compare.compare(base, [measured for _, measured in family.runs], metrics=metrics)
         for found in result.others:
             place = (targets[base.name], drafters[found.name], rules[found.name], found.name)
-            cells += [
-                Cell(
-                    *place,
-                    base.name,
-                    row,
-                    find_speed(found.speeds, row.task),
-                    find_speed(result.baseline_speeds, row.task),
-                )
-                for row in found.all_rows
-                if metrics or row.primary or row is found.overall
-            ]
+            for row in found.all_rows:
+                if metrics or row.primary or row is found.overall:
+                    speed = find_speed(found.speeds, row.task)
+                    alone = find_speed(result.baseline_speeds, row.task)
+                    cells.append(Cell(*place, base.name, row, speed, alone))
         notes += result.notes
     return cells, list(dict.fromkeys(notes))
 
