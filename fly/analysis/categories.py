@@ -27,10 +27,13 @@ def rows(
     for name, task in baseline.tasks.items():
         groups = task.groups or next((o.tasks[name].groups for o in others), {})
         for value in sorted({*groups.values()}):
-            ids = {i for i, group in groups.items() if group == value}
-            base, *rest = (_restrict(run, name, ids) for run in (baseline, *others))
+            own = {i: i for i, group in groups.items() if group == value}
+            base, *rest = (
+                run.model_copy(update={"tasks": {name: run.tasks[name].select(own)}})
+                for run in (baseline, *others)
+            )
             result = compare(base, rest, demand, metrics)
-            start = {"task": name, "category": value, "documents": len(ids)}
+            start = {"task": name, "category": value, "documents": len(own)}
             for run, against in [(base, None), *zip(rest, result.others)]:
                 # any comparison has the baseline's score
                 shown = against or next(iter(result.others), None)
@@ -58,9 +61,3 @@ def _row(
         "al": pace.al if pace else None,
         "decode_x": speed.decode.value if speed and speed.decode else None,
     }
-
-
-def _restrict(run: Measured, name: str, ids: set[int]) -> Measured:
-    """The run with these documents of one task alone."""
-    task = run.tasks[name].select({number: number for number in ids})
-    return run.model_copy(update={"tasks": {name: task}})
