@@ -16,21 +16,13 @@ class Acceptance:
     window is in none of the entropies."""
 
     requests: int = 0
-    # rounds by tokens that were drafted, and that stood
-    rounds: Counter[tuple[int, int]] = field(default_factory=Counter)
+    positions: Positions = field(default_factory=Positions)
     deferred: Counter[int] = field(default_factory=Counter)  # mismatches that stood, by position
     blocks: Counter[int] = field(default_factory=Counter)  # rounds by tokens that stood
     # the target's entropies at mismatches that stood
     stood: list[float] = field(default_factory=list)
     rolled_back: list[float] = field(default_factory=list)  # and at those that were rolled back
     rejected: list[float] = field(default_factory=list)  # and at those that were rejected at once
-
-    @property
-    def positions(self) -> Positions:
-        found = Positions()
-        for (drafted, accepted), count in self.rounds.items():
-            found.add_round(drafted, accepted, count)
-        return found
 
     @property
     def block_counts(self) -> list[int]:
@@ -40,14 +32,17 @@ class Acceptance:
 def measure(generations: Iterable[Generation]) -> Acceptance:
     """Add up whole requests; one that was cut short (finish None) only counts as a request."""
     result = Acceptance()
+    rounds = Counter[tuple[int, int]]()  # by tokens that were drafted, and that stood
     for generation in generations:
         result.requests += 1
         if generation.finish is not None:
-            _add(result, generation)
+            _add(result, rounds, generation)
+    for (drafted, accepted), count in rounds.items():
+        result.positions.add_round(drafted, accepted, count)
     return result
 
 
-def _add(result: Acceptance, generation: Generation) -> None:
+def _add(result: Acceptance, rounds: Counter[tuple[int, int]], generation: Generation) -> None:
     tokens, accepted = Counter[int](), Counter[int]()  # by round
     rolled_back_at: set[int] = set()
     for token in generation.shown:
@@ -68,4 +63,4 @@ def _add(result: Acceptance, generation: Generation) -> None:
             result.rejected.append(token.entropy)
     for line in generation.rounds:
         result.blocks[tokens[line["round"]]] += 1
-        result.rounds[len(line["draft"]), accepted[line["round"]]] += 1
+        rounds[len(line["draft"]), accepted[line["round"]]] += 1

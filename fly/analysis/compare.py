@@ -205,10 +205,10 @@ def compare(
         check_comparable(baseline, noise)
         check_noise(baseline, noise)
         floor = [*noise_rows(baseline, noise, others, firsts)]
-    speeds = speeds_of(baseline)
-    curve = [*_curve_point(baseline, speeds, "")]
+    speeds = measure_speeds(baseline)
+    curve = [*_find_curve_point(baseline, speeds, "")]
     for other, against in zip(others, compared):
-        curve += _curve_point(other, against.speeds, against.verdict)
+        curve += _find_curve_point(other, against.speeds, against.verdict)
     return Result(baseline.name, speeds, compared, demand, verdicts, notes, floor, curve)
 
 
@@ -217,7 +217,7 @@ def find_speed(speeds: Sequence[Speed], task: str) -> Speed | None:
     return next((speed for speed in speeds if speed.task == task), None)
 
 
-def _curve_point(run: Measured, speeds: list[Speed], verdict: str) -> Iterator[CurvePoint]:
+def _find_curve_point(run: Measured, speeds: list[Speed], verdict: str) -> Iterator[CurvePoint]:
     """A server's point; none for other runs."""
     tok_s = speeds[-1].pace.end_to_end_tok_s if speeds else None  # of all tasks
     if run.tok_s_per_user is not None and tok_s is not None:
@@ -323,7 +323,7 @@ def _against(other: Measured, reasons: list[Reason], terms: _Terms) -> Against:
     if not no_times and is_alike and other.drafted == 0 and baseline.mode == "target-only":
         no_times = _NOTHING_DRAFTED  # both decoded token by token: it would say nothing of fly
     rows, overall = _judge_rows(other, _why_withheld(reasons, "withhold verdict"), terms)
-    speeds = speeds_of(other, baseline, no_times)
+    speeds = measure_speeds(other, baseline, no_times)
     notes = [
         *(reason.note for reason in reasons if reason.note and reason.subject not in _OF_ALL),
         *(
@@ -410,7 +410,9 @@ def primary(metrics: list[Metric]) -> Metric | None:
 # -------------------------------------------------------------------------------------- speed
 
 
-def speeds_of(run: Measured, baseline: Measured | None = None, withheld: str = "") -> list[Speed]:
+def measure_speeds(
+    run: Measured, baseline: Measured | None = None, withheld: str = ""
+) -> list[Speed]:
     """By task, and of several tasks together, the last. withheld: why there is no time x; empty if
     there is."""
     names = list((baseline or run).tasks)

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from scipy import stats
 
 from fly import reading
-from fly.analysis.compare import Against, Speed, find_speed, primary, speeds_of
+from fly.analysis.compare import Against, Speed, find_speed, measure_speeds, primary
 from fly.analysis.scores import Measured, Metric, Task
 from fly.analysis.statistics import DEFAULT_DEMAND, Demand, Verdict
 from fly.errors import FlyError
@@ -85,7 +85,8 @@ class Line(BaseModel):
 
 def line_of(run: Run, measured: Measured, against: Against | None = None) -> Line:
     """A finished run's line. against: its comparison with a baseline, if there is one."""
-    found, speeds = run_settings.in_force(run), against.speeds if against else speeds_of(measured)
+    found = run_settings.in_force(run)
+    speeds = against.speeds if against else measure_speeds(measured)
     commit = next((os.environ[name] for name in _COMMITS if os.environ.get(name)), None)
     apart = {*_MODELS, *_MACHINE}
     return Line(

@@ -223,7 +223,7 @@ def measure(
             texts={i: sample.responses for i, sample in first.samples.items()} if writes else {},
             clusters=_values(name, first, cluster, "--cluster") if cluster else {},
             groups=_values(name, first, by, "--by") if by else {},
-            shared=_shared_field(first),
+            shared=_find_shared_field(first),
         )
     return Measured(
         name=run.name,
@@ -286,7 +286,7 @@ def _values(name: str, task: TaskRun, field: str, flag: str) -> dict[int, str]:
     return {i: v if isinstance(v, str) else json.dumps(v) for i, v in values.items()}
 
 
-def _shared_field(task: TaskRun) -> str:
+def _find_shared_field(task: TaskRun) -> str:
     """The first field of long texts, such as passages, that some documents have in common, but not
     all; empty without one."""
     for field in next(iter(task.samples.values())).doc:
