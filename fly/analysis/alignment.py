@@ -14,29 +14,26 @@ _Key = tuple[str, int]  # a document's hash, and how many of the same come befor
 def pair_by_document(runs: Sequence[Measured]) -> list[Measured]:
     """The runs with the documents that all of them have, under the first run's numbers and prompts.
 
-    A note says which prompts differ and what was left out. Raises FlyError for a task that only
-    some of the runs have, or of which they share no document.
+    A note says which prompts differ and what was left out. Tasks that only some of the runs have
+    stay as they are. Raises FlyError for a task of which the runs share no document.
     """
     first, found = runs[0], [dict(run.tasks) for run in runs]
     notes = []
-    for run in runs:
-        if only := sorted(first.tasks.keys() ^ run.tasks.keys()):
-            raise FlyError(
-                f"{first.name} and {run.name} cannot be compared: task {only[0]} is only in one"
-            )
     for name, ours in first.tasks.items():
+        if not all(name in run.tasks for run in runs):
+            continue
         tasks = [run.tasks[name] for run in runs]
         numbers = [_numbers(task) for task in tasks]
         shared = [key for key in numbers[0] if all(key in of_run for of_run in numbers)]
         if not shared:
             raise FlyError(f"--pair-by document: {name}: the runs share no document")
-        for index, (task, of_run) in enumerate(zip(tasks, numbers)):
+        for run, own, task, of_run in zip(runs, found, tasks, numbers):
             new = {of_run[key]: numbers[0][key] for key in shared}
-            found[index][name] = _under_prompts_of(ours, task.select(new))
+            own[name] = _under_prompts_of(ours, task.select(new))
             changed = sum(
                 task.documents[i].prompt != ours.documents[at].prompt for i, at in new.items()
             )
-            who = f"{runs[index].name}: {name}:"
+            who = f"{run.name}: {name}:"
             if changed:
                 notes.append(
                     f"{who} paired by document: {changed:,} of {len(shared):,} prompts are not "

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from fly.analysis.compare import Against, Speed, compare, equal_texts
+from fly.analysis.compare import ScoreRow, Speed, compare, equal_texts, find_speed
 from fly.analysis.scores import Measured
 from fly.analysis.statistics import DEFAULT_DEMAND, Demand
 
@@ -27,52 +27,37 @@ def rows(
     for name, task in baseline.tasks.items():
         groups = task.groups or next((o.tasks[name].groups for o in others), {})
         for value in sorted({*groups.values()}):
-            ids = {i for i, group in groups.items() if group == value}
-            base, *rest = (_restrict(run, name, ids) for run in (baseline, *others))
+            own = {i: i for i, group in groups.items() if group == value}
+            base, *rest = (
+                run.model_copy(update={"tasks": {name: run.tasks[name].select(own)}})
+                for run in (baseline, *others)
+            )
             result = compare(base, rest, demand, metrics)
-            start = {"task": name, "category": value, "documents": len(ids)}
-            speeds = {speed.task: speed for speed in result.baseline_speeds}
-            pairs = [(base, None), *zip(rest, result.others)]
-            for run, against in pairs:
-                own = speeds if against is None else {s.task: s for s in against.speeds}
-                first = against or next(iter(result.others), None)
-                found.append({**start, **_row(run, base, against, first, own.get(name))})
+            start = {"task": name, "category": value, "documents": len(own)}
+            for run, against in [(base, None), *zip(rest, result.others)]:
+                # any comparison has the baseline's score
+                shown = against or next(iter(result.others), None)
+                speed = find_speed(against.speeds if against else result.baseline_speeds, name)
+                equal = equal_texts(base.tasks[name], run.tasks[name]) if against else None
+                row = _row(shown.main if shown else None, speed, equal, is_baseline=not against)
+                model = {"model": run.target["name"], "k": run.spd_k}
+                found.append({**start, "run": run.name, **row, **model})
     return found
 
 
 def _row(
-    run: Measured,
-    base: Measured,
-    against: Against | None,
-    first: Against | None,
-    speed: Speed | None,
+    row: ScoreRow | None, speed: Speed | None, equal: tuple[int, int] | None, *, is_baseline: bool
 ) -> dict[str, Any]:
-    """against: None for the baseline, whose score is `first`'s."""
-    row = next((row for row in first.rows if row.primary), None) if first else None
-    scores = row.scores if row else None
-    shown = scores if against else None
-    (name,) = run.tasks
-    equal = equal_texts(base.tasks[name], run.tasks[name]) if against else None
+    """A run's scores, which are compared with nothing if it is the baseline, and its speed."""
+    scores = asdict(row.scores) if row else {}
+    compared = {} if is_baseline else scores
     pace = speed.pace if speed else None
     return {
-        "run": run.name,
         "metric": row.metric if row else None,
-        "score": (shown.other if shown else scores.baseline) if scores else None,
-        "recovery": shown.recovery if shown else None,
-        "interval": asdict(shown.interval) if shown and shown.interval else None,
-        "lost": shown.lost if shown else None,
-        "won": shown.won if shown else None,
-        "p": shown.p if shown else None,
+        "score": scores.get("baseline" if is_baseline else "other"),
+        **{key: compared.get(key) for key in ("recovery", "interval", "lost", "won", "p")},
         "equal_texts": equal[0] if equal else None,
         "tau": pace.tau if pace else None,
         "al": pace.al if pace else None,
         "decode_x": speed.decode.value if speed and speed.decode else None,
-        "model": run.target["name"],
-        "k": run.spd_k,
     }
-
-
-def _restrict(run: Measured, name: str, ids: set[int]) -> Measured:
-    """The run with these documents of one task alone."""
-    task = run.tasks[name].select({number: number for number in ids})
-    return run.model_copy(update={"tasks": {name: task}})

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from urllib.parse import quote
 
 from fly.analysis import compare_table
-from fly.analysis.compare import Against, Result, ScoreRow
+from fly.analysis.compare import Against, Result, ScoreRow, find_speed
 from fly.analysis.scores import Measured
 from fly.analysis.tables import Table, ratio_text, score_texts, visible
 
@@ -27,20 +27,17 @@ _COLUMNS = (
 
 def markdown(
     result: Result,
-    runs: Sequence[Measured] = (),
+    runs: Sequence[Measured],
     link: str | None = None,
     groups: compare_table.Categories = (),
 ) -> str:
-    """The comment. runs: all runs that were compared, with their texts, where these are known.
-    link: address of the report, whose documents are linked then. groups: of `categories.rows`."""
+    """The comment. runs: all that were compared. link: address of the report, whose documents are
+    linked then. groups: of `categories.rows`."""
     by_name = {run.name: run for run in runs}
     parts = [MARK, *_headlines(result), *([f"[The report]({link})"] if link else [])]
-    table = Table("", _COLUMNS, [*_rows(result)])
-    parts.append("\n".join(table.as_markdown().split("\n")[2:]))
-    base = by_name.get(result.baseline)
+    parts.append(Table("", _COLUMNS, [*_rows(result)]).as_markdown())
     for other in result.others:
-        if base is not None and other.name in by_name:
-            parts += _changes(other, base, by_name[other.name], link)
+        parts += _changes(other, by_name[result.baseline], by_name[other.name], link)
     parts.append(_fold("All tables and notes", compare_table.markdown(result, groups)))
     return "\n\n".join(parts) + "\n"
 
@@ -48,12 +45,11 @@ def markdown(
 def _headlines(result: Result) -> Iterator[str]:
     for other in result.others:
         sign = _SIGNS.get(other.verdict, "\u2754")
-        if not other.rows:
+        if (main := other.main) is None:
             yield f"### {_inline(other.name)} against {_inline(result.baseline)}: no scores"
             continue
-        main = other.overall or next((row for row in other.rows if row.primary), other.rows[0])
         texts = score_texts(main.scores)
-        said = f"recovery {texts.recovery}{texts.interval}, {texts.changed} documents lost / won"
+        said = f"recovery {texts.recovery}, {texts.changed} documents lost / won"
         name = _inline(f"{other.name} against {result.baseline}")
         yield f"### {sign} {name}: {other.verdict}\n\n{_inline(main.label)}: {said}"
         for gate in other.gates:
@@ -66,13 +62,12 @@ def _headlines(result: Result) -> Iterator[str]:
 
 def _rows(result: Result) -> Iterator[list[str]]:
     for other in result.others:
-        speeds = {speed.task: speed for speed in other.speeds}
         for row in other.all_rows:
-            texts, speed = score_texts(row.scores), speeds.get(row.task)
+            texts, speed = score_texts(row.scores), find_speed(other.speeds, row.task)
             tau = speed.pace.tau if speed else None
             yield [
                 row.label, other.name, f"{row.scores.baseline:.4g} \u2192 {texts.score}",
-                texts.recovery + texts.interval, texts.changed,
+                texts.recovery, texts.changed,
                 ratio_text(speed.end_to_end) if speed else "-",
                 f"{tau:.2f}" if tau else "-", row.verdict,
             ]  # fmt: skip

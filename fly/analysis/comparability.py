@@ -63,18 +63,10 @@ def explain(baseline: Measured, run: Measured, *subjects: Subject) -> str:
 def check_comparable(baseline: Measured, run: Measured) -> list[Reason]:
     """`find_reasons`, of which none refuses. Raises FlyError if one does."""
     reasons = find_reasons(baseline, run)
-    if refusal := _refusal(reasons):
-        raise FlyError(refusal)
+    for reason in reasons:
+        if reason.severity == "refuse":
+            raise FlyError(reason.note)
     return reasons
-
-
-def explain_refusal(baseline: Measured, run: Measured) -> str:
-    """Why the runs cannot be compared at all, in one line; empty if they can be."""
-    return _refusal(find_reasons(baseline, run))
-
-
-def _refusal(reasons: list[Reason]) -> str:
-    return next((reason.note for reason in reasons if reason.severity == "refuse"), "")
 
 
 def _explain_questions(baseline: Measured, run: Measured) -> str:
@@ -134,8 +126,8 @@ def _explain_decoding(baseline: Measured, run: Measured) -> str:
         if stored != value and not (key in _OF_FLY and None in (stored, value)):
             return _decoded_otherwise(key, stored, value)
     for name, task in run.tasks.items():
-        ours = baseline.tasks.get(name)
-        if ours and ours.generation != task.generation:
+        ours = baseline.tasks.get(name, task)
+        if ours.generation != task.generation:
             return f"{name} is generated otherwise ({ours.generation}, now {task.generation})"
     return ""
 
@@ -169,8 +161,7 @@ def _time_reasons(baseline: Measured, run: Measured) -> Iterator[Reason]:
         if not baseline.machine or not run.machine:  # a stored baseline of an earlier fly
             notes.append(f"time x of {who}: it is not known that they ran on one machine")
         yield from (Reason("note", "seconds", note, note) for note in notes)
-    machine = _differences(baseline, run, _MACHINE)
-    if machine:
+    if machine := _differences(baseline, run, _MACHINE):
         note = f"no time x: {who} ran on different machines ({machine})" if timed else ""
         yield Reason("withhold times", "machine", machine, note)
     if method := _differences(baseline, run, _METHOD):
@@ -180,14 +171,14 @@ def _time_reasons(baseline: Measured, run: Measured) -> Iterator[Reason]:
 
 def _record_notes(baseline: Measured, run: Measured) -> Iterator[str]:
     for each in (baseline, run):
-        if each.is_from_earlier_runs:
-            sources = [key.replace("_", " ") for key in each.drafts.sources] if each.drafts else []
+        if each.drafts and each.drafts.from_earlier_runs:
+            sources = [key.replace("_", " ") for key in each.drafts.sources]
             yield (
                 f"{each.name}: its seconds are with drafts from earlier outputs (drafted from: "
                 f"{', '.join(sources)}), not the speed of {each.mode} by itself"
             )
     for name, task in run.tasks.items():
-        ours = baseline.tasks[name].work if name in baseline.tasks else task.work
+        ours = baseline.tasks.get(name, task).work
         if ours.keys() != task.work.keys():
             yield (
                 f"no time x of {name}: {baseline.name} and {run.name} have records of different "

@@ -40,13 +40,8 @@ class ScoreRow:
     scores: Comparison
 
     @property
-    def is_judged(self) -> bool:
-        """False where nothing can be lost because the baseline scores nothing."""
-        return not self.scores.decides_nothing
-
-    @property
     def verdict(self) -> str:
-        return self.scores.verdict if self.is_judged else "decides nothing"
+        return "decides nothing" if self.scores.decides_nothing else self.scores.verdict
 
     @property
     def label(self) -> str:
@@ -100,18 +95,22 @@ class Against:
     rows: list[ScoreRow]
     overall: ScoreRow | None  # the mean of the primary scores; None for one task
     speeds: list[Speed]
-    # what a reader of its scores and its time x has to know
-    notes: list[str] = field(default_factory=list)
-    gates: list[GateRow] = field(default_factory=list)
+    notes: list[str]  # what a reader of its scores and its time x has to know
+    gates: list[GateRow]
 
     @property
     def verdict(self) -> Verdict:
-        verdicts = [row.scores.verdict for row in self.all_rows if row.is_judged]
+        verdicts = [row.scores.verdict for row in self.all_rows if not row.scores.decides_nothing]
         return weakest([*verdicts, *(row.verdict for row in self.gates)])
 
     @property
     def all_rows(self) -> list[ScoreRow]:
         return [*self.rows, *([self.overall] if self.overall else [])]
+
+    @property
+    def main(self) -> ScoreRow | None:
+        """The row that stands for the run; None if no task has a score."""
+        return self.overall or next((row for row in self.rows if row.primary), None)
 
 
 @dataclass(frozen=True)
@@ -184,45 +183,46 @@ def compare(
 
     Raises FlyError if documents, prompts, targets or task versions differ, naming the first.
     """
+    for gate in gates:
+        if gate.task not in (None, *baseline.tasks):
+            known = ", ".join(baseline.tasks)
+            raise FlyError(f"{FLAGS[gate.kind]} {gate.task}: no such task: choose from {known}")
     reasons = [check_comparable(baseline, other) for other in others]
     chosen = _choose_metrics(baseline, metrics)
     notes = list(dict.fromkeys(note for run in (baseline, *others) for note in run.notes))
     for other, found in zip(others, reasons):
         notes += [reason.note for reason in found if reason.subject in _OF_ALL]
         notes += _only_in(other, baseline)
-    tasks = [found for found in chosen.values() if found]
-    firsts = {name: first for name, of in chosen.items() if (first := primary(of)) is not None}
-    in_mean = _in_overall([first.higher_is_better for first in firsts.values()])
-    rows_per_run = sum(map(len, tasks)) + any(in_mean)
     notes += _texts_of_unscored(baseline, others, chosen)
+    firsts = {name: first for name, of in chosen.items() if (first := primary(of)) is not None}
+    rows_per_run = sum(map(len, chosen.values())) + bool(_choose_overall(firsts))
     verdicts = len(others) * (max(1, rows_per_run) + len(gates))
-    compared = [
-        replace(
-            _against(baseline, other, found, demand, chosen, verdicts),
-            gates=[*_gates(baseline, other, found, demand, gates, verdicts)],
-        )
-        for other, found in zip(others, reasons)
-    ]
+    terms = _Terms(baseline, chosen, firsts, gates, demand, verdicts)
+    compared = [_against(other, found, terms) for other, found in zip(others, reasons)]
     notes += dict.fromkeys(note for each in compared for note in each.notes)
     floor: list[NoiseRow] = []
     if noise is not None:
         check_comparable(baseline, noise)
         check_noise(baseline, noise)
         floor = [*noise_rows(baseline, noise, others, firsts)]
-    verdict_of: dict[str, str] = {each.name: each.verdict for each in compared}
-    curve = [*_curve([baseline, *others], verdict_of)]
-    return Result(baseline.name, _speeds(baseline), compared, demand, verdicts, notes, floor, curve)
+    speeds = measure_speeds(baseline)
+    curve = [*_find_curve_point(baseline, speeds, "")]
+    for other, against in zip(others, compared):
+        curve += _find_curve_point(other, against.speeds, against.verdict)
+    return Result(baseline.name, speeds, compared, demand, verdicts, notes, floor, curve)
 
 
-def _curve(runs: Sequence[Measured], verdict_of: dict[str, str]) -> Iterator[CurvePoint]:
-    for run in runs:
-        work = [*_work_of(run, [*run.tasks]).values()]
-        seconds = sum(item.end_to_end for item in work)
-        if run.tok_s_per_user is not None and seconds:
-            tok_s = sum(item.tokens for item in work) / seconds
-            concurrency = int(run.machine["batch_size"])
-            verdict = verdict_of.get(run.name, "")
-            yield CurvePoint(run.name, concurrency, tok_s, run.tok_s_per_user, verdict)
+def find_speed(speeds: Sequence[Speed], task: str) -> Speed | None:
+    """The speed of a task, or of `overall`."""
+    return next((speed for speed in speeds if speed.task == task), None)
+
+
+def _find_curve_point(run: Measured, speeds: list[Speed], verdict: str) -> Iterator[CurvePoint]:
+    """A server's point; none for other runs."""
+    tok_s = speeds[-1].pace.end_to_end_tok_s if speeds else None  # of all tasks
+    if run.tok_s_per_user is not None and tok_s is not None:
+        concurrency = int(run.machine["batch_size"])
+        yield CurvePoint(run.name, concurrency, tok_s, run.tok_s_per_user, verdict)
 
 
 def _choose_metrics(baseline: Measured, wanted: Sequence[str] | None) -> dict[str, list[Metric]]:
@@ -298,50 +298,70 @@ def _pair(ours: Metric, task: Task, clusters: dict[int, str]) -> _Scores:
     return _Scores(base, scores, clusters=[clusters[i] for i in ours.scores] if clusters else [])
 
 
-def _against(
-    baseline: Measured,
-    other: Measured,
-    reasons: list[Reason],
-    demand: Demand,
-    chosen: dict[str, list[Metric]],
-    verdicts: int,
-) -> Against:
-    """One run. reasons: what stands between it and the baseline (`check_comparable`).
+@dataclass(frozen=True)
+class _Terms:
+    """What every run is compared with, and by what."""
 
-    chosen: the baseline's metrics to compare, by task. verdicts: as in `statistics.compare_tasks`.
-    """
-    rows, primaries = [], []
-    withheld = _why_withheld(reasons, "withhold verdict")
-    no_times = _why_withheld(reasons, "withhold times")
+    baseline: Measured
+    metrics: dict[str, list[Metric]]  # those to compare, by task
+    firsts: dict[str, Metric]  # those that stand for their tasks
+    gates: Sequence[Gate]
+    demand: Demand
+    verdicts: int  # as in `statistics.compare_tasks`
+
+
+def _against(other: Measured, reasons: list[Reason], terms: _Terms) -> Against:
+    """One run. reasons: what stands between it and the baseline (`check_comparable`)."""
+    baseline, no_times = terms.baseline, _why_withheld(reasons, "withhold times")
+    gates = []
+    for gate in terms.gates if other.mode != "target-only" else ():
+        names = [gate.task] if gate.task else [*baseline.tasks]
+        base, own = _work_of(baseline, names), _work_of(other, names)
+        row = judge_gate(gate, base, own, no_times, terms.demand.confidence, terms.verdicts)
+        gates.append(row)
     is_alike = all(r.subject not in ("target", "decoding", "engine", "method") for r in reasons)
     if not no_times and is_alike and other.drafted == 0 and baseline.mode == "target-only":
         no_times = _NOTHING_DRAFTED  # both decoded token by token: it would say nothing of fly
-    speeds = _speeds(other, baseline, no_times)
-    for name, metrics in chosen.items():
-        first = primary(metrics)
+    rows, overall = _judge_rows(other, _why_withheld(reasons, "withhold verdict"), terms)
+    speeds = measure_speeds(other, baseline, no_times)
+    notes = [
+        *(reason.note for reason in reasons if reason.note and reason.subject not in _OF_ALL),
+        *(
+            f"no time x of {other.name}, {speed.task}: {_NOTHING_DRAFTED}"
+            for speed in speeds
+            if speed.withheld == _NOTHING_DRAFTED
+        ),
+        *(
+            f"{name}: several documents share one {task.shared}, and are taken as independent: "
+            f"--cluster {task.shared} takes those that share it as one"
+            for name, task in other.tasks.items()
+            if task.shared and not task.clusters
+        ),
+    ]
+    return Against(other.name, rows, overall, speeds, notes, gates)
+
+
+def _judge_rows(
+    other: Measured, withheld: str, terms: _Terms
+) -> tuple[list[ScoreRow], ScoreRow | None]:
+    """(a row for every metric, the mean's). withheld: why no verdict can be reached."""
+    rows, in_overall = list[ScoreRow](), _choose_overall(terms.firsts)
+    of_mean: list[_Scores] = []
+    for name, metrics in terms.metrics.items():
+        clusters = other.tasks[name].clusters or terms.baseline.tasks[name].clusters
         for metric in metrics:
-            higher = metric.higher_is_better
-            clusters = other.tasks[name].clusters or baseline.tasks[name].clusters
-            found = _pair(metric, other.tasks[name], clusters)
-            scores = _judge([found], demand, higher, verdicts, withheld)
-            rows.append(ScoreRow(name, metric.label, metric is first, higher, scores))
-            if metric is first:
-                primaries.append((rows[-1], found))
-    return Against(
-        other.name,
-        rows,
-        _overall(primaries, demand, verdicts, withheld),
-        speeds,
-        [
-            *(reason.note for reason in reasons if reason.note and reason.subject not in _OF_ALL),
-            *(
-                f"no time x of {other.name}, {speed.task}: {_NOTHING_DRAFTED}"
-                for speed in speeds
-                if speed.withheld == _NOTHING_DRAFTED
-            ),
-            *_dependence_notes(other),
-        ],
-    )
+            found, higher = _pair(metric, other.tasks[name], clusters), metric.higher_is_better
+            is_first = metric is terms.firsts[name]
+            scores = _judge([found], higher, withheld, terms)
+            rows.append(ScoreRow(name, metric.label, is_first, higher, scores))
+            if is_first and name in in_overall:
+                lacking = found.lacking and f"{rows[-1].label}: {found.lacking}"
+                of_mean.append(replace(found, lacking=lacking))
+    if not of_mean:
+        return rows, None
+    higher = terms.firsts[in_overall[0]].higher_is_better
+    scores = _judge(of_mean, higher, withheld, terms)
+    return rows, ScoreRow("overall", f"mean of {len(of_mean)} tasks", False, higher, scores)
 
 
 def _why_withheld(reasons: list[Reason], what: Severity) -> str:
@@ -349,20 +369,7 @@ def _why_withheld(reasons: list[Reason], what: Severity) -> str:
     return next((r.why for r in reversed(reasons) if r.severity == what), "")
 
 
-def _dependence_notes(run: Measured) -> list[str]:
-    """Said where documents that share a text are taken as independent."""
-    return [
-        f"{name}: several documents share one {task.shared[0]}, and are taken as independent: "
-        f"--cluster {task.shared[0]} takes those that share it as one"
-        for name, task in run.tasks.items()
-        if task.shared and not task.clusters
-    ]
-
-
-def _judge(
-    tasks: list[_Scores], demand: Demand, higher: bool, verdicts: int, withheld: str
-) -> Comparison:
-    """withheld: why no verdict can be reached; empty if one can."""
+def _judge(tasks: list[_Scores], higher: bool, withheld: str, terms: _Terms) -> Comparison:
     lacking = next((task.lacking for task in tasks if task.lacking), "")
     if lacking:  # a mean of the other tasks would hide it
         return Comparison(
@@ -373,7 +380,7 @@ def _judge(
     pairs = [(task.baseline, task.other) for task in tasks]
     clusters = [task.clusters for task in tasks] if all(task.clusters for task in tasks) else None
     found = statistics.compare_tasks(
-        pairs, demand, higher_is_better=higher, verdicts=verdicts, clusters=clusters
+        pairs, terms.demand, higher_is_better=higher, verdicts=terms.verdicts, clusters=clusters
     )
     if not withheld:
         return found
@@ -381,43 +388,33 @@ def _judge(
     return replace(found, verdict=none, decides=None, reason=withheld, withheld=True)
 
 
-def _overall(
-    primaries: list[tuple[ScoreRow, _Scores]], demand: Demand, verdicts: int, withheld: str
-) -> ScoreRow | None:
-    """The mean over tasks. Those where lower is better have no place in it, unless all are such."""
-    in_mean = _in_overall([row.higher_is_better for row, _ in primaries])
-    tasks = [
-        replace(found, lacking=found.lacking and f"{row.label}: {found.lacking}")
-        for (row, found), is_in in zip(primaries, in_mean)
-        if is_in
-    ]
-    if not tasks:
-        return None
-    higher = any(row.higher_is_better for row, _ in primaries)
-    scores = _judge(tasks, demand, higher, verdicts, withheld)
-    return ScoreRow("overall", f"mean of {len(tasks)} tasks", False, higher, scores)
-
-
-def _in_overall(higher: list[bool]) -> list[bool]:
-    """Which tasks the mean is of, by whether higher is better in each; none if it were of one."""
-    found = [each == any(higher) for each in higher]
-    return found if sum(found) > 1 else [False] * len(found)
+def _choose_overall(firsts: dict[str, Metric]) -> list[str]:
+    """The tasks that the mean is of: those where higher is better, or all if there are none such;
+    no tasks if it were of one."""
+    higher = [name for name, metric in firsts.items() if metric.higher_is_better]
+    found = higher or [*firsts]
+    return found if len(found) > 1 else []
 
 
 def primary(metrics: list[Metric]) -> Metric | None:
     """A task's first metric by which the baseline scores anything, else its first; one whose
     scores lie below zero if there is no other."""
-    known = [metric for metric in metrics if metric.has_row]
-    known.sort(key=lambda metric: min(metric.scores.values()) < 0)  # stable
-    scoring = (m for m in known if not m.higher_is_better or max(m.scores.values()) > 0)
-    return next(scoring, next(iter(known), None))
+
+    def rank(metric: Metric) -> tuple[bool, bool]:
+        scores = metric.scores.values()
+        return metric.higher_is_better and max(scores) <= 0, min(scores) < 0
+
+    return min((metric for metric in metrics if metric.has_row), key=rank, default=None)
 
 
 # -------------------------------------------------------------------------------------- speed
 
 
-def _speeds(run: Measured, baseline: Measured | None = None, withheld: str = "") -> list[Speed]:
-    """withheld: why there is no time x; empty if there is."""
+def measure_speeds(
+    run: Measured, baseline: Measured | None = None, withheld: str = ""
+) -> list[Speed]:
+    """By task, and of several tasks together, the last. withheld: why there is no time x; empty if
+    there is."""
     names = list((baseline or run).tasks)
     groups = [[name] for name in names] + ([names] if len(names) > 1 else [])
     return [speed for group in groups if (speed := _speed(run, baseline, group, withheld))]
@@ -436,7 +433,7 @@ def _speed(
     pace = _pace(list(work.values()), positions)
     speed = Speed(task, pace, from_earlier_runs=run.is_from_earlier_runs)
     base = _work_of(baseline, names) if baseline else {}
-    if baseline is None or base.keys() != work.keys():
+    if base.keys() != work.keys():
         return speed
     pairs = [(base[key], work[key]) for key in work]
     tokens = compare_rates([(own.tokens, theirs.tokens) for theirs, own in pairs])
@@ -445,26 +442,6 @@ def _speed(
     decode = compare_rates([(theirs.decode, own.decode) for theirs, own in pairs])
     whole = compare_rates([(theirs.end_to_end, own.end_to_end) for theirs, own in pairs])
     return replace(speed, decode=decode, end_to_end=whole, tokens=tokens)
-
-
-def _gates(
-    baseline: Measured,
-    other: Measured,
-    reasons: list[Reason],
-    demand: Demand,
-    gates: Sequence[Gate],
-    verdicts: int,
-) -> Iterator[GateRow]:
-    withheld = _why_withheld(reasons, "withhold times")
-    for gate in gates if other.mode != "target-only" else ():
-        if gate.task is not None and gate.task not in baseline.tasks:
-            raise FlyError(
-                f"{FLAGS[gate.kind]} {gate.task}: no such task: choose from "
-                f"{', '.join(baseline.tasks)}"
-            )
-        names = [*baseline.tasks] if gate.task is None else [gate.task]
-        base, own = _work_of(baseline, names), _work_of(other, names)
-        yield judge_gate(gate, base, own, withheld, demand.confidence, verdicts)
 
 
 def _work_of(run: Measured, names: list[str]) -> dict[tuple[str, int], Work]:

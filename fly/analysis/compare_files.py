@@ -8,8 +8,7 @@ from dataclasses import asdict
 from typing import Any
 from xml.etree import ElementTree
 
-from fly.analysis.compare import Against, Result, ScoreRow
-from fly.analysis.gates import GateRow
+from fly.analysis.compare import Against, Result
 from fly.analysis.statistics import Verdict
 from fly.analysis.tables import in_words, ratio_text, score_texts, visible
 
@@ -45,11 +44,22 @@ def as_junit(result: Result, allow_inconclusive: bool) -> str:
     root = ElementTree.Element("testsuites", name="fly compare")
     for other in result.others:
         suite = ElementTree.SubElement(root, "testsuite", name=f"{other.name} vs {result.baseline}")
+        is_any_judged = any(not row.scores.decides_nothing for row in other.all_rows)
         for row in other.all_rows:
-            decides_nothing = not row.is_judged and any(r.is_judged for r in other.all_rows)
-            _add_test(suite, row, other.name, result, allow_inconclusive or decides_nothing)
+            scores, texts = row.scores, score_texts(row.scores)
+            numbers = (
+                f"{result.baseline} {scores.baseline:.4g}, {other.name} {texts.score}, "
+                f"recovery {texts.recovery}, lost / won {texts.changed} of "
+                f"{scores.documents}, p {texts.p}"
+            )
+            why = "; ".join(in_words(scores, result.demand)) or scores.reason
+            allow = allow_inconclusive or (scores.decides_nothing and is_any_judged)
+            place = f"{other.name}.{row.task}"
+            _add(suite, place, row.metric, scores.verdict, numbers, why, allow)
         for gate in other.gates:
-            _add_gate(suite, gate, other.name, allow_inconclusive)
+            place, value = f"{other.name}.{gate.gate.task or 'overall'}", ratio_text(gate.value)
+            why = gate.reason or value
+            _add(suite, place, gate.gate.label, gate.verdict, value, why, allow_inconclusive)
         suite.set("tests", str(len(suite)))
         suite.set("failures", str(len(suite.findall("testcase/failure"))))
         suite.set("skipped", str(len(suite.findall("testcase/skipped"))))
@@ -58,24 +68,6 @@ def as_junit(result: Result, allow_inconclusive: bool) -> str:
         element.text = element.text and visible(element.text)
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="utf-8", xml_declaration=True).decode() + "\n"
-
-
-def _add_gate(suite: ElementTree.Element, row: GateRow, run: str, allow: bool) -> None:
-    place, value = f"{run}.{row.gate.task or 'overall'}", ratio_text(row.value)
-    _add(suite, place, row.gate.label, row.verdict, value, row.reason or value, allow)
-
-
-def _add_test(
-    suite: ElementTree.Element, row: ScoreRow, run: str, result: Result, allow: bool
-) -> None:
-    scores, texts = row.scores, score_texts(row.scores)
-    numbers = (
-        f"{result.baseline} {scores.baseline:.4g}, {run} {texts.score}, "
-        f"recovery {texts.recovery}{texts.interval}, lost / won {texts.changed} of "
-        f"{scores.documents}, p {texts.p}"
-    )
-    why = "; ".join(in_words(scores, result.demand)) or scores.reason
-    _add(suite, f"{run}.{row.task}", row.metric, scores.verdict, numbers, why, allow)
 
 
 def _add(

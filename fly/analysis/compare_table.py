@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from fly.analysis.compare import Against, CurvePoint, Result, ScoreRow, Speed
+from fly.analysis.compare import Against, CurvePoint, Result, ScoreRow, Speed, find_speed
 from fly.analysis.tables import (
     Table,
     as_csv,
@@ -44,47 +44,38 @@ _CURVE = ("run", "requests at once", "tok/s for all", "tok/s per user", "verdict
 def print_result(result: Result, categories: Categories = ()) -> None:
     """A table of scores per task, one of speeds, and the notes. 100 columns suffice. categories:
     what `categories.rows` gives."""
-    scores = _scores(result)
-    tables = [*scores.groups(), *_others(result, categories)]
-    print_tables(tables, _notes(result), heading=scores.title)
+    scores, *others = _tables(result, categories)
+    print_tables([*scores.groups(), *others], _notes(result), heading=scores.title)
 
 
 def markdown(result: Result, categories: Categories = ()) -> str:
     """The tables for a pull request or a job's summary."""
-    scores = _scores(result)
-    tables = [scores] * bool(scores.rows) + [*_others(result, categories)]
-    return as_markdown(tables, _notes(result))
+    return as_markdown(_tables(result, categories), _notes(result))
 
 
-def _scores(result: Result) -> Table:
+def _tables(result: Result, categories: Categories) -> list[Table]:
+    """The scores, and whatever else was asked for or measured."""
     demand = result.demand
-    return Table(
+    scores = (
         f"Scores, against {result.baseline}: held is a recovery of at least "
-        f"{demand.min_recovery:g}, with confidence {demand.confidence:g}",
-        _SCORES,
-        [*_score_rows(result)],
-        _WIDTHS,
+        f"{demand.min_recovery:g}, with confidence {demand.confidence:g}"
     )
-
-
-def _others(result: Result, categories: Categories) -> Iterator[Table]:
-    if categories:
-        yield Table("By category", _CATEGORIES, [*_category_rows(categories)])
-    if gates := list(_gate_rows(result)):
-        title = f"Gates, with confidence {result.demand.confidence:g}"
-        yield Table(title, _GATES, gates)
-    if speed := list(_speed_rows(result)):
-        yield Table(f"Time x, against {result.baseline}", _SPEED, speed)
-        yield Table("Mean acceptance lengths", _LENGTHS, [*_length_rows(result)])
-    if result.curve:
-        points = [
-            [p.run, str(p.concurrency), f"{p.tok_s:.1f}", f"{p.tok_s_per_user:.1f}", p.verdict]
-            for p in result.curve
-        ]
-        yield Table("Throughput against interactivity", _CURVE, points)
-    if result.noise:
-        title = "Noise floor: documents that differ from the baseline's"
-        yield Table(title, _NOISE, [*_noise_rows(result)])
+    curve = [
+        [point.run, str(point.concurrency), f"{point.tok_s:.1f}", f"{point.tok_s_per_user:.1f}",
+         point.verdict]
+        for point in result.curve
+    ]  # fmt: skip
+    noise = "Noise floor: documents that differ from the baseline's"
+    others = [
+        Table("By category", _CATEGORIES, [*_category_rows(categories)]),
+        Table(f"Gates, with confidence {demand.confidence:g}", _GATES, [*_gate_rows(result)]),
+        Table(f"Time x, against {result.baseline}", _SPEED, [*_speed_rows(result)]),
+        Table("Mean acceptance lengths", _LENGTHS, [*_length_rows(result)]),
+        Table("Throughput against interactivity", _CURVE, curve),
+        Table(noise, _NOISE, [*_noise_rows(result)]),
+    ]
+    found = Table(scores, _SCORES, [*_score_rows(result)], _WIDTHS)
+    return [found, *(table for table in others if table.rows)]
 
 
 def curve_csv(result: Result) -> str:
@@ -112,8 +103,7 @@ def _score_rows(result: Result) -> Iterator[list[str]]:
         for other, row in zip(result.others, rows):
             texts = score_texts(row.scores)
             verdict = "\n".join([row.verdict, *in_words(row.scores, result.demand)])
-            recovery = texts.recovery + texts.interval
-            yield ["", other.name, texts.score, recovery, texts.changed, texts.p, verdict]
+            yield ["", other.name, texts.score, texts.recovery, texts.changed, texts.p, verdict]
 
 
 def _by_task(result: Result) -> Iterator[tuple[str, str, Speed]]:
@@ -211,26 +201,20 @@ def print_short(result: Result) -> None:
 
 
 def _short_rows(result: Result) -> Iterator[list[str]]:
-    runs = [(other.name, other.all_rows, other.speeds) for other in result.others]
-    for number, first in enumerate(result.others[0].all_rows):
-        if not (first.primary or first.task == "overall"):
+    for rows in zip(*(other.all_rows for other in result.others)):
+        task, base = rows[0].task, rows[0].scores
+        if not (rows[0].primary or task == "overall"):
             continue
-        base = _speed_of(result.baseline_speeds, first.task)
-        count = first.scores.documents
-        label = f"{first.task}, {count} document{'s' if count != 1 else ''}"
-        score = _solved(first.scores.baseline, count)
-        yield [label, result.baseline, score, "1", "1", _length(base)]
-        for name, rows, speeds in runs:
-            speed = _speed_of(speeds, first.task)
-            mean = rows[number].scores.other
+        count = base.documents
+        label = f"{task}, {count} document{'s' if count != 1 else ''}"
+        length = _length(find_speed(result.baseline_speeds, task))
+        yield [label, result.baseline, _solved(base.baseline, count), "1", "1", length]
+        for other, row in zip(result.others, rows):
+            speed, mean = find_speed(other.speeds, task), row.scores.other
             score = "-" if mean is None else _solved(mean, count)
-            shown = with_drafts(name, speed is not None and speed.from_earlier_runs)
+            shown = with_drafts(other.name, speed is not None and speed.from_earlier_runs)
             ratios = (speed.decode, speed.end_to_end) if speed else (None, None)
             yield ["", shown, score, *map(ratio_text, ratios), _length(speed)]
-
-
-def _speed_of(speeds: list[Speed], task: str) -> Speed | None:
-    return next((speed for speed in speeds if speed.task == task), None)
 
 
 def _solved(mean: float, count: int) -> str:
@@ -251,9 +235,8 @@ def _short_verdict(other: Against, result: Result, several: bool) -> Iterator[st
 
 
 def _in_short(row: ScoreRow, result: Result) -> Iterator[str]:
-    texts = score_texts(row.scores)
-    recovery = f" (recovery {texts.recovery}{texts.interval})"
-    yield _SAYS[row.verdict] + recovery * (row.is_judged and row.verdict != "unchanged")
+    recovery = f" (recovery {score_texts(row.scores).recovery})"
+    yield _SAYS[row.verdict] + recovery * (row.verdict not in ("decides nothing", "unchanged"))
     for line in filter(None, in_words(row.scores, result.demand)):
         if line != row.scores.reason or row.verdict != "unchanged":  # said already
             yield line[0].upper() + line[1:]

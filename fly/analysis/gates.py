@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fly.analysis import statistics
 from fly.analysis.scores import Work
-from fly.analysis.statistics import Ratio, Verdict
+from fly.analysis.statistics import Ratio, Verdict, compare_rates
 from fly.errors import FlyError
 
 Kind = Literal["tau", "time x", "decoding x"]
@@ -81,11 +80,11 @@ def judge(
     if gate.kind == "tau":
         own = [(ours.tokens, ours.rounds) for _, ours in pairs]
         base = [(theirs.tokens, theirs.rounds) for theirs, _ in pairs] if gate.is_share else None
-        value = statistics.compare_rates(own, base, tails=tails)
+        value = compare_rates(own, base, tails=tails)
     else:
         name = "decode" if gate.kind == "decoding x" else "end_to_end"
         seconds = [(getattr(theirs, name), getattr(ours, name)) for theirs, ours in pairs]
-        value = statistics.compare_rates(seconds, tails=tails)
+        value = compare_rates(seconds, tails=tails)
     if value is None or value.interval is None or len(pairs) < _FEWEST:
         why = f"{len(pairs)} of at least {_FEWEST} documents with records"
         return GateRow(gate, value, "not enough evidence", why)

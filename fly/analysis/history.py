@@ -16,18 +16,17 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from scipy import stats
 
 from fly import reading
-from fly.analysis.compare import Against, primary
+from fly.analysis.compare import Against, Speed, find_speed, measure_speeds, primary
 from fly.analysis.scores import Measured, Metric, Task
 from fly.analysis.statistics import DEFAULT_DEMAND, Demand, Verdict
 from fly.errors import FlyError
 from fly.models.fingerprint import hash_json
 from fly.runs import run_settings
 from fly.runs.reader import Run, date_of
-from fly.runs.records import mean_lengths
 
 _MODELS = ("target_model_path", "draft_model_path")
 _MACHINE = ("device", "capability", "threads", "batch_size")
@@ -58,9 +57,6 @@ class OfTask(BaseModel):
         """The scores, [documents]."""
         return np.array([float(score) for score in self.scores])
 
-    def doc_id(self, at: int) -> int:
-        return self.ids[at] if self.ids else at
-
 
 class Line(BaseModel):
     """One run. Keys of later versions are ignored."""
@@ -86,14 +82,11 @@ class Line(BaseModel):
         is_given = not re.fullmatch(rf"{re.escape(self.mode)}(-\d+)?", self.name)
         return (self.name, None) if is_given else (self.target, self.draft)
 
-    @property
-    def place(self) -> tuple[str, str]:
-        return self.date, self.name
-
 
 def line_of(run: Run, measured: Measured, against: Against | None = None) -> Line:
     """A finished run's line. against: its comparison with a baseline, if there is one."""
     found = run_settings.in_force(run)
+    speeds = against.speeds if against else measure_speeds(measured)
     commit = next((os.environ[name] for name in _COMMITS if os.environ.get(name)), None)
     apart = {*_MODELS, *_MACHINE}
     return Line(
@@ -107,39 +100,35 @@ def line_of(run: Run, measured: Measured, against: Against | None = None) -> Lin
         settings={k: str(v) for k, v in found.items() if k not in apart and v is not None},
         machine={k: str(found[k]) for k in _MACHINE if found.get(k) is not None},
         tasks={
-            name: _of_task(run, name, task, first, against)
+            name: _of_task(run, name, task, first, against, find_speed(speeds, name))
             for name, task in measured.tasks.items()
             if (first := primary(task.metrics)) and not first.left_out
         },
     )
 
 
-def _of_task(run: Run, name: str, task: Task, metric: Metric, against: Against | None) -> OfTask:
+def _of_task(
+    run: Run, name: str, task: Task, metric: Metric, against: Against | None, speed: Speed | None
+) -> OfTask:
     ids = sorted(metric.scores)
     values = [metric.scores[doc_id] for doc_id in ids]
     hashes = {doc_id: [task.documents[doc_id].doc, task.documents[doc_id].prompt] for doc_id in ids}
-    works = [*task.work.values()]
-    seconds = sum(work.end_to_end for work in works)
     reasons: list[Any] = [r.get("finish_reason") for r in run.requests if r["task"] == name]
-    told: dict[str, Any] = {}
-    if against:
-        row = next((r for r in against.rows if (r.task, r.metric) == (name, metric.label)), None)
-        speed = next((speed for speed in against.speeds if speed.task == name), None)
-        if row and row.scores.recovery is not None:
-            interval = row.scores.interval
-            told = {"recovery": row.scores.recovery}
-            told["interval"] = (interval.low, interval.high) if interval else None
-        told["time_x"] = speed.end_to_end.value if speed and speed.end_to_end else None
+    rows = against.rows if against else []
+    row = next((row for row in rows if (row.task, row.metric) == (name, metric.label)), None)
+    interval = row.scores.interval if row else None
     return OfTask(
         metric=metric.label,
         higher_is_better=metric.higher_is_better,
         documents=hash_json(hashes),
         ids=None if ids == [*range(len(ids))] else ids,
         scores="".join(f"{v:.0f}" for v in values) if {*values} <= {0, 1} else values,
-        tau=mean_lengths([work.lengths for work in works])["tau"] if works else None,
-        tok_s=sum(work.tokens for work in works) / seconds if seconds else None,
+        recovery=row.scores.recovery if row else None,
+        interval=(interval.low, interval.high) if interval else None,
+        tau=speed.pace.tau if speed else None,
+        time_x=speed.end_to_end.value if speed and speed.end_to_end else None,
+        tok_s=speed.pace.end_to_end_tok_s if speed else None,
         truncated=reasons.count("length") / len(reasons) if any(reasons) else None,
-        **told,
     )
 
 
@@ -160,13 +149,15 @@ def append(path: Path, lines: Sequence[Line]) -> None:
 def read(path: Path) -> Iterator[Line]:
     """The runs in a history file."""
     for number, text in enumerate(reading.iterate_lines(path), 1):
-        if text.strip():
-            found = reading.parse_as(text, Line)
-            if found is None:
-                where = f"{path}, line {number}, not of fly compare --history"
-                reading.check_shape(reading.parse(text, where), Line, where)
-                raise FlyError(f"{where}: remove it")
-            yield found
+        if not text.strip():
+            continue
+        where = f"{path}, line {number}, not of fly compare --history"
+        try:
+            found = Line.model_validate_json(text, strict=True)
+        except ValidationError as error:
+            reading.parse(text, where)  # says what is wrong with the JSON itself
+            raise FlyError(reading.problem(error, where)) from None
+        yield found
 
 
 # ------------------------------------------------------------------------------------ decline
@@ -181,7 +172,6 @@ class Trend:
     p: float | None = None  # one-sided, of the documents' own trends; None for short series
     level: float | None = None  # that p must reach at this length
     change: float | None = None  # of the mean score from the good run to the last, by the trend
-    limit: float | None = None  # the largest fall that the documents allow, with confidence
     first_lost: tuple[int, int] | None = None  # (document, run), if one is lost to the end
 
 
@@ -195,9 +185,6 @@ class Series:
     trend: Trend
     good: int = 0  # the run that the trend begins with
 
-    def of(self, line: Line) -> OfTask:
-        return line.tasks[self.task]
-
 
 def group(
     lines: Sequence[Line], good: str | None = None, demand: Demand = DEFAULT_DEMAND
@@ -205,7 +192,7 @@ def group(
     """The series of all runs and tasks. good: name, date, commit or revision, or its beginning, of
     the run that trends begin with; without it the first of each series."""
     groups: dict[Any, list[Line]] = defaultdict(list)
-    for line in sorted(lines, key=lambda line: line.place):
+    for line in sorted(lines, key=lambda line: (line.date, line.name)):
         for name, task in line.tasks.items():
             pair = (*line.models, line.mode, *sorted(line.settings.items()))
             key = (pair, name, task.metric, task.documents)
@@ -225,8 +212,8 @@ def group(
         scores, task = np.array(values[start:]), own[0].tasks[name]
         trend = find_trend(scores if task.higher_is_better else -scores, demand)
         if trend.first_lost:
-            doc, run = trend.first_lost
-            trend = replace(trend, first_lost=(task.doc_id(doc), start + run))
+            at, run = trend.first_lost
+            trend = replace(trend, first_lost=(task.ids[at] if task.ids else at, start + run))
         models = " + ".join(Path(model).name for model in pair[:2] if model)
         title = f"{name} {metric}: {models}, {pair[2]}"
         found.append(Series(title, name, own, trend, start))
@@ -268,9 +255,10 @@ def find_trend(scores_RN: NDArray[np.float64], demand: Demand = DEFAULT_DEMAND) 
     p = _decline(gains)
     level = level_at(runs, demand.confidence)
     change, spread = float(gains.mean()), float(gains.std(ddof=1) / math.sqrt(documents))
+    # the largest fall that the documents allow, with confidence
     limit = -change + float(stats.t.ppf(demand.confidence, documents - 1)) * spread
     allowed = (1 - demand.min_recovery) * abs(float(scores_RN[0].mean()))
-    told: dict[str, Any] = {"p": p, "level": level, "change": change, "limit": limit}
+    told: dict[str, Any] = {"p": p, "level": level, "change": change}
     if p <= level:
         return Trend("fell", "the scores decline", **told, first_lost=_first_lost(scores_RN))
     if limit <= allowed:
@@ -301,7 +289,7 @@ def as_rows(series: Sequence[Series]) -> Iterator[dict[str, Any]]:
     """For the page and for CSV: one row per series and run."""
     for number, each in enumerate(series):
         for line in each.lines:
-            task = each.of(line)
+            task = line.tasks[each.task]
             yield {
                 "series": number, "title": each.title, "date": line.date, "run": line.name,
                 "commit": line.commit, "revision": line.revision, "documents": len(task.scores),

@@ -14,7 +14,7 @@ from typing import Any
 from fly import registry
 from fly.analysis import compare
 from fly.analysis.comparability import check_comparable, explain
-from fly.analysis.compare import ScoreRow, Speed
+from fly.analysis.compare import ScoreRow, Speed, find_speed
 from fly.analysis.scores import Measured
 from fly.analysis.statistics import holm
 from fly.errors import FlyError
@@ -22,6 +22,7 @@ from fly.runs import run_settings
 from fly.runs.reader import Run
 
 Scored = tuple[Run, Measured]  # a run and its scores, under a name that no other run has
+_OF_SCORES = ("recovery", "interval", "bound", "lost", "won", "test")
 _NAMED = ("drafter", "target_model_path", "draft_model_path")  # whether they differ or not
 
 
@@ -42,22 +43,17 @@ class Cell:
     @property
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values, by the keys that docs/compare.md lists."""
-        scores = self.row.scores
+        scores = asdict(self.row.scores)
         return {
             **{key: getattr(self, key) for key in ("target", "drafter", "rule", "run", "baseline")},
             **{key: getattr(self.row, key) for key in ("task", "metric", "higher_is_better")},
-            "documents": scores.documents,
-            "score": scores.other,
-            "baseline_score": scores.baseline,
-            "recovery": scores.recovery,
-            "interval": asdict(scores.interval) if scores.interval else None,
-            "bound": scores.bound,
-            "lost": scores.lost,
-            "won": scores.won,
-            "test": scores.test,
-            "p_uncorrected": scores.p,
+            "documents": scores["documents"],
+            "score": scores["other"],
+            "baseline_score": scores["baseline"],
+            **{key: scores[key] for key in _OF_SCORES},
+            "p_uncorrected": scores["p"],
             "p": self.p,
-            "reason": "" if scores.other is not None else scores.reason,
+            "reason": "" if _is_tested(self) else scores["reason"],
             "speed": asdict(self.speed) if self.speed else None,
             "baseline_speed": asdict(self.alone) if self.alone else None,
         }
@@ -117,15 +113,13 @@ def relate(
     for family in families:
         base = family.alone[1]
         result = compare.compare(base, [measured for _, measured in family.runs], metrics=metrics)
-        alone = {speed.task: speed for speed in result.baseline_speeds}
         for found in result.others:
-            speeds = {speed.task: speed for speed in found.speeds}
             place = (targets[base.name], drafters[found.name], rules[found.name], found.name)
-            cells += [
-                Cell(*place, base.name, row, speeds.get(row.task), alone.get(row.task))
-                for row in found.all_rows
-                if metrics or row.primary or row is found.overall
-            ]
+            for row in found.all_rows:
+                if metrics or row.primary or row is found.overall:
+                    speed = find_speed(found.speeds, row.task)
+                    alone = find_speed(result.baseline_speeds, row.task)
+                    cells.append(Cell(*place, base.name, row, speed, alone))
         notes += result.notes
     return cells, list(dict.fromkeys(notes))
 
@@ -196,20 +190,19 @@ def _family_of(each: Scored, families: list[_Family]) -> _Family:
         and family.alone[1].tasks.keys() == measured.tasks.keys()
         and not explain(family.alone[1], measured, "target")
     ]
-    what = f"target-only run of {measured.target['name']} ({measured.target['dtype']}, {run.engine}"
-    what += f"; {', '.join(measured.tasks)})"
-    if not fitting:
-        raise FlyError(f"{measured.name}: no {what} is among the runs: add one (use_sd=false)")
-    if len(fitting) == 1:
-        return fitting[0]
     alike = [
         family
         for family in fitting
         if not explain(family.alone[1], measured, "target", "decoding", "machine", "method")
     ]
-    if len(alike) == 1:
-        return alike[0]
-    names = " and ".join(family.alone[1].name for family in alike or fitting)
+    closest = alike or fitting
+    if len(closest) == 1:
+        return closest[0]
+    what = f"target-only run of {measured.target['name']} ({measured.target['dtype']}, {run.engine}"
+    what += f"; {', '.join(measured.tasks)})"
+    if not closest:
+        raise FlyError(f"{measured.name}: no {what} is among the runs: add one (use_sd=false)")
+    names = " and ".join(family.alone[1].name for family in closest)
     raise FlyError(f"{measured.name}: {names} could each be its {what}: give only one of them")
 
 

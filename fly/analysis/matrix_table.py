@@ -63,8 +63,9 @@ def _text(cell: Cell) -> str:
     if cell.p is None:
         return f"-\n{scores.reason}"
     texts = score_texts(scores, cell.p)
-    lines = [texts.recovery + ("" if texts.bound else texts.interval)]
-    lines += [f"loss <= {texts.bound}"] if texts.bound else []
+    lines = [texts.recovery]
+    if texts.bound:
+        lines = [f"{scores.recovery:.3f}", f"loss <= {texts.bound}"]
     lines.append(f"{texts.changed}, p {texts.p}")
     if speed:
         lines.append(f"x {ratio_text(speed.end_to_end)}")

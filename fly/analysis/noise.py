@@ -95,18 +95,13 @@ def noise_rows(
     """Every run against rounding alone. primaries: the metric that stands for each task."""
     for run in others:
         for name, metric in primaries.items():
-            of_runs = [each.tasks[name].metric(metric.label) for each in (noise, run)]
-            if metric.left_out or any(found is None or found.left_out for found in of_runs):
-                continue
-            scores = [found.scores for found in of_runs if found is not None]
-            texts = [each.tasks[name].texts for each in (baseline, noise, run)]
-            yield NoiseRow(
-                run.name,
-                name,
-                metric.label,
-                _changed(metric.scores, *scores),
-                _changed(*texts) if all(texts) else None,
-            )
+            tasks = [each.tasks[name] for each in (baseline, noise, run)]
+            found = [task.metric(metric.label) for task in tasks]
+            scores = [each.scores for each in found if each and not each.left_out]
+            if len(scores) == len(tasks):
+                texts = [task.texts for task in tasks]
+                changed = _changed(*texts) if all(texts) else None
+                yield NoiseRow(run.name, name, metric.label, _changed(*scores), changed)
 
 
 def _changed(

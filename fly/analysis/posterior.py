@@ -37,6 +37,11 @@ class Pairs:
     base: Floats
 
     @property
+    def change(self) -> Floats:
+        """What each unit gained."""
+        return self.kept - self.base
+
+    @property
     def top(self) -> float:
         """The largest score that either run has: the most that one unit may lose."""
         return float(max(self.kept.max(), self.base.max()))
@@ -44,7 +49,7 @@ class Pairs:
     @property
     def largest_change(self) -> float:
         """Of all units; the largest score where none changed."""
-        return float(np.abs(self.kept - self.base).max()) or self.top
+        return float(np.abs(self.change).max()) or self.top
 
     @cached_property
     def kinds(self) -> tuple[Floats, NDArray[np.int64]]:
@@ -64,8 +69,14 @@ class Pairs:
         return Pairs(kept, base)
 
 
+def is_binary(pairs: list[Pairs]) -> bool:
+    """Whether they are right-or-wrong scores of one task: over several tasks, documents differ in
+    weight."""
+    return len(pairs) == 1 and bool(np.isin([pairs[0].kept, pairs[0].base], (0, 1)).all())
+
+
 # documents that are added: solved by both, lost, won, solved by neither
-_NONE, ONE_LOST, HALF_OF_EACH = np.zeros(4), np.array([0.0, 1, 0, 0]), np.full(4, 0.5)
+NONE, ONE_LOST, HALF_OF_EACH = np.zeros(4), np.array([0.0, 1, 0, 0]), np.full(4, 0.5)
 ADDED_24 = np.array([[1.0, 0, 1, 0], [1, 1, 0, 0]])  # their scores: (kept, base)
 
 
@@ -81,7 +92,7 @@ def probability(pairs: list[Pairs], min_recovery: float) -> float:
     rng = np.random.default_rng(_SEED)
     if len(pairs) == 1:
         return float(np.mean(_margins(pairs[0], min_recovery, ONE_LOST, pairs[0].top, rng) >= 0))
-    seen = [_margins(task, min_recovery, _NONE, task.top, rng) for task in pairs]
+    seen = [_margins(task, min_recovery, NONE, task.top, rng) for task in pairs]
     total = np.sum(seen, axis=0)
     return min(
         float(np.mean(total - own + _margins(task, min_recovery, ONE_LOST, task.top, rng) >= 0))

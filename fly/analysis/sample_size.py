@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 from scipy import stats
 
-from fly.analysis.posterior import ADDED_24, HALF_OF_EACH, ONE_LOST, Floats, Pairs
+from fly.analysis.posterior import ADDED_24, HALF_OF_EACH, NONE, ONE_LOST, Floats, Pairs, is_binary
 
+_POWER = 0.8
 _RUNS = 400  # simulated for every number of documents
 _MOST = 10**8  # documents
 _PRECISION = 0.01
 
 
 def documents_that_decide(
-    pairs: list[Pairs], min_recovery: float, confidence: float, doubt: float, power: float
+    pairs: list[Pairs], min_recovery: float, confidence: float, doubt: float
 ) -> int | None:
     """The number of units, more than there are, with which a verdict is reached with a chance of
-    `power`, if further ones are like these; None if even 100 million do not reach one.
+    _POWER, if further ones are like these; None if even 100 million do not reach one.
 
     Over several tasks: all together, in their present proportions. doubt: that a fall may leave.
     """
     total = sum(len(task.base) for task in pairs)
-    binary = len(pairs) == 1 and bool(np.isin([pairs[0].kept, pairs[0].base], (0, 1)).all())
 
     def is_enough(documents: int) -> bool:
         rng = np.random.default_rng(0)
         drawn = [_Drawn(task, min_recovery, documents / total, rng) for task in pairs]
-        return _chance(drawn, confidence, doubt, binary) >= power
+        return _chance(drawn, confidence, doubt) >= _POWER
 
     if not is_enough(_MOST):
         return None
-    return _smallest(is_enough, total + 1)
-
-
-def _smallest(is_enough: Callable[[int], bool], first: int) -> int:
-    few, many = first - 1, first
+    few, many = total, total + 1
     while not is_enough(many):
         few, many = many, min(2 * many, _MOST)
     while many - few > max(1, _PRECISION * many):
@@ -54,8 +48,8 @@ class _Drawn:
         units = max(1, round(times * len(task.base)))
         counts_RN = rng.multinomial(units, counts / counts.sum(), size=_RUNS).astype(float)
         self.task, self._min_recovery = task, min_recovery
-        margins, change = kept - min_recovery * base, kept - base
-        self._powers_R4 = counts_RN @ margins[:, None] ** np.arange(4)
+        change = kept - base
+        self._powers_R4 = counts_RN @ (kept - min_recovery * base)[:, None] ** np.arange(4)
         self.change = counts_RN @ change / units
         self.change_squared = counts_RN @ change**2 / units**2
         self.lost = counts_RN @ (change < 0)
@@ -73,10 +67,9 @@ class _Drawn:
         return np.stack([mean, variance / (weight + 1), 2 * skew / ((weight + 1) * (weight + 2))])
 
 
-def _chance(tasks: list[_Drawn], confidence: float, doubt: float, binary: bool) -> float:
+def _chance(tasks: list[_Drawn], confidence: float, doubt: float) -> float:
     """The share of the simulated runs with a verdict, held or fell."""
-    nothing = np.zeros(4)
-    seen = [task.cumulants(nothing, 0.0) for task in tasks]
+    seen = [task.cumulants(NONE, 0.0) for task in tasks]
     total = np.sum(seen, axis=0)
     held = np.min(
         [
@@ -89,7 +82,7 @@ def _chance(tasks: list[_Drawn], confidence: float, doubt: float, binary: bool) 
     as_seen = _above_zero(
         np.sum([task.cumulants(each, task.task.largest_change) for task in tasks], axis=0)
     )
-    fell = (as_seen <= doubt) & (_p_of_loss(tasks, binary) <= doubt)
+    fell = (as_seen <= doubt) & (_p_of_loss(tasks) <= doubt)
     return float(np.mean((held >= confidence) | fell))
 
 
@@ -102,11 +95,11 @@ def _above_zero(cumulants_3R: Floats) -> Floats:
     return np.asarray(stats.pearson3.sf(-mean / deviation, third / deviation**3))
 
 
-def _p_of_loss(tasks: list[_Drawn], binary: bool) -> Floats:
+def _p_of_loss(tasks: list[_Drawn]) -> Floats:
     """One-sided p of a loss, as the verdict's test has it; over scores other than 0 and 1 by the
     sign flips' normal tail, but no less than the exact test's smallest."""
     lost, won = (sum(getattr(task, name) for task in tasks) for name in ("lost", "won"))
-    if binary:
+    if is_binary([task.task for task in tasks]):
         return np.asarray(stats.binom.sf(lost - 1, lost + won, 0.5))
     change = np.sum([task.change for task in tasks], axis=0)
     squared = np.sum([task.change_squared for task in tasks], axis=0)

@@ -114,8 +114,8 @@ class Task(_Stored):
     # by document id; only where they were asked for
     clusters: dict[int, str] = Field(default_factory=dict, exclude=True)
     groups: dict[int, str] = Field(default_factory=dict, exclude=True)
-    # fields of long texts that several documents have in common
-    shared: list[str] = Field(default_factory=list, exclude=True)
+    # the first field of long texts that several documents have in common; empty without one
+    shared: str = Field(default="", exclude=True)
 
     def metric(self, label: str) -> Metric | None:
         return next((metric for metric in self.metrics if metric.label == label), None)
@@ -205,7 +205,7 @@ def measure(
         parts_of[task.name].append(task)
     if not parts_of:
         raise FlyError(f"{run.path}: holds no samples: nothing was scored")
-    requests = _requests(run)
+    requests, entry = _requests(run), run.entry or {}
     outputs = _outputs(run) if with_outputs else {}
     tasks = {}
     for name, parts in parts_of.items():
@@ -223,7 +223,7 @@ def measure(
             texts={i: sample.responses for i, sample in first.samples.items()} if writes else {},
             clusters=_values(name, first, cluster, "--cluster") if cluster else {},
             groups=_values(name, first, by, "--by") if by else {},
-            shared=_shared_texts(first),
+            shared=_find_shared_field(first),
         )
     return Measured(
         name=run.name,
@@ -234,10 +234,10 @@ def measure(
         tasks=tasks,
         notes=notes,
         drafts=_drafts(run),
-        config_hash=(run.entry or {}).get("config_hash"),
-        drafted=((run.entry or {}).get("stats") or {}).get("drafted"),
+        config_hash=entry.get("config_hash"),
+        drafted=(entry.get("stats") or {}).get("drafted"),
         tok_s_per_user=_tok_s_per_user(run),
-        spd_k=run.entry["config"].get("spd_k") if run.entry and run.entry.get("drafter") else None,
+        spd_k=entry["config"].get("spd_k") if entry.get("drafter") else None,
     )
 
 
@@ -286,15 +286,15 @@ def _values(name: str, task: TaskRun, field: str, flag: str) -> dict[int, str]:
     return {i: v if isinstance(v, str) else json.dumps(v) for i, v in values.items()}
 
 
-def _shared_texts(task: TaskRun) -> list[str]:
-    """Fields of long texts, such as passages, that some documents have in common, but not all."""
-    found = []
+def _find_shared_field(task: TaskRun) -> str:
+    """The first field of long texts, such as passages, that some documents have in common, but not
+    all; empty without one."""
     for field in next(iter(task.samples.values())).doc:
         texts = [sample.doc.get(field) for sample in task.samples.values()]
-        long = {text for text in texts if isinstance(text, str) and len(text) >= _LONG}
-        if 1 < len(long) < sum(text in long for text in texts if isinstance(text, str)):
-            found.append(field)
-    return found
+        long = [text for text in texts if isinstance(text, str) and len(text) >= _LONG]
+        if 1 < len({*long}) < len(long):
+            return field
+    return ""
 
 
 def _metrics(task: TaskRun, run_name: str, notes: list[str]) -> Iterator[Metric]:
@@ -330,37 +330,33 @@ def _requests(run: Run) -> dict[str, dict[int, list[RequestLine]]]:
 def _positions(records: Iterable[RequestLine]) -> Positions:
     found = Positions()
     for record in records:
-        if "positions" in record:
-            found.add(Positions(**record["positions"]))
+        found.add(Positions(**record.get("positions", {})))
     return found
 
 
 def _sum(records: list[RequestLine]) -> Work:
-    def seconds(phases: tuple[str, ...]) -> float:
-        taken: list[Any] = [record["seconds"] for record in records]
-        return round(sum(each[phase] for each in taken for phase in phases), 6)
-
-    positions = _positions(records)
-    is_told = all(record["rounds"] or not record["emitted"] for record in records)
+    lengths, seconds = Lengths(), dict.fromkeys(TIMED, 0.0)
+    for record in records:
+        positions, taken = _positions([record]), dict[str, Any](record["seconds"])
+        accepted = sum(positions.accepted)
+        lengths.add(Lengths(record["emitted"], record["rounds"], accepted, positions.drafts))
+        seconds = {phase: seconds[phase] + taken[phase] for phase in TIMED}
     return Work(
-        tokens=sum(record["emitted"] for record in records),
-        rounds=sum(record["rounds"] for record in records) if is_told else 0,
-        decode=seconds(DECODING),
-        end_to_end=seconds(TIMED),
-        accepted=sum(positions.accepted),
-        drafts=positions.drafts,
+        tokens=lengths.emitted,
+        rounds=lengths.rounds,
+        decode=round(sum(seconds[phase] for phase in DECODING), 6),
+        end_to_end=round(sum(seconds.values()), 6),
+        accepted=lengths.accepted,
+        drafts=lengths.drafts,
     )
 
 
 def _drafts(run: Run) -> Drafts | None:
     if not run.sources and not run.draft_runs:
         return None
-    entry = (run.entry or {}).get("draft_runs") or {}
-    return Drafts(
-        sources=run.sources,
-        from_earlier_runs=bool(run.draft_runs),
-        same_target=entry.get("same_target"),
-    )
+    told = (run.entry or {}).get("draft_runs") or {}
+    same_target, from_earlier = told.get("same_target"), bool(run.draft_runs)
+    return Drafts(sources=run.sources, from_earlier_runs=from_earlier, same_target=same_target)
 
 
 def _outputs(run: Run) -> dict[str, Outputs]:

@@ -8,12 +8,12 @@ always worse. docs/compare.md says what each number means and how the verdict is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy import stats
 
 from fly.analysis.posterior import (
@@ -22,6 +22,7 @@ from fly.analysis.posterior import (
     Interval,
     Pairs,
     divide,
+    is_binary,
     probability,
     probability_as_seen,
     recovery_interval,
@@ -30,12 +31,10 @@ from fly.analysis.posterior import (
 from fly.analysis.sample_size import documents_that_decide
 
 Verdict = Literal["held", "unchanged", "fell", "not enough evidence"]
-Indices = NDArray[np.int64]
 
 RESAMPLES = 9999
 LEVEL = 0.95  # of the printed intervals
 _TAILS = (1 - LEVEL) / 2, (1 + LEVEL) / 2
-POWER = 0.8  # chance with which `decides` documents decide
 _MANY = 5000  # documents, whose sums are all but normal
 _FEW = 10  # resamples beyond the observed value; with fewer, p is only an upper bound
 
@@ -74,7 +73,7 @@ class Comparison:
     # `held`: the recovery is shown; `unchanged`: every document scored the same, no more is known
     verdict: Verdict = "not enough evidence"
     decides_nothing: bool = False  # the baseline scores nothing, so that nothing can be lost
-    # documents that would decide with a chance of POWER if they went on differing as these did;
+    # documents that would decide with a chance of 80 % if they went on differing as these did;
     # None if no number would, and where a verdict has been reached
     decides: int | None = None
     reason: str = ""  # a clause for people
@@ -103,25 +102,18 @@ def compare_tasks(
     tasks: (baseline, other) scores of each, [N] and [N]. verdicts: how many are reached together,
     any of which may fail a job: `fell` needs that much more certainty (Bonferroni). clusters: of
     each task, its documents' clusters, [N]: only documents of different clusters are independent.
-    Raises ValueError on unequal or no documents, on scores that are not finite numbers, and unless
-    0 < min_recovery <= 1 and 0.5 < confidence < 1.
     """
-    if not 0 < demand.min_recovery <= 1 or not 0.5 < demand.confidence < 1:
-        raise ValueError("min_recovery must be in (0, 1], confidence between 0.5 and 1")
-    arrays = [_check_scores(*task) for task in tasks]
-    if not arrays:
-        raise ValueError("no documents to compare")
+    arrays = [(np.asarray(a, float), np.asarray(b, float)) for a, b in tasks]
     documents = [Pairs(b, a) if higher_is_better else Pairs(a, b) for a, b in arrays]
-    by_document = np.concatenate([task.kept - task.base for task in documents])
+    by_document = np.concatenate([task.change for task in documents])
     lost, won = int((by_document < 0).sum()), int((by_document > 0).sum())
     pairs = documents
     if clusters is not None:
         pairs = [task.by_cluster(labels) for task, labels in zip(documents, clusters, strict=True)]
     doubt = (1 - demand.confidence) / verdicts  # that a fall may leave
-    change = np.concatenate([(t.kept - t.base) / len(t.base) for t in pairs]) / len(pairs)
-    binary = all(np.isin([task.kept, task.base], (0, 1)).all() for task in pairs)
-    mcnemar = binary and len(pairs) == 1  # over several tasks, documents differ in weight
-    p = _mcnemar(change) if mcnemar else _sign_flips(change, resamples)
+    change = np.concatenate([task.change / len(task.base) for task in pairs]) / len(pairs)
+    is_mcnemar = is_binary(pairs)
+    p = _mcnemar(change) if is_mcnemar else _sign_flips(change, resamples)
     found = Comparison(
         documents=len(by_document),
         clusters=None if clusters is None else len(change),
@@ -130,7 +122,7 @@ def compare_tasks(
         lost=lost,
         won=won,
         p=p,
-        test="McNemar" if mcnemar else "sign flips",
+        test="McNemar" if is_mcnemar else "sign flips",
     )
     base = float(np.mean([task.base.mean() for task in pairs]))
     undefined = _undefined(documents, base, higher_is_better)
@@ -148,7 +140,7 @@ def compare_tasks(
         return replace(found, reason=f"{reason}; {undefined}")
     decides = None
     if verdict in ("unchanged", "not enough evidence"):
-        units = documents_that_decide(pairs, demand.min_recovery, demand.confidence, doubt, POWER)
+        units = documents_that_decide(pairs, demand.min_recovery, demand.confidence, doubt)
         decides = units and math.ceil(units * found.documents / len(change))
     surprise = -math.log(1 - demand.confidence)  # in nats
     return replace(
@@ -168,24 +160,44 @@ def compare_rates(
     tails: tuple[float, float] = _TAILS,
 ) -> Ratio | None:
     """The ratio of two sums over documents, given as pairs (such as the seconds of two runs), over
-    the same of `base`, if given.
+    the same of `base`, if given, with its percentile interval over resampled documents.
 
-    tails: the probabilities of the interval's ends. None if one of the sums is zero.
+    tails: the probabilities of the interval's ends. Few documents widen it as t is wider than the
+    normal distribution (Hesterberg 2015, sec. 4.1; BCa covered no better). None if one of the sums
+    is zero; no interval for one document, and if more resamples than one tail have no value (a
+    denominator of zero).
     """
-    sums = np.asarray([*zip(*rates), *(zip(*base) if base else ())], float)
-    totals = sums.sum(axis=-1)
+    rows = np.asarray([*zip(*rates), *(zip(*base) if base else ())], float)
+    totals, documents = rows.sum(axis=-1), len(rates)
     if not rates or not totals.all():
         return None
 
-    def ratio(index: Indices) -> Floats:
-        above, below, *others = (row[index].sum(axis=-1) for row in sums)
+    def ratio(sums: Sequence[Floats] | Floats) -> Floats:
+        above, below, *others = sums
         found = divide(above, below)
         return divide(found, divide(*others)) if others else found
 
-    value = float(np.prod(totals[::3]) / np.prod(totals[1:3])) if base else totals[0] / totals[1]
-    signs = np.array([1, -1, -1, 1])[: len(sums)]
-    deviations = signs @ (sums / totals[:, None])
-    return Ratio(float(value), _bootstrap(ratio, deviations, tails))
+    value = float(ratio(totals))
+    if documents < 2:
+        return Ratio(value, None)
+    # the ends of 95 % intervals of many documents need no more
+    is_enough = documents >= _MANY and min(tails[0], 1 - tails[1]) > 0.01
+    resamples = RESAMPLES // 5 if is_enough else RESAMPLES
+    rng, batch, values = np.random.default_rng(0), max(1, MOST_AT_ONCE // documents), []
+    for start in range(0, resamples, batch):
+        index = rng.integers(documents, size=(min(batch, resamples - start), documents))
+        values.append(ratio([row[index].sum(axis=-1) for row in rows]))
+    resampled = np.concatenate(values)
+    defined = resampled[np.isfinite(resampled)]
+    if len(defined) < max(1 - tails[0], tails[1]) * len(resampled):
+        return Ratio(value, None)
+    # what each document adds to the ratio's error, to first order and up to a factor
+    deviations = np.array([1, -1, -1, 1])[: len(rows)] @ (rows / totals[:, None])
+    ends = np.zeros(2)
+    if deviations.any():
+        ends = stats.t.ppf(tails, documents - 1) / math.sqrt(1 - 1 / documents)
+    low, high = np.quantile(defined, stats.norm.cdf(ends))
+    return Ratio(value, Interval(float(low), float(high)))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -202,15 +214,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 # ------------------------------------------------------------------------------------ the parts
-
-
-def _check_scores(baseline: ArrayLike, other: ArrayLike) -> tuple[Floats, Floats]:
-    a, b = np.asarray(baseline, float), np.asarray(other, float)
-    if a.ndim != 1 or a.shape != b.shape or not len(a):
-        raise ValueError(f"scores must pair up one by one: got shapes {a.shape} and {b.shape}")
-    if not (np.isfinite(a).all() and np.isfinite(b).all()):
-        raise ValueError("scores must be finite numbers")
-    return a, b
 
 
 def _undefined(pairs: list[Pairs], base: float, higher_is_better: bool) -> str:
@@ -255,39 +258,6 @@ def _sign_flips(change: Floats, resamples: int) -> float:
         z = differing.sum() / math.sqrt((differing**2).sum())
         p = min(p, float(2 * stats.norm.sf(abs(z))))
     return p
-
-
-def _bootstrap(
-    statistic: Callable[[Indices], Floats],
-    deviations: Floats,
-    tails: tuple[float, float],
-) -> Interval | None:
-    """Percentile interval of a statistic of resampled document indices, [resamples, N].
-
-    deviations: what each document adds to the statistic's error, to first order and up to a factor
-    that all share, [N]. Few documents widen the interval as t is wider than the normal distribution
-    (Hesterberg 2015, sec. 4.1; BCa covered no better). None for one document, and if more resamples
-    than one tail have no value (a denominator of zero).
-    """
-    documents = len(deviations)
-    if documents < 2:
-        return None
-    # the ends of 95 % intervals of many documents need no more
-    is_enough = documents >= _MANY and min(tails[0], 1 - tails[1]) > 0.01
-    resamples = RESAMPLES // 5 if is_enough else RESAMPLES
-    rng, batch = np.random.default_rng(0), max(1, MOST_AT_ONCE // documents)
-    sizes = [min(batch, resamples - done) for done in range(0, resamples, batch)]
-    values = np.concatenate(
-        [statistic(rng.integers(documents, size=(size, documents))) for size in sizes]
-    )
-    defined = values[np.isfinite(values)]
-    if len(defined) < max(1 - tails[0], tails[1]) * len(values):
-        return None
-    ends = np.zeros(2)
-    if deviations.any():
-        ends = stats.t.ppf(tails, documents - 1) / math.sqrt(1 - 1 / documents)
-    low, high = np.quantile(defined, stats.norm.cdf(ends))
-    return Interval(float(low), float(high))
 
 
 def _verdict(enough: bool, fell: bool, lost: int, won: int) -> tuple[Verdict, str]:

@@ -22,8 +22,6 @@ WIDTH = 100
 _COLOURS = {
     "held": "green", "unchanged": "green", "fell": "red", "not enough evidence": "yellow",
 }  # fmt: skip
-# a task name may fold, an interval may not
-_UNFOLDED = ("decoding x", "end to end x", "accepted by position")
 _TEXTS = ("task", "verdict", "documents", "settings")  # whose words may take several lines
 _NUMBERS = (
     "score", "lost/won", "p", "tokens x", "tok/s", "passes saved", "tau", "tau/doc", "AL", "AL/doc",
@@ -103,7 +101,7 @@ class Table:
                 justify="right" if name in _NUMBERS else "left",
                 overflow="fold",
                 width=width,
-                no_wrap=name in _UNFOLDED or (width is None and name not in _TEXTS),
+                no_wrap=width is None and name not in _TEXTS,
                 min_width=None if width else self._least_width(name),
             )
         for row in self.rows:
@@ -115,8 +113,9 @@ class Table:
             shown = (visible(cell).replace("\n", "<br>").replace("|", "\\|") for cell in cells)
             return f"| {' | '.join(shown)} |"
 
+        title = [f"### {visible(self.title)}", ""] if self.title else []
         head = [line(self.columns), "|" + "---|" * len(self.columns)]
-        return "\n".join([f"### {visible(self.title)}", "", *head, *map(line, self.rows)])
+        return "\n".join([*title, *head, *map(line, self.rows)])
 
 
 def print_tables(
@@ -140,7 +139,7 @@ def print_tables(
 def as_markdown(tables: Sequence[Table], notes: Sequence[str]) -> str:
     """For a pull request or a job's summary."""
     lines = "\n".join(f"- {visible(line)}" for line in notes)
-    return "\n\n".join([*(table.as_markdown() for table in tables), lines]) + "\n"
+    return "\n\n".join([*(table.as_markdown() for table in tables if table.rows), lines]) + "\n"
 
 
 def as_csv(rows: Iterable[Mapping[str, Any]], first: Iterable[str] = ()) -> str:
@@ -178,8 +177,7 @@ class ScoreTexts:
     """One row's numbers, as every table and file for people writes them."""
 
     score: str = "-"
-    recovery: str = "-"
-    interval: str = ""  # of the recovery, with a space before it; empty where there is none
+    recovery: str = "-"  # with its interval
     changed: str = "-"  # documents lost and won
     p: str = "-"
     bound: str = ""  # the largest loss that scores without any leave possible; else empty
@@ -189,11 +187,12 @@ def score_texts(scores: Comparison, p: float | None = None) -> ScoreTexts:
     """p: instead of the row's own, corrected for more rows."""
     if scores.other is None:
         return ScoreTexts()
-    p = scores.p if p is None else p
+    p, recovery = scores.p if p is None else p, "undefined"
+    if scores.recovery is not None:
+        recovery = f"{scores.recovery:.3f}{interval_text(scores.interval, 3)}"
     return ScoreTexts(
         score=f"{scores.other:.4g}",
-        recovery="undefined" if scores.recovery is None else f"{scores.recovery:.3f}",
-        interval=interval_text(scores.interval, 3) if scores.recovery is not None else "",
+        recovery=recovery,
         changed=f"{scores.lost} / {scores.won}",
         p=f"{p:.3f}" if p >= 0.001 else "<0.001",
         bound=f"{scores.bound:.1%}" if scores.bound else "",

@@ -380,20 +380,8 @@ def test_a_small_task_that_falls_is_not_hidden_by_a_big_one_that_rises():
     assert found.verdict == "fell"
 
 
-@pytest.mark.parametrize("scores", [([], []), ([1], [1, 0]), ([[1]], [[1]]), ([np.nan], [1])])
-def test_what_does_not_pair_is_refused(scores):
-    with pytest.raises(ValueError):
-        compare_scores(*scores)
-
-
-@pytest.mark.parametrize("wrong", [{"min_recovery": 0}, {"min_recovery": 1.1}, {"confidence": 0.5}])
-def test_demands_out_of_range_are_refused(wrong):
-    with pytest.raises(ValueError):
-        compare(1, 1, 1, 1, demand=Demand(**wrong))
-
-
 def test_the_number_of_documents_decides(monkeypatch):
-    """At the promised number, simulated runs with the same rates fall in about POWER of cases."""
+    """At the promised number, simulated runs with the same rates fall in about 80 % of cases."""
     found = compare(140, 9, 3, 48)
     assert found.verdict == "not enough evidence"
     share = np.array([140, 9, 3, 48]) / 200

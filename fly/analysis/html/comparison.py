@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fly.analysis import categories, matrix
-from fly.analysis.comparability import explain_refusal
+from fly.analysis.comparability import find_reasons
 from fly.analysis.compare import Against, compare, equal_texts
 from fly.analysis.compare_files import against_as_dict
 from fly.analysis.scores import Measured
@@ -26,7 +26,12 @@ def against_first(
     `refused`, why the run cannot be compared.
     """
     baseline, *others = runs
-    refused = {run.name: why for run in others if (why := explain_refusal(baseline, run))}
+    refused = {
+        run.name: reason.note
+        for run in others
+        for reason in find_reasons(baseline, run)
+        if reason.severity == "refuse"
+    }
     judged = [run for run in others if run.name not in refused]
     result = compare(baseline, judged)
     entries = {
@@ -69,7 +74,7 @@ def _count_texts(baseline: Measured, run: Measured) -> dict[str, int]:
 
 
 def _entry(against: Against, demand: Demand) -> dict[str, Any]:
-    main = against.overall or next((row for row in against.rows if row.primary), None)
+    main = against.main
     if main is None:
         return {"name": against.name, "refused": "its tasks have no score to compare"}
     deciding = main
