@@ -2,12 +2,15 @@
 
 /**
  * A figure: title, sentence, chart and its numbers, to be read and to be saved.
- * `draw(width)` returns an svg; without it the numbers are the figure. columns: [name, format] of
- * the numbers; rows: plain values, {low, high} for intervals. shown: another table to read.
+ * `draw(width)` returns an svg; without it the numbers are the figure. values: one for every row of
+ * the numbers. columns: a key of the values, or [name, key or function of a value, format]; an
+ * interval is {low, high}. shown: another table to read.
  */
-function figure(title, note, { draw = null, columns, rows, legend = null, shown = null }) {
-  const numbers = shown ?? table(columns.map(([name]) => name), rows.map((row) => row.map((value, at) => columns[at][1](value))), title);
-  if (!draw) return el("figure", {}, caption(title, note), numbers, saving(title, null, columns, rows));
+function figure(title, note, { draw = null, columns, values, legend = null, shown = null }) {
+  const all = columns.map((column) => [column].flat()), names = all.map(([name]) => name);
+  const rows = values.map((value) => all.map(([name, of = name]) => typeof of === "string" ? value[of] : of(value)));
+  const numbers = shown ?? table(names, rows.map((row) => row.map((cell, at) => (all[at][2] ?? text)(cell))), title);
+  if (!draw) return el("figure", {}, caption(title, note), numbers, saving(title, null, names, rows));
   const holder = el("div", { class: "chart" });
   let drawn = 0;
   new ResizeObserver(([entry]) => {
@@ -18,7 +21,7 @@ function figure(title, note, { draw = null, columns, rows, legend = null, shown 
     }
   }).observe(holder);
   return el("figure", {}, caption(title, note), legend, holder,
-    el("details", {}, el("summary", {}, "Numbers"), numbers), saving(title, holder, columns, rows));
+    el("details", {}, el("summary", {}, "Numbers"), numbers), saving(title, holder, names, rows));
 }
 
 function caption(title, note = null) {
@@ -146,6 +149,10 @@ function columns(width, groups, most, axis, name, { format = String, dots = [], 
   nodes.push(label(left + room / 2, high - 4, axis.x, { "text-anchor": "middle" }),
     label(0, 9, axis.y, {}));
   return canvas(width, high, name, nodes);
+}
+
+function ends(interval) {
+  return interval ? [interval.low, interval.high] : [];
 }
 
 /** A scale from zero, or from the least value, with some room beyond. */
