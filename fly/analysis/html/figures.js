@@ -320,8 +320,8 @@ function positionFigures(summary) {
       { value: at.deferred / drafts, kind: "a1", title: `position ${at.position}: ${percent(at.deferred / drafts)} deferred and stood` }]] }));
     return figure(`Acceptance by draft position: ${run.name}`,
       `Columns: share of ${plural(drafts, "draft")} accepted up to a position. Line: of those that reached it, all before accepted.`,
-      { draw: (width) => columns(width, groups, 1, { x: "position in the draft", y: "share accepted" }, "Acceptance by position",
-        { format: (value) => percent(value, 0), dots: places.map((at) => at.conditional) }),
+      { draw: (width) => columns(width, groups, { name: "position in the draft" }, { name: "share accepted", to: 1, format: (value) => percent(value, 0) },
+        "Acceptance by position", { dots: places.map((at) => at.conditional) }),
         columns: ["position", ["drafted", "drafted", whole], ["reached", "reached", whole], ["accepted", "accepted", whole], ["deferred of them", (at) => deferred ? at.deferred : null, whole],
           ["of all drafts", "unconditional", percent], ["of those that reached it", "conditional", percent]],
         values: places,
@@ -348,7 +348,7 @@ function blockFigure(summary) {
     { value: share(run, length), kind: kindOf(run), title: `${run.name}: ${percent(share(run, length))} of the rounds gave ${plural(length, "token")}` }]) }));
   const most = Math.max(...lengths.flatMap((length) => traced.map((run) => share(run, length))));
   return figure("Tokens per round", "What one pass of the target gave, its own token included. Zero: all of it was rolled back later.",
-    { draw: (width) => columns(width, groups, most, { x: "tokens that stood", y: "share of rounds" }, "Accepted block lengths", { format: (value) => percent(value, 0) }),
+    { draw: (width) => columns(width, groups, { name: "tokens that stood" }, { name: "share of rounds", to: most, format: (value) => percent(value, 0) }, "Accepted block lengths"),
       columns: [["tokens", Number], ...traced.flatMap((run) => [[`${run.name}, rounds`, (length) => count(run, length), whole], [`${run.name}, share`, (length) => share(run, length), percent]])],
       values: lengths,
       legend: traced.length > 1 ? legend(traced.map((run) => [kindOf(run), run.name])) : null });
@@ -361,7 +361,8 @@ function entropyFigures({ runs }) {
     const line = isNumber(theta) && theta <= last ? { at: theta / last, text: `theta ${theta}` } : null;
     const part = (width, [fate, name, style], isLast) => {
       const groups = counts[fate].map((count, number) => ({ columns: [[{ value: count, kind: style, title: `${between({ low: edges[number], high: edges[number + 1] }, fixed)}: ${count}` }]] }));
-      return columns(width, groups, most, { x: isLast ? `entropy (${kind}, ${unit})` : "", y: `${name}: ${sum(counts[fate])}`, end: last }, `Entropy, ${name}`, { line, high: 130 });
+      return columns(width, groups, { name: isLast ? `entropy (${kind}, ${unit})` : "", end: last }, { name: `${name}: ${sum(counts[fate])}`, to: most, format: String },
+        `Entropy, ${name}`, { line, high: 130 });
     };
     return figure(`Entropy at mismatches: ${run.name}`, "How unsure the target was where the draft token was not the target token, by what became of the draft token.",
       { draw: (width) => svg("svg", { width, height: 390, role: "group" }, FATES.map((fate, number) => svg("g", { transform: `translate(0 ${number * 130})` }, part(width, fate, number === 2)))),

@@ -25,8 +25,7 @@ function seriesSection(series, number) {
   const { title, runs, rows, trend, words } = series, [sign, style] = signOf(trend.verdict), first = runs - rows.length;
   const newest = rows.slice(-NEWEST).reverse();
   return section(`series-${number}`, title,
-    el("div", { class: "cards" }, el("div", { class: `card ${style}` },
-      el("p", { class: "card-title" }, `Decline over ${plural(runs, "run")}`), el("p", { class: "verdict" }, `${sign} ${trend.verdict}`), el("p", { class: "note" }, `${words}.`))),
+    el("div", { class: "cards" }, card(`Decline over ${plural(runs, "run")}`, `${sign} ${trend.verdict}`, `${words}.`, style)),
     first ? el("p", { class: "note" }, `The newest ${rows.length} of ${plural(runs, "run")} are drawn; the trend is of all.`) : null,
     el("div", { class: "grid" }, NUMBERS.map((of) => overTime(series, of, first))),
     el("details", {}, el("summary", {}, `The newest ${plural(newest.length, "run")}`),
@@ -35,13 +34,5 @@ function seriesSection(series, number) {
           ...NUMBERS.map(([key, , format]) => format(row[key])), row.machine]), `Newest runs of ${title}`)));
 }
 
-function buildHistory() {
-  const found = block("summary"), sections = found.series.map(seriesSection);
-  document.getElementById("main").replaceChildren(el("h1", { class: "hidden" }, document.title), ...sections);
-  document.getElementById("sections").append(...sections.map((one, at) => el("a", { href: `#${one.id}` }, found.series[at].title)));
-  document.getElementById("footer").append(`fly ${found.version}, written ${found.created}. docs/history.md defines every number.`);
-  document.documentElement.dataset.ready = "true";
-}
-
-theme();
-buildHistory();
+const { series, ...written } = block("summary");
+fillPage(written, [], series.map(seriesSection), series.map(({ title }) => title), "docs/history.md");
