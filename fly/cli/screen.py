@@ -46,7 +46,7 @@ class Screen:
     def show(self, text: str) -> None:
         """How far the step is: a terminal's line is replaced, a file gets one per ten percent."""
         if sys.stdout.isatty():
-            print(f"\r\033[K{self._line(text)}", end="", flush=True)
+            self._print(text, end="")
             return
         done, _, rest = text.partition(" of ")
         total = rest.partition(" ")[0]
@@ -54,12 +54,10 @@ class Screen:
         tenth = str(10 * int(done) // int(total)) if counted else text
         if tenth != self._tenth:
             self._tenth = tenth
-            print(self._line(text), flush=True)
+            self._print(text)
 
     def end(self, text: str = "done") -> None:
-        print(
-            f"\r\033[K{self._line(text)}" if sys.stdout.isatty() else self._line(text), flush=True
-        )
+        self._print(text)
 
     def fail(self) -> None:
         """Show why, as far as the run said it."""
@@ -68,7 +66,9 @@ class Screen:
         print(*self._path.read_text(errors="replace").splitlines()[-_TAIL:], sep="\n")
         print(f"all of it: {self._path}")
 
-    def _line(self, text: str) -> str:
+    def _print(self, text: str, end: str = "\n") -> None:
         minutes, seconds = divmod(int(time.monotonic() - self._started), 60)
         line = f"{self._step} {minutes}:{seconds:02}  {text}"
-        return line[: shutil.get_terminal_size().columns - 1] if sys.stdout.isatty() else line
+        if sys.stdout.isatty():
+            line = f"\r\033[K{line[: shutil.get_terminal_size().columns - 1]}"
+        print(line, end=end, flush=True)
