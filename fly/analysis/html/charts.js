@@ -10,7 +10,13 @@ function figure(title, note, { draw = null, columns, values, legend = null, show
   const all = columns.map((column) => [column].flat()), names = all.map(([name]) => name);
   const rows = values.map((value) => all.map(([name, of = name]) => typeof of === "string" ? value[of] : of(value)));
   const numbers = shown ?? table(names, rows.map((row) => row.map((cell, at) => (all[at][2] ?? text)(cell))), title);
-  if (!draw) return el("figure", {}, caption(title, note), numbers, saving(title, null, names, rows));
+  const holder = draw && drawing(draw);
+  return el("figure", {}, el("figcaption", {}, el("h3", {}, title), note && el("p", { class: "note" }, note)), legend, holder,
+    draw ? el("details", {}, el("summary", {}, "Numbers"), numbers) : numbers, saving(title, holder, names, rows));
+}
+
+/** Draws anew whenever the width changes. */
+function drawing(draw) {
   const holder = el("div", { class: "chart" });
   let drawn = 0;
   new ResizeObserver(([entry]) => {
@@ -20,12 +26,7 @@ function figure(title, note, { draw = null, columns, values, legend = null, show
       holder.replaceChildren(draw(width));
     }
   }).observe(holder);
-  return el("figure", {}, caption(title, note), legend, holder,
-    el("details", {}, el("summary", {}, "Numbers"), numbers), saving(title, holder, names, rows));
-}
-
-function caption(title, note = null) {
-  return el("figcaption", {}, el("h3", {}, title), note && el("p", { class: "note" }, note));
+  return holder;
 }
 
 function legend(entries, mark = (kind) => bar(0, 0, 14, 14, kind), width = 14) {

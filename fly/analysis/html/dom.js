@@ -70,8 +70,6 @@ function theme() {
   };
   toggle.addEventListener("click", () => { chosen = document.documentElement.dataset.theme !== "dark"; apply(); });
   dark.addEventListener("change", apply);
-  addEventListener("beforeprint", () => { document.documentElement.dataset.theme = "light"; });
-  addEventListener("afterprint", apply);
   apply();
 }
 

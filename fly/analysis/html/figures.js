@@ -66,11 +66,6 @@ function speedOf({ speeds = [] }) {
   return speeds.at(-1) ?? null;
 }
 
-function comparedCards(comparison) {
-  if (comparison.refused) return [card("Not comparable", NONE, comparison.refused)];
-  return [...verdictCards(comparison), timeCard(comparison)];
-}
-
 function timeCard(comparison) {
   const speed = speedOf(comparison);
   if (speed?.withheld) return card("Time x", NONE, `Withheld: ${speed.withheld}.`);
@@ -83,7 +78,8 @@ function intervalNote({ interval }, format) {
   return interval && `95 % interval ${between(interval, format)}`;
 }
 
-function verdictCards(comparison) {
+function comparedCards(comparison) {
+  if (comparison.refused) return [card("Not comparable", NONE, comparison.refused)];
   const { verdict, reason, texts } = comparison, main = rowsOf(comparison)[comparison.main].scores;
   const [sign, style] = signOf(verdict), isMissing = main.other === null;
   const changed = [!isMissing && `${main.lost} lost, ${main.won} won`, texts.of && `${texts.differ} of ${plural(texts.of, "text")} differ`];
@@ -91,6 +87,7 @@ function verdictCards(comparison) {
     card("Verdict", `${sign} ${verdict}`, `${reason[0].toUpperCase()}${reason.slice(1)}.`, style),
     card("Documents", String(main.documents), join(changed)),
     card("Recovery of the score", percent(main.recovery), isMissing ? null : intervalNote(main, percent)),
+    timeCard(comparison),
   ];
 }
 
