@@ -1,6 +1,6 @@
 // What the page says of whole runs: headline numbers, scores, speed and the charts of traces.
 
-const PHASES = [["prefill", "p0"], ["draft", "p1"], ["verify", "p2"], ["other", "p3"], ["recording", "p5"], ["compile", "p4"]];
+const PHASES = [["prefill", "s0"], ["draft", "s3"], ["verify", "s1"], ["other", "s2"], ["recording", "s4"], ["compile", "s5"]];
 const FATES = [["stood", "deferred, stood", "f0"], ["rolled_back", "deferred, rolled back", "f1"], ["rejected", "rejected at once", "f2"]];
 const SIGNS = { held: ["\u2713", "held"], unchanged: ["=", "unchanged"], fell: ["\u2717", "fell"], "decides nothing": ["\u2013", ""] };
 
