@@ -365,7 +365,8 @@ def _make_missing(args: argparse.Namespace, stored: Measured | None) -> dict[str
     if len(compared) == 1 and not stored:
         _check_nothing_else_asked(args, *compared)
     context.check_writable(planned.output, "output_path")
-    return run_modes.run_missing(planned, screen.of_terminal(planned.output))
+    shown = screen.Screen(planned.output / "log.txt") if screen.is_wanted() else None
+    return run_modes.run_missing(planned, shown)
 
 
 def _run_flags(args: argparse.Namespace) -> list[str]:

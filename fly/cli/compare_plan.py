@@ -1,7 +1,4 @@
-"""What a comparison will run: the modes as planned, before anything decodes.
-
-flags -> plan_runs -> run_modes.run_missing -> the comparison: one way.
-"""
+"""What a comparison will run: the modes as planned, before anything decodes."""
 
 from __future__ import annotations
 

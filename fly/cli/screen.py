@@ -22,11 +22,6 @@ def is_wanted() -> bool:
     return sys.stdout.isatty() or bool(os.environ.get(WANTED))
 
 
-def of_terminal(folder: Path) -> Screen | None:
-    """A screen whose log is in this folder, if there is to be one."""
-    return Screen(folder / "log.txt") if is_wanted() else None
-
-
 class Screen:
     """One step at a time. log: what the runs print."""
 
