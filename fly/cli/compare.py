@@ -344,13 +344,9 @@ def _load(args: argparse.Namespace, stored: Measured | None = None) -> list[tupl
 
 def _check_finished(args: argparse.Namespace, stored: Measured | None) -> None:
     """Refuse flags that say how runs are made: these are; and a run without another."""
-    makes = (args.tasks, args.model_args, args.modes, args.mode, args.rules, args.drafters)
-    if any(makes):
-        raise FlyError(
-            f"{args.runs[0]}: finished runs are compared without --tasks, --model_args, --modes, "
-            "--rules and --drafters"
-        )
-    given = [word for word in _run_flags(args) if word.startswith("-") and word not in args.runs]
+    makes = ("model_args", "modes", "mode", "rules", "drafters")
+    given = [f"--{name}" for name in makes if getattr(args, name)]
+    given += [word for word in _run_flags(args) if word.startswith("-") and word not in args.runs]
     if given:
         flag = given[0].partition("=")[0]
         raise FlyError(f"{flag}: finished runs are compared as they are: leave it out")
@@ -369,7 +365,8 @@ def _make_missing(args: argparse.Namespace, stored: Measured | None) -> dict[str
     if len(compared) == 1 and not stored:
         _check_nothing_else_asked(args, *compared)
     context.check_writable(planned.output, "output_path")
-    return run_modes.run_missing(planned, screen.of_terminal(planned.output))
+    shown = screen.Screen(planned.output / "log.txt") if screen.is_wanted() else None
+    return run_modes.run_missing(planned, shown)
 
 
 def _run_flags(args: argparse.Namespace) -> list[str]:

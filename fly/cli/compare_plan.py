@@ -1,7 +1,4 @@
-"""What a comparison will run: the modes as planned, before anything decodes.
-
-flags -> plan_runs -> run_modes.run_missing -> the comparison: one way.
-"""
+"""What a comparison will run: the modes as planned, before anything decodes."""
 
 from __future__ import annotations
 
@@ -18,7 +15,6 @@ from fly import config as fly_config
 from fly import registry
 from fly.analysis import comparability, noise, scores
 from fly.cli import run_inputs
-from fly.config import FlyConfig
 from fly.errors import FlyError
 from fly.harness.arguments import as_dict, check_run, checked_pair, merge_config
 from fly.models.fingerprint import hash_json
@@ -223,18 +219,13 @@ def _resolve_drafts(name: str, model_args: dict[str, Any], outputs: Path | None)
     is_loose = config.enable_fly and config.verification is None
     if name == "fly" and config.draft_runs and is_loose:  # who names the mode asks for its rule
         return {**model_args, "verification": "fly"}
-    if outputs is None or name == "hf" or not _drafts_from_texts(config):
+    may_draft = config.drafter is None or registry.DRAFTERS[config.drafter].from_texts
+    if outputs is None or name == "hf" or not (may_draft and config.asks_earlier_runs):
         return model_args
     if config.rule != "exact" or config.draft_runs or "draft_runs" in model_args:
         return model_args
     print(f"{name}: drafts from the outputs in {outputs}", flush=True)
     return {**model_args, "draft_runs": [str(outputs)]}
-
-
-def _drafts_from_texts(config: FlyConfig) -> bool:
-    """Whether the mode drafts, and may draft from earlier outputs."""
-    drafts = config.drafter is None or registry.DRAFTERS[config.drafter].from_texts
-    return config.asks_earlier_runs and drafts
 
 
 def _build_mode(name: str, model_args: dict[str, Any], engine: str) -> Mode:

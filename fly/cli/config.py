@@ -91,11 +91,10 @@ def _load_head(found: config.FlyConfig, where: str) -> None:
 
 
 def _show(args: argparse.Namespace) -> None:
+    overrides: dict[str, Any] = {}
     for item in args.overrides:
         if "=" not in item:
             raise FlyError(f"override {item!r}: write it as key=value")
-    overrides: dict[str, Any] = {}
-    for item in args.overrides:
         overrides |= parse_pairs(item, "override")
     own, unknown = config.split_model_args(overrides)
     found = config.resolve(args.file, {**own, **unknown}, log=False)

@@ -78,16 +78,15 @@ def run_children(
 
     threading.Thread(target=listen, daemon=True).start()
     try:
-        for command in commands:
-            begun.append(subprocess.Popen(command, pass_fds=pipes, env=environment, **output))
-        os.close(told)  # the listener's end comes with the last child's
-        told = -1
+        try:
+            for command in commands:
+                begun.append(subprocess.Popen(command, pass_fds=pipes, env=environment, **output))
+        finally:
+            os.close(told)  # the listener's end comes with the last child's
         return [process.wait() for process in begun]
     finally:
         os.close(writing)
         os.close(reading)
-        if told >= 0:
-            os.close(told)
         for process in begun:
             process.wait()
 

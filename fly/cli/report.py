@@ -61,7 +61,7 @@ def _report(args: argparse.Namespace) -> None:
 
     api.check_traces(args.traces)
     if args.watch:
-        _watch(args, args.watch.expanduser())
+        _watch(args, expanded(args.watch))
         return
     if not args.runs:
         raise FlyError("fly report: name a finished RUN, or use --watch DIR (`fly report --help`)")

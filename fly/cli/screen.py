@@ -22,11 +22,6 @@ def is_wanted() -> bool:
     return sys.stdout.isatty() or bool(os.environ.get(WANTED))
 
 
-def of_terminal(folder: Path) -> Screen | None:
-    """A screen whose log is in this folder, if there is to be one."""
-    return Screen(folder / "log.txt") if is_wanted() else None
-
-
 class Screen:
     """One step at a time. log: what the runs print."""
 
@@ -46,7 +41,7 @@ class Screen:
     def show(self, text: str) -> None:
         """How far the step is: a terminal's line is replaced, a file gets one per ten percent."""
         if sys.stdout.isatty():
-            print(f"\r\033[K{self._line(text)}", end="", flush=True)
+            self._print(text, end="")
             return
         done, _, rest = text.partition(" of ")
         total = rest.partition(" ")[0]
@@ -54,12 +49,10 @@ class Screen:
         tenth = str(10 * int(done) // int(total)) if counted else text
         if tenth != self._tenth:
             self._tenth = tenth
-            print(self._line(text), flush=True)
+            self._print(text)
 
     def end(self, text: str = "done") -> None:
-        print(
-            f"\r\033[K{self._line(text)}" if sys.stdout.isatty() else self._line(text), flush=True
-        )
+        self._print(text)
 
     def fail(self) -> None:
         """Show why, as far as the run said it."""
@@ -68,7 +61,9 @@ class Screen:
         print(*self._path.read_text(errors="replace").splitlines()[-_TAIL:], sep="\n")
         print(f"all of it: {self._path}")
 
-    def _line(self, text: str) -> str:
+    def _print(self, text: str, end: str = "\n") -> None:
         minutes, seconds = divmod(int(time.monotonic() - self._started), 60)
         line = f"{self._step} {minutes}:{seconds:02}  {text}"
-        return line[: shutil.get_terminal_size().columns - 1] if sys.stdout.isatty() else line
+        if sys.stdout.isatty():
+            line = f"\r\033[K{line[: shutil.get_terminal_size().columns - 1]}"
+        print(line, end=end, flush=True)

@@ -28,12 +28,10 @@ def server(
             # another name for this machine is another site's, which must not read the page
             if self.headers.get("Host") not in (f"{_HOST}:{own}", f"localhost:{own}"):
                 self.send_error(HTTPStatus.FORBIDDEN)
-            elif self.path.partition("?")[0] != "/":
+                return
+            if self.path.partition("?")[0] != "/":
                 self.send_error(HTTPStatus.NOT_FOUND)
-            else:
-                self._send()
-
-        def _send(self) -> None:
+                return
             try:
                 content, is_finished = page()
                 kind = "text/html; charset=utf-8"

@@ -304,6 +304,7 @@ def test_names_on_the_command_line(tmp_path):
         (["{run}", "--output", "{tmp}"], "is a folder: give a file"),
         (["{run}", "--output", "{run}/results_2026-01-01T00-00-00.000000.json/x"], "be written"),
         (["{run}", "--traces", "-1"], "--traces -1: must be at least 0"),
+        (["--watch", "~nobody-here/x"], "~nobody-here/x: no such user"),
     ],
 )
 def test_bad_usage_is_one_line_and_leaves_nothing(tmp_path, capsys, arguments, message):

@@ -742,7 +742,7 @@ def test_bad_usage(folders, tmp_path, capsys):
     for args, message in [
         ((base,), "give at least two runs, or --baseline FILE"),
         ((), "fly compare needs --tasks"),
-        ((base, same, "--tasks", "x"), "compared without --tasks"),
+        ((base, same, "--tasks", "x"), "--tasks: finished runs are compared as they are"),
         ((base, tmp_path / "nowhere"), "no such run"),
         ((base, same, "--baseline-run", "x"), "--baseline-run x: no such run"),
         ((base, same, "--json", tmp_path), "is a folder: give a file"),

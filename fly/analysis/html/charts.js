@@ -2,12 +2,21 @@
 
 /**
  * A figure: title, sentence, chart and its numbers, to be read and to be saved.
- * `draw(width)` returns an svg; without it the numbers are the figure. columns: [name, format] of
- * the numbers; rows: plain values, {low, high} for intervals. shown: another table to read.
+ * `draw(width)` returns an svg; without it the numbers are the figure. values: one for every row of
+ * the numbers. columns: a key of the values, or [name, key or function of a value, format]; an
+ * interval is {low, high}. shown: another table to read.
  */
-function figure(title, note, { draw = null, columns, rows, legend = null, shown = null }) {
-  const numbers = shown ?? table(columns.map(([name]) => name), rows.map((row) => row.map((value, at) => columns[at][1](value))), title);
-  if (!draw) return el("figure", {}, caption(title, note), numbers, saving(title, null, columns, rows));
+function figure(title, note, { draw = null, columns, values, legend = null, shown = null }) {
+  const all = columns.map((column) => [column].flat()), names = all.map(([name]) => name);
+  const rows = values.map((value) => all.map(([name, of = name]) => typeof of === "string" ? value[of] : of(value)));
+  const numbers = shown ?? table(names, rows.map((row) => row.map((cell, at) => (all[at][2] ?? text)(cell))), title);
+  const holder = draw && drawing(draw);
+  return el("figure", {}, el("figcaption", {}, el("h3", {}, title), note && el("p", { class: "note" }, note)), legend, holder,
+    draw ? el("details", {}, el("summary", {}, "Numbers"), numbers) : numbers, saving(title, holder, names, rows));
+}
+
+/** Draws anew whenever the width changes. */
+function drawing(draw) {
   const holder = el("div", { class: "chart" });
   let drawn = 0;
   new ResizeObserver(([entry]) => {
@@ -17,12 +26,7 @@ function figure(title, note, { draw = null, columns, rows, legend = null, shown 
       holder.replaceChildren(draw(width));
     }
   }).observe(holder);
-  return el("figure", {}, caption(title, note), legend, holder,
-    el("details", {}, el("summary", {}, "Numbers"), numbers), saving(title, holder, columns, rows));
-}
-
-function caption(title, note = null) {
-  return el("figcaption", {}, el("h3", {}, title), note && el("p", { class: "note" }, note));
+  return holder;
 }
 
 function legend(entries, mark = (kind) => bar(0, 0, 14, 14, kind), width = 14) {
@@ -103,49 +107,57 @@ function intervals(width, rows, low, high, name) {
 }
 
 /**
+ * The frame of a drawing: the places of its scales, and the nodes of their names and of the grid.
+ * y: {name, from, to, format}. `below(x, text)`: a label on the x axis.
+ */
+function frame(width, high, xName, y) {
+  const left = 46, top = 26, room = width - left - 12, deep = high - top - 36;
+  const atY = (value) => top + deep - ((value - y.from) / (y.to - y.from)) * deep;
+  const below = (x, text) => label(x, high - 21, text, { "text-anchor": "middle" });
+  const nodes = ticks(y.to, 4, y.from).map((tick) => svg("g", { class: "axis" },
+    svg("line", { x1: left, x2: left + room, y1: atY(tick), y2: atY(tick) }),
+    label(left - 6, atY(tick) + 4, y.format(tick), { "text-anchor": "end" })));
+  nodes.push(label(left + room / 2, high - 4, xName, { "text-anchor": "middle" }), label(0, 9, y.name));
+  return { left, top, room, deep, atY, below, nodes };
+}
+
+/**
  * Columns. groups: one per category, {label, columns: [[{value, kind, title}, ...stacked], ...]}.
- * axis: {x, y} names, end: the x axis is a scale from 0 to it; format: of the y axis; dots: per
+ * x: {name, end}; with an end the x axis is a scale from 0 to it. y: {name, to, format}. dots: per
  * category, values joined by a line; line: a mark at a share of the x axis.
  */
-function columns(width, groups, most, axis, name, { format = String, dots = [], line = null, high = 230 } = {}) {
-  const left = 44, bottom = 36, top = 26, room = width - left - 6, deep = high - top - bottom;
-  const step = room / groups.length, y = (value) => top + deep - (value / most) * deep;
-  const nodes = ticks(most, 4).map((tick) => svg("g", { class: "axis" },
-    svg("line", { x1: left, x2: width - 6, y1: y(tick), y2: y(tick) }),
-    label(left - 6, y(tick) + 4, format(tick), { "text-anchor": "end" })));
-  const every = Math.max(1, Math.ceil((groups.length * 22) / room));
+function columns(width, groups, x, y, name, { dots = [], line = null, high = 230 } = {}) {
+  const { left, top, room, deep, atY, below, nodes } = frame(width, high, x.name, { from: 0, ...y });
+  const step = room / groups.length, every = Math.max(1, Math.ceil((groups.length * 22) / room));
   groups.forEach((group, number) => {
     const gap = Math.min(step * 0.2, 8);
     const thick = (step - gap) / group.columns.length;
     group.columns.forEach((parts, column) => {
       let base = 0;
       for (const part of parts) {
-        nodes.push(bar(left + number * step + gap / 2 + column * thick, y(base + part.value),
-          thick - 1, y(base) - y(base + part.value), part.kind, part.title));
+        nodes.push(bar(left + number * step + gap / 2 + column * thick, atY(base + part.value),
+          thick - 1, atY(base) - atY(base + part.value), part.kind, part.title));
         base += part.value;
       }
     });
-    if (number % every === 0 && !axis.end) {
-      nodes.push(label(left + (number + 0.5) * step, high - bottom + 15, group.label, { "text-anchor": "middle" }));
-    }
+    if (number % every === 0 && !x.end) nodes.push(below(left + (number + 0.5) * step, group.label));
   });
-  if (axis.end) {
-    ticks(axis.end, 5).forEach((tick) => nodes.push(
-      label(left + (tick / axis.end) * room, high - bottom + 15, String(tick), { "text-anchor": "middle" })));
-  }
-  const points = dots.map((value, number) => [left + (number + 0.5) * step, y(value)]);
+  if (x.end) nodes.push(ticks(x.end, 5).map((tick) => below(left + (tick / x.end) * room, String(tick))));
+  const points = dots.map((value, number) => [left + (number + 0.5) * step, atY(value)]);
   if (points.length) {
     nodes.push(svg("polyline", { class: "curve", points: points.map((point) => point.join(",")).join(" ") }),
       points.map(([cx, cy]) => svg("circle", { class: "curve-dot", cx, cy, r: 3 })));
   }
   if (line) {
-    const x = left + line.at * room, flip = line.at > 0.7;
-    nodes.push(svg("line", { class: "mark", x1: x, x2: x, y1: top - 4, y2: top + deep }),
-      label(x + (flip ? -5 : 5), top + 5, line.text, { class: "strong", "text-anchor": flip ? "end" : "start" }));
+    const at = left + line.at * room, flip = line.at > 0.7;
+    nodes.push(svg("line", { class: "mark", x1: at, x2: at, y1: top - 4, y2: top + deep }),
+      label(at + (flip ? -5 : 5), top + 5, line.text, { class: "strong", "text-anchor": flip ? "end" : "start" }));
   }
-  nodes.push(label(left + room / 2, high - 4, axis.x, { "text-anchor": "middle" }),
-    label(0, 9, axis.y, {}));
   return canvas(width, high, name, nodes);
+}
+
+function ends(interval) {
+  return interval ? [interval.low, interval.high] : [];
 }
 
 /** A scale from zero, or from the least value, with some room beyond. */
@@ -160,16 +172,12 @@ function range(values, isFromZero = true) {
  * is marked; steps: corners of a line of its own.
  */
 function scatter(width, series, x, y, name, { level = null, steps = [] } = {}) {
-  const left = 48, bottom = 36, top = 26, high = 300, room = width - left - 16, deep = high - top - bottom;
+  const high = 300, { left, room, atY, below, nodes } = frame(width, high, x.name, y);
   const atX = (value) => left + ((value - x.from) / (x.to - x.from)) * room;
-  const atY = (value) => top + deep - ((value - y.from) / (y.to - y.from)) * deep;
   const path = (points) => points.map((point) => `${atX(point.x)},${atY(point.y)}`).join(" ");
   const whisker = (kind, [x1, x2, y1, y2]) => svg("line", { class: `whisker thin ${kind}`, x1, x2, y1, y2 });
-  const nodes = ticks(y.to, 4, y.from).map((tick) => svg("g", { class: "axis" },
-    svg("line", { x1: left, x2: width - 16, y1: atY(tick), y2: atY(tick) }),
-    label(left - 6, atY(tick) + 4, y.format(tick), { "text-anchor": "end" })));
-  nodes.push((x.marks ?? ticks(x.to, 5, x.from)).map((tick) => label(atX(tick), high - bottom + 15, x.format(tick), { "text-anchor": "middle" })));
-  if (level !== null) nodes.push(svg("line", { class: "mark", x1: left, x2: width - 16, y1: atY(level), y2: atY(level) }));
+  nodes.push((x.marks ?? ticks(x.to, 5, x.from)).map((tick) => below(atX(tick), x.format(tick))));
+  if (level !== null) nodes.push(svg("line", { class: "mark", x1: left, x2: left + room, y1: atY(level), y2: atY(level) }));
   if (steps.length) nodes.push(svg("polyline", { class: "curve", points: path(steps) }));
   for (const { kind, isJoined, points } of series) {
     if (isJoined) nodes.push(svg("polyline", { class: `join ${kind}`, points: path(points) }));
@@ -181,6 +189,5 @@ function scatter(width, series, x, y, name, { level = null, steps = [] } = {}) {
       if (point.text) nodes.push(label(cx + 7, cy - 6, point.text, { class: "strong" }));
     }
   }
-  nodes.push(label(left + room / 2, high - 4, x.name, { "text-anchor": "middle" }), label(0, 9, y.name));
   return canvas(width, high, name, nodes);
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,8 +17,6 @@ Key = tuple[str, int, str, str]
 _LONGEST, _MOST_GROUPS = 40, 30  # characters of a category's name, categories of a field
 _ORDER = ("lost", "mixed", "won", "another text", "same")
 ByFilter = dict[str, Sample]  # one run's samples of a document; empty if it did not score it
-
-
 Documents = dict[Key, list[ByFilter]]
 Rows = list[dict[str, Any]]
 
@@ -28,7 +27,7 @@ def collect(runs: list[Run], scores: list[Measured]) -> tuple[Documents, Rows]:
     What changed comes first: lost, mixed, won, another text; then task by task. The first run is
     what the others are compared with.
     """
-    found: dict[Key, list[ByFilter]] = {}
+    found: Documents = {}
     for number, run in enumerate(runs):
         for (task, filter_name), task_run in run.tasks.items():
             for doc_id, sample in task_run.samples.items():
@@ -47,14 +46,12 @@ def _rank(row: dict[str, Any]) -> int:
     return min(*changes, 3 if differs else 4)
 
 
-def row_numbers(documents: dict[Key, list[ByFilter]], run: int) -> dict[tuple[str, int], int]:
+def row_numbers(documents: Documents, run: int) -> dict[tuple[str, int], int]:
     """By task and doc_id, the rows of the documents that this run scored."""
     return {key[:2]: row for row, (key, samples) in enumerate(documents.items()) if samples[run]}
 
 
-def _rows(
-    runs: list[Run], scores: list[Measured], documents: dict[Key, list[ByFilter]]
-) -> list[dict[str, Any]]:
+def _rows(runs: list[Run], scores: list[Measured], documents: Documents) -> Rows:
     main = {name: primary(task.metrics) for name, task in scores[0].tasks.items()}
     docs = [next(_first(own).doc for own in samples if own) for samples in documents.values()]
     fields = _categories(docs)
@@ -111,11 +108,8 @@ def _parting(left: Sequence[str], right: Sequence[str]) -> int | None:
     a, b = next(((a, b) for a, b in zip(left, right) if a != b), ("", ""))
     if a == b:
         return None
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if a[:middle] == b[:middle] else (low, middle - 1)
-    return low
+    lengths = range(1, min(len(a), len(b)) + 1)
+    return bisect_left(lengths, True, key=lambda length: a[:length] != b[:length])
 
 
 def _main_score(by_filter: ByFilter, main: Metric | None) -> float | None:
@@ -138,7 +132,7 @@ def _change(run: Run, task: str, base: ByFilter, own: ByFilter) -> str:
     return "mixed" if len(changes) > 1 else next(iter(changes), "same")
 
 
-def texts(documents: dict[Key, list[ByFilter]]) -> Iterator[dict[str, Any]]:
+def texts(documents: Documents) -> Iterator[dict[str, Any]]:
     """For the detail view: prompt and target once, responses, answers and scores of every run."""
     for samples in documents.values():
         first = next(_first(by_filter) for by_filter in samples if by_filter)

@@ -70,9 +70,16 @@ function theme() {
   };
   toggle.addEventListener("click", () => { chosen = document.documentElement.dataset.theme !== "dark"; apply(); });
   dark.addEventListener("change", apply);
-  addEventListener("beforeprint", () => { document.documentElement.dataset.theme = "light"; });
-  addEventListener("afterprint", apply);
   apply();
+}
+
+/** Puts the page together. links: a text per section; defining: the page of the docs on its numbers. */
+function fillPage({ version, created }, head, sections, links, defining) {
+  document.getElementById("main").replaceChildren(el("h1", { class: "hidden" }, document.title), ...head, ...sections);
+  document.getElementById("sections").append(...sections.map(({ id }, at) => el("a", { href: `#${id}` }, links[at])));
+  document.getElementById("footer").append(`fly ${version}, written ${created}. ${defining} defines every number.`);
+  theme();
+  document.documentElement.dataset.ready = "true";
 }
 
 const parsed = new Map();

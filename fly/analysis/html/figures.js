@@ -1,12 +1,13 @@
 // What the page says of whole runs: headline numbers, scores, speed and the charts of traces.
 
-const PHASES = [["prefill", "p0"], ["draft", "p1"], ["verify", "p2"], ["other", "p3"], ["recording", "p5"], ["compile", "p4"]];
+const PHASES = [["prefill", "s0"], ["draft", "s3"], ["verify", "s1"], ["other", "s2"], ["recording", "s4"], ["compile", "s5"]];
 const FATES = [["stood", "deferred, stood", "f0"], ["rolled_back", "deferred, rolled back", "f1"], ["rejected", "rejected at once", "f2"]];
 const SIGNS = { held: ["\u2713", "held"], unchanged: ["=", "unchanged"], fell: ["\u2717", "fell"], "decides nothing": ["\u2013", ""] };
-const UNDECIDED = ["?", "undecided"];
 
 const kindOf = (run) => `s${run.number % 6}`;
 const unique = (values) => [...new Set(values)];
+const signOf = (verdict) => SIGNS[verdict] ?? ["?", "undecided"];
+const join = (parts) => parts.filter(Boolean).join("; ");
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 
 function swatch(run) {
@@ -40,7 +41,7 @@ function headlineOf(run, base, cards, notes = []) {
   return el("div", { class: "headline" },
     el("h2", { class: "run-title" }, swatch(run), run.name, base && el("span", { class: "against" }, ` against ${base.name}`)),
     el("div", { class: "cards" }, cards, stats && card("Mean acceptance length (tau)", fixed(stats.tau),
-      `${plural(stats.emitted, "token")} in ${plural(stats.rounds, "round")} (passes of the target)${acceptanceLengths(stats)}`)),
+      join([`${plural(stats.emitted, "token")} in ${plural(stats.rounds, "round")} (passes of the target)`, ...acceptanceLengths(stats)]))),
     notesBelow(notes));
 }
 
@@ -51,8 +52,8 @@ function notesBelow(notes) {
 /** What tau does not say: AL, and both where every document counts the same. */
 function acceptanceLengths(stats) {
   const means = [["tau", stats.tau_document_mean], ["AL", stats.al_document_mean]].filter(([, mean]) => isNumber(mean));
-  const al = isNumber(stats.al) ? `; AL = 1 + accepted / drafts = ${fixed(stats.al)}` : "";
-  return al + (means.length ? `; means over documents: ${means.map(([name, mean]) => `${name} ${fixed(mean)}`).join(", ")}` : "");
+  return [isNumber(stats.al) && `AL = 1 + accepted / drafts = ${fixed(stats.al)}`,
+    means.length && `means over documents: ${means.map(([name, mean]) => `${name} ${fixed(mean)}`).join(", ")}`];
 }
 
 /** All rows of a comparison, the one over all tasks last. */
@@ -65,32 +66,28 @@ function speedOf({ speeds = [] }) {
   return speeds.at(-1) ?? null;
 }
 
-function comparedCards(comparison) {
-  if (comparison.refused) return [card("Not comparable", NONE, comparison.refused)];
-  return [...verdictCards(comparison), timeCard(comparison)];
-}
-
 function timeCard(comparison) {
   const speed = speedOf(comparison);
   if (speed?.withheld) return card("Time x", NONE, `Withheld: ${speed.withheld}.`);
   if (!speed?.end_to_end) return card("Time x", NONE, "Both runs need fly\u2019s records of the same documents.");
   return card("Time x, end to end", times(speed.end_to_end.value),
-    `${intervalNote(speed.end_to_end, times)}decoding alone ${times(speed.decode?.value)}; ${times(speed.tokens?.value)} the tokens`);
+    join([intervalNote(speed.end_to_end, times), `decoding alone ${times(speed.decode?.value)}`, `${times(speed.tokens?.value)} the tokens`]));
 }
 
 function intervalNote({ interval }, format) {
-  return interval ? `95 % interval ${between(interval, format)}; ` : "";
+  return interval && `95 % interval ${between(interval, format)}`;
 }
 
-function verdictCards(comparison) {
+function comparedCards(comparison) {
+  if (comparison.refused) return [card("Not comparable", NONE, comparison.refused)];
   const { verdict, reason, texts } = comparison, main = rowsOf(comparison)[comparison.main].scores;
-  const [sign, style] = SIGNS[verdict] || UNDECIDED;
-  const changed = main.other === null ? "" : `${main.lost} lost, ${main.won} won`;
-  const written = texts?.of ? `${changed && "; "}${texts.differ} of ${plural(texts.of, "text")} differ` : "";
+  const [sign, style] = signOf(verdict), isMissing = main.other === null;
+  const changed = [!isMissing && `${main.lost} lost, ${main.won} won`, texts.of && `${texts.differ} of ${plural(texts.of, "text")} differ`];
   return [
     card("Verdict", `${sign} ${verdict}`, `${reason[0].toUpperCase()}${reason.slice(1)}.`, style),
-    card("Documents", String(main.documents), changed + written),
-    card("Recovery of the score", percent(main.recovery), main.other === null ? "" : intervalNote(main, percent).replace(/; $/, "")),
+    card("Documents", String(main.documents), join(changed)),
+    card("Recovery of the score", percent(main.recovery), isMissing ? null : intervalNote(main, percent)),
+    timeCard(comparison),
   ];
 }
 
@@ -104,7 +101,7 @@ function ownCards({ stats }, first) {
 
 /** The table of runs: what each was, and where its draft tokens came from. */
 function settings({ runs }) {
-  const namesIn = (key) => [...new Set(runs.flatMap((run) => Object.keys(run[key])))];
+  const namesIn = (key) => unique(runs.flatMap((run) => Object.keys(run[key])));
   const rows = namesIn("settings").map((name) => [name, ...runs.map((run) => run.settings[name] ?? NONE)]);
   const drafted = namesIn("sources").map((name) => [`drafted from ${name}`, ...runs.map((run) => ofSource(run.sources[name]))]);
   const heads = ["", ...runs.map((run) => run.name)], all = [...rows, ...drafted];
@@ -124,7 +121,7 @@ function scoreFigures({ runs, scores }) {
   return scores.map((entry) => {
     const found = entry.runs.map((each, number) => ({ ...each, run: runs[number] })).filter((each) => isNumber(each.value));
     const isShare = found.every(({ right }) => right !== undefined);
-    const all = found.flatMap(({ value, interval }) => interval ? [value, interval.low, interval.high] : [value]);
+    const all = found.flatMap(({ value, interval }) => [value, ...ends(interval)]);
     const high = isShare ? 1 : Math.max(...all), low = isShare ? 0 : Math.min(0, ...all);
     const rows = found.map(({ run, value, interval, right, documents }) => ({
       label: run.name, value, interval, kind: kindOf(run), text: fixed(value, 3) + (right === undefined ? "" : ` (${right} of ${documents})`),
@@ -133,8 +130,8 @@ function scoreFigures({ runs, scores }) {
     return figure(`${entry.task}: ${entry.metric}${filter}`,
       `Lines are 95 % intervals of each run by itself${isShare ? " (Wilson)" : ""}.${entry.higher_is_better ? "" : " Lower is better."}`,
       { draw: (width) => intervals(width, rows, low, high, `Scores of ${entry.task}`),
-        columns: [["run", text], ["score", three], ["95 % interval", (interval) => between(interval, three)], ["documents", whole]],
-        rows: found.map(({ run, value, interval, documents }) => [run.name, value, interval, documents]) });
+        columns: [["run", ({ run }) => run.name], ["score", "value", three], ["95 % interval", "interval", (interval) => between(interval, three)], ["documents", "documents", whole]],
+        values: found });
   });
 }
 
@@ -144,7 +141,7 @@ function comparisonFigure({ runs: [base], comparisons, notes }) {
     ...scores, verdict, label: `${comparison.name}: ${task} ${metric.replace(",", ", ")}` })));
   if (!all.length) return null;
   const lines = all.map((row) => {
-    const isMissing = row.other === null, [sign, style] = SIGNS[row.verdict] || UNDECIDED;
+    const isMissing = row.other === null, [sign, style] = signOf(row.verdict);
     const more = style === "undecided" && row.decides ? `; ${whole(row.decides)} documents would decide` : "";
     return [row.label, three(row.baseline), three(row.other), percent(row.recovery),
       between(row.interval, percent), isMissing ? NONE : `${row.lost} / ${row.won}`, isMissing ? NONE : `${pValue(row.p)} (${row.test})`,
@@ -153,7 +150,8 @@ function comparisonFigure({ runs: [base], comparisons, notes }) {
   const made = figure("Did the scores hold?",
     `Against ${base.name}, in pairs of the same documents. Recovery is the share of its score that is kept, with a paired 95 % bootstrap interval; docs/compare.md defines the verdicts.`,
     { shown: table(["run: task and metric", base.name, "score", "recovery", "95 % interval", "lost / won", "p", "verdict"], lines, "Recovery"),
-      ...plain(all, { "run: task and metric": "label", documents: "documents", baseline: "baseline", score: "other", recovery: "recovery", "95 % interval": "interval", lost: "lost", won: "won", p: "p", test: "test", verdict: "verdict", "documents that would decide": "decides" }) });
+      columns: [["run: task and metric", "label"], "documents", "baseline", ["score", "other"], "recovery", ["95 % interval", "interval"], "lost", "won", "p", "test", "verdict", ["documents that would decide", "decides"]],
+      values: all });
   made.append(...notesBelow(notes));
   return made;
 }
@@ -165,12 +163,8 @@ function categoryFigure({ categories }) {
     isNumber(row.lost) ? `${row.lost} / ${row.won}` : NONE, isNumber(row.equal_texts) ? whole(row.equal_texts) : NONE, fixed(row.tau), fixed(row.al), times(row.decode_x)]);
   return figure("By category", "Recovery against the first run, in pairs of the same documents; p is not corrected for the number of categories.", {
     shown: table(["task: category", "run", "score", "recovery", "lost / won", "equal texts", "tau", "AL", "decoding x"], shown, "By category"),
-    ...plain(categories, { task: "task", category: "category", documents: "documents", run: "run", model: "model", K: "k", metric: "metric", score: "score", recovery: "recovery", "95 % interval": "interval", lost: "lost", won: "won", p: "p", "equal texts": "equal_texts", tau: "tau", AL: "al", "decoding x": "decode_x" }) });
-}
-
-/** Columns and rows of numbers that are saved as they are. names: keys of the values, by column. */
-function plain(values, names) {
-  return { columns: Object.keys(names).map((name) => [name, text]), rows: values.map((value) => Object.values(names).map((key) => value[key])) };
+    columns: ["task", "category", "documents", "run", "model", ["K", "k"], "metric", "score", "recovery", ["95 % interval", "interval"], "lost", "won", "p", ["equal texts", "equal_texts"], "tau", ["AL", "al"], ["decoding x", "decode_x"]],
+    values: categories });
 }
 
 /** Drafters by rules, for every target by itself: a table per task. Null unless several runs draft. */
@@ -196,14 +190,14 @@ function matrixFigure(title, cells) {
       ...unique(family.map((cell) => cell.drafter)).map((drafter) =>
         [drafter, ...rules.map((rule) => matrixCell(family.find((cell) => cell.drafter === drafter && cell.rule === rule)))])];
   });
-  const values = cells.map((cell) => ({ ...cell, ratio: cell.speed?.end_to_end?.value, times: cell.speed?.end_to_end?.interval, tau: cell.speed?.pace.tau }));
   return figure(`${title.replace(",", ", ")}, by drafter and rule`, null, { shown: table(["target, drafter", ...rules], rows, title),
-    ...plain(values, { target: "target", drafter: "drafter", rule: "rule", run: "run", baseline: "baseline", documents: "documents", "baseline score": "baseline_score", score: "score", recovery: "recovery", "95 % interval": "interval", lost: "lost", won: "won", p: "p", "time x": "ratio", "time x interval": "times", tau: "tau" }) });
+    columns: ["target", "drafter", "rule", "run", "baseline", "documents", ["baseline score", "baseline_score"], "score", "recovery", ["95 % interval", "interval"], "lost", "won", "p",
+      ["time x", ({ speed }) => speed?.end_to_end?.value], ["time x interval", ({ speed }) => speed?.end_to_end?.interval], ["tau", ({ speed }) => speed?.pace.tau]],
+    values: cells });
 }
 
 /** Recovery over time x: a figure per task and metric, its points numbered as in the legend. */
 function frontierFigures({ runs, frontier }) {
-  const ends = (interval) => interval ? [interval.low, interval.high] : [];
   return frontier.map(({ task, metric, points }) => {
     const title = `Recovery over time x: ${task}, ${metric}`, runOf = (point) => runs.find((run) => run.name === point.run);
     const best = points.filter((point) => point.is_best).sort((a, b) => a.time_x - b.time_x);
@@ -215,8 +209,8 @@ function frontierFigures({ runs, frontier }) {
     return figure(title, "Every run against its target alone. Thin lines are 95 % intervals, paired by document; they do not cover how a second run would differ. The stepped line joins the runs that no other surpasses in both.",
       { draw: (width) => scatter(width, series, { ...x, name: "time x over the target alone, end to end", format: times }, { ...y, name: "recovery", format: (value) => percent(value, 0) }, title, { level: 1, steps: corners }),
         legend: legend(points.map((point) => [kindOf(runOf(point)), `${runOf(point).number + 1}: ${point.run}`])),
-        columns: [["run", text], ["recovery", percent], ["recovery interval", (interval) => between(interval, percent)], ["time x", times], ["time x interval", (interval) => between(interval, times)], ["on the front", (value) => value ? "yes" : "no"]],
-        rows: points.map((point) => [point.run, point.recovery, point.recovery_interval, point.time_x, point.time_x_interval, point.is_best]) });
+        columns: ["run", ["recovery", "recovery", percent], ["recovery interval", "recovery_interval", (interval) => between(interval, percent)], ["time x", "time_x", times], ["time x interval", "time_x_interval", (interval) => between(interval, times)], ["on the front", "is_best", (value) => value ? "yes" : "no"]],
+        values: points });
   });
 }
 
@@ -253,7 +247,7 @@ function lineFigure(title, points, group, note, [over, xName, xFormat, marks], [
   const y = { ...range([level ?? 0, ...points.map((point) => point[up])]), name: yName, format: yFormat };
   return figure(title, note || null, { draw: (width) => scatter(width, series, x, y, title, { level }),
     legend: legend(names.map((name, number) => [kind(number), name]), (style) => svg("line", { class: `join ${style}`, x1: 0, x2: 28, y1: 7, y2: 7 }), 28),
-    ...plain(points, { run: "run", settings: group, "batch size": "batch_size", [xName]: over, [yName]: up }) });
+    columns: ["run", ["settings", group], ["batch size", "batch_size"], [xName, over], [yName, up]], values: points });
 }
 
 function matrixCell(cell) {
@@ -284,13 +278,12 @@ function speedFigure({ runs: [base, ...others], comparisons }) {
   const note = isRelative ? `Seconds of ${base.name} over the run\u2019s, for the same documents: 2 is half of the time.` : "Tokens per second.";
   return figure(title, `${note} End to end is prefill and decoding.`,
     { draw: (width) => barRows(width, rows, most, `${title} of the runs`, isRelative ? 1 : null),
-      columns: [["run", text], ...ratios.flatMap(([, name]) => [[`time x, ${name}`, times], [`${name}, 95 %`, (interval) => between(interval, times)]]),
-        ["end to end, tok/s", fixed], ["decoding, tok/s", fixed], ["tau", fixed], ["tokens", whole], ["rounds", whole], ["peak memory, GiB", (value) => fixed(value, 1)]],
-      rows: timed.map((run) => {
-        const { stats } = run, speed = against(run), peak = stats.peak_memory_bytes;
-        return [run.name, ...ratios.flatMap(([key]) => [speed?.[key]?.value, speed?.[key]?.interval]),
-          stats.end_to_end_tok_s, stats.decode_tok_s, stats.tau, stats.emitted, stats.rounds, isNumber(peak) ? peak / 2 ** 30 : null];
-      }) });
+      columns: [["run", "name"], ...ratios.flatMap(([key, name]) => [[`time x, ${name}`, (run) => against(run)?.[key]?.value, times],
+        [`${name}, 95 %`, (run) => against(run)?.[key]?.interval, (interval) => between(interval, times)]]),
+        ["end to end, tok/s", ({ stats }) => stats.end_to_end_tok_s, fixed], ["decoding, tok/s", ({ stats }) => stats.decode_tok_s, fixed],
+        ["tau", ({ stats }) => stats.tau, fixed], ["tokens", ({ stats }) => stats.emitted, whole], ["rounds", ({ stats }) => stats.rounds, whole],
+        ["peak memory, GiB", ({ stats }) => isNumber(stats.peak_memory_bytes) ? stats.peak_memory_bytes / 2 ** 30 : null, (value) => fixed(value, 1)]],
+      values: timed });
 }
 
 function timeFigure({ runs }) {
@@ -304,8 +297,7 @@ function timeFigure({ runs }) {
   }));
   return figure("Where the time went", "Recording is traces and progress; compile is packing and quantising weights and capturing graphs. Both are in no speed.",
     { draw: (width) => barRows(width, rows, Math.max(...timed.map(total)), "Seconds by phase"),
-      columns: [["run", text], ...PHASES.map(([phase]) => [phase, seconds])],
-      rows: timed.map((run) => [run.name, ...PHASES.map(([phase]) => of(run, phase))]),
+      columns: [["run", "name"], ...PHASES.map(([phase]) => [phase, (run) => of(run, phase), seconds])], values: timed,
       legend: legend(PHASES.map(([phase, kind]) => [kind, phase])) });
 }
 
@@ -317,30 +309,30 @@ function positionFigures(summary) {
   return draftedRuns(summary).map((run) => {
     const { drafted, reached, accepted, deferred, unconditional, conditional } = run.positions, drafts = drafted[0];
     const places = [...drafted.keys()].map((at) => ({
-      name: String(at + 1), drafted: drafted[at], reached: reached[at] || 0, accepted: accepted[at] || 0, deferred: deferred?.[at] || 0,
+      position: String(at + 1), drafted: drafted[at], reached: reached[at] || 0, accepted: accepted[at] || 0, deferred: deferred?.[at] || 0,
       unconditional: unconditional[at] || 0, conditional: conditional[at] || 0,
     }));
-    const groups = places.map((at) => ({ label: at.name, columns: [[
-      { value: (at.accepted - at.deferred) / drafts, kind: "a0", title: `position ${at.name}: ${percent((at.accepted - at.deferred) / drafts)} ${deferred ? "the target token" : "accepted"}` },
-      { value: at.deferred / drafts, kind: "a1", title: `position ${at.name}: ${percent(at.deferred / drafts)} deferred and stood` }]] }));
+    const groups = places.map((at) => ({ label: at.position, columns: [[
+      { value: (at.accepted - at.deferred) / drafts, kind: "a0", title: `position ${at.position}: ${percent((at.accepted - at.deferred) / drafts)} ${deferred ? "the target token" : "accepted"}` },
+      { value: at.deferred / drafts, kind: "a1", title: `position ${at.position}: ${percent(at.deferred / drafts)} deferred and stood` }]] }));
     return figure(`Acceptance by draft position: ${run.name}`,
       `Columns: share of ${plural(drafts, "draft")} accepted up to a position. Line: of those that reached it, all before accepted.`,
-      { draw: (width) => columns(width, groups, 1, { x: "position in the draft", y: "share accepted" }, "Acceptance by position",
-        { format: (value) => percent(value, 0), dots: places.map((at) => at.conditional) }),
-        columns: [["position", text], ["drafted", whole], ["reached", whole], ["accepted", whole], ["deferred of them", whole], ["of all drafts", percent], ["of those that reached it", percent]],
-        rows: places.map((at) => [at.name, at.drafted, at.reached, at.accepted, deferred ? at.deferred : null, at.unconditional, at.conditional]),
+      { draw: (width) => columns(width, groups, { name: "position in the draft" }, { name: "share accepted", to: 1, format: (value) => percent(value, 0) },
+        "Acceptance by position", { dots: places.map((at) => at.conditional) }),
+        columns: ["position", ["drafted", "drafted", whole], ["reached", "reached", whole], ["accepted", "accepted", whole], ["deferred of them", (at) => deferred ? at.deferred : null, whole],
+          ["of all drafts", "unconditional", percent], ["of those that reached it", "conditional", percent]],
+        values: places,
         legend: deferred ? legend([["a0", "the target token"], ["a1", "deferred and stood"]]) : null });
   });
 }
 
 /** Mean acceptance lengths by task; null where no run has counted them. */
 function lengthFigure({ runs }) {
-  const rows = runs.flatMap(({ name, stats }) => Object.entries(stats?.tasks || {}).map(([task, found]) => [
-    name, task, found.documents, ...["tau", "tau_document_mean", "al", "al_document_mean"].map((key) => found[key])]));
-  if (!rows.length) return null;
+  const values = runs.flatMap(({ name, stats }) => Object.entries(stats?.tasks || {}).map(([task, found]) => ({ ...found, run: name, task })));
+  if (!values.length) return null;
   return figure("Mean acceptance lengths",
     "tau: tokens per round; AL: 1 + accepted draft tokens per draft. Of all tokens, long outputs weigh more; /doc: means over documents, which all count the same.",
-    { columns: [["run", text], ["task", text], ["documents", whole], ["tau", fixed], ["tau/doc", fixed], ["AL", fixed], ["AL/doc", fixed]], rows });
+    { columns: ["run", "task", ["documents", "documents", whole], ["tau", "tau", fixed], ["tau/doc", "tau_document_mean", fixed], ["AL", "al", fixed], ["AL/doc", "al_document_mean", fixed]], values });
 }
 
 function blockFigure(summary) {
@@ -353,9 +345,9 @@ function blockFigure(summary) {
     { value: share(run, length), kind: kindOf(run), title: `${run.name}: ${percent(share(run, length))} of the rounds gave ${plural(length, "token")}` }]) }));
   const most = Math.max(...lengths.flatMap((length) => traced.map((run) => share(run, length))));
   return figure("Tokens per round", "What one pass of the target gave, its own token included. Zero: all of it was rolled back later.",
-    { draw: (width) => columns(width, groups, most, { x: "tokens that stood", y: "share of rounds" }, "Accepted block lengths", { format: (value) => percent(value, 0) }),
-      columns: [["tokens", text], ...traced.flatMap((run) => [[`${run.name}, rounds`, whole], [`${run.name}, share`, percent]])],
-      rows: lengths.map((length) => [length, ...traced.flatMap((run) => [count(run, length), share(run, length)])]),
+    { draw: (width) => columns(width, groups, { name: "tokens that stood" }, { name: "share of rounds", to: most, format: (value) => percent(value, 0) }, "Accepted block lengths"),
+      columns: [["tokens", Number], ...traced.flatMap((run) => [[`${run.name}, rounds`, (length) => count(run, length), whole], [`${run.name}, share`, (length) => share(run, length), percent]])],
+      values: lengths,
       legend: traced.length > 1 ? legend(traced.map((run) => [kindOf(run), run.name])) : null });
 }
 
@@ -366,12 +358,13 @@ function entropyFigures({ runs }) {
     const line = isNumber(theta) && theta <= last ? { at: theta / last, text: `theta ${theta}` } : null;
     const part = (width, [fate, name, style], isLast) => {
       const groups = counts[fate].map((count, number) => ({ columns: [[{ value: count, kind: style, title: `${between({ low: edges[number], high: edges[number + 1] }, fixed)}: ${count}` }]] }));
-      return columns(width, groups, most, { x: isLast ? `entropy (${kind}, ${unit})` : "", y: `${name}: ${sum(counts[fate])}`, end: last }, `Entropy, ${name}`, { line, high: 130 });
+      return columns(width, groups, { name: isLast ? `entropy (${kind}, ${unit})` : "", end: last }, { name: `${name}: ${sum(counts[fate])}`, to: most, format: String },
+        `Entropy, ${name}`, { line, high: 130 });
     };
     return figure(`Entropy at mismatches: ${run.name}`, "How unsure the target was where the draft token was not the target token, by what became of the draft token.",
       { draw: (width) => svg("svg", { width, height: 390, role: "group" }, FATES.map((fate, number) => svg("g", { transform: `translate(0 ${number * 130})` }, part(width, fate, number === 2)))),
         shown: table(["fate", "mismatches", "median entropy"], FATES.map(([fate, name]) => [name, whole(sum(counts[fate])), three(medians[fate])]), "Entropy at mismatches"),
-        columns: [["entropy", text], ...FATES.map(([, name]) => [name, whole])],
-        rows: counts.stood.map((_, at) => [{ low: edges[at], high: edges[at + 1] }, ...FATES.map(([fate]) => counts[fate][at])]) });
+        columns: [["entropy", (at) => ({ low: edges[at], high: edges[at + 1] })], ...FATES.map(([fate, name]) => [name, (at) => counts[fate][at], whole])],
+        values: [...counts.stood.keys()] });
   });
 }

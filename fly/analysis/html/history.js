@@ -12,22 +12,20 @@ function overTime({ title, runs, rows, trend }, [key, name, format, onAxis = for
   const interval = (row) => key === "recovery" && isNumber(row.recovery_low) ? { low: row.recovery_low, high: row.recovery_high } : null;
   const points = there.map((row) => ({ x: row.at, y: row[key], along: interval(row), text: trend.first_lost?.[1] === row.at && key === "score" ? "began" : "",
     title: `${row.date.slice(0, 19)} ${row.run}, commit ${text(row.commit).slice(0, 10)}, revision ${text(row.revision)}: ${format(row[key])}` }));
-  const values = points.flatMap((point) => [point.y, ...(point.along ? [point.along.low, point.along.high] : [])]);
+  const values = points.flatMap((point) => [point.y, ...ends(point.along)]);
   const dates = new Map(there.map((row) => [row.at, row.date.slice(0, 10)]));
   const every = Math.max(1, Math.ceil(there.length / 5)), marks = there.filter((_, at) => at % every === 0).map((row) => row.at);
   const x = { ...range(points.map((point) => point.x), false), name: `runs, ${first + 1} to ${runs}`, format: (at) => dates.get(at) ?? "", marks };
   return figure(name, null, {
     draw: (width) => scatter(width, [{ kind: "s0", isJoined: true, points }], x, { ...range(values, false), name: "", format: onAxis }, `${name}: ${title}`),
-    columns: [["date", text], ["run", text], ["commit", text], ["revision", text], [name, format]],
-    rows: there.map((row) => [row.date, row.run, row.commit, row.revision, row[key]]) });
+    columns: ["date", "run", "commit", "revision", [name, key, format]], values: there });
 }
 
 function seriesSection(series, number) {
-  const { title, runs, rows, trend, words } = series, [sign, style] = SIGNS[trend.verdict] || UNDECIDED, first = runs - rows.length;
+  const { title, runs, rows, trend, words } = series, [sign, style] = signOf(trend.verdict), first = runs - rows.length;
   const newest = rows.slice(-NEWEST).reverse();
   return section(`series-${number}`, title,
-    el("div", { class: "cards" }, el("div", { class: `card ${style}` },
-      el("p", { class: "card-title" }, `Decline over ${plural(runs, "run")}`), el("p", { class: "verdict" }, `${sign} ${trend.verdict}`), el("p", { class: "note" }, `${words}.`))),
+    el("div", { class: "cards" }, card(`Decline over ${plural(runs, "run")}`, `${sign} ${trend.verdict}`, `${words}.`, style)),
     first ? el("p", { class: "note" }, `The newest ${rows.length} of ${plural(runs, "run")} are drawn; the trend is of all.`) : null,
     el("div", { class: "grid" }, NUMBERS.map((of) => overTime(series, of, first))),
     el("details", {}, el("summary", {}, `The newest ${plural(newest.length, "run")}`),
@@ -36,13 +34,5 @@ function seriesSection(series, number) {
           ...NUMBERS.map(([key, , format]) => format(row[key])), row.machine]), `Newest runs of ${title}`)));
 }
 
-function buildHistory() {
-  const found = block("summary"), sections = found.series.map(seriesSection);
-  document.getElementById("main").replaceChildren(el("h1", { class: "hidden" }, document.title), ...sections);
-  document.getElementById("sections").append(...sections.map((one, at) => el("a", { href: `#${one.id}` }, found.series[at].title)));
-  document.getElementById("footer").append(`fly ${found.version}, written ${found.created}. docs/history.md defines every number.`);
-  document.documentElement.dataset.ready = "true";
-}
-
-theme();
-buildHistory();
+const { series, ...written } = block("summary");
+fillPage(written, [], series.map(seriesSection), series.map(({ title }) => title), "docs/history.md");

@@ -9,11 +9,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from fly.version import VERSION
@@ -29,24 +31,19 @@ def render(title: str, summary: dict[str, Any], *scripts: str, **blocks: Any) ->
     blocks = {"summary": {"version": VERSION, "created": now, **summary}, **blocks}
     style = _read("report.css")
     script = "\n".join(_read(name) for name in (*_FIRST, *scripts))
-    parts: dict[str, Iterable[str]] = {
-        "policy": [
-            f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
-            "base-uri 'none'; form-action 'none'"
-        ],
-        "title": [html.escape(title)],
-        "brand": [html.escape(title.partition(":")[0])],
-        "style": [style],
-        "data": _data(blocks),
-        "script": [script],
+    texts = {
+        "policy": f"default-src 'none'; script-src '{_hash(script)}'; "
+        f"style-src '{_hash(style)}'; base-uri 'none'; form-action 'none'",
+        "title": html.escape(title),
+        "brand": html.escape(title.partition(":")[0]),
+        "style": style,
+        "script": script,
     }
-    before, *rest = _read("report.html").split("{{")
-    page = bytearray(before.encode())  # as a text, it may take four times as much memory
-    for piece in rest:  # one pass: what is put in is never looked through again
-        name, after = piece.split("}}", 1)
-        for pieces in (parts[name], [after]):
-            for part in pieces:  # half of a surrogate pair, which JSON can spell, has no UTF-8
-                page += part.encode(errors="replace")
+    halves = _read("report.html").split("$data")
+    before, after = (Template(half).substitute(texts) for half in halves)
+    page = bytearray()  # as a text, it may take four times as much memory
+    for part in itertools.chain([before], _data(blocks), [after]):
+        page += part.encode(errors="replace")  # half a surrogate pair, which JSON can spell
     return bytes(page)
 
 

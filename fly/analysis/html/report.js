@@ -145,14 +145,10 @@ function build() {
     section("documents", "Documents", documentTable(summary, openDocument)),
     section("runs", "Runs", settings(summary)),
   ].filter(Boolean);
-  document.getElementById("main").replaceChildren(
-    el("h1", { class: "hidden" }, document.title), el("div", { class: "headlines" }, factsOfAll(summary), headline(summary)), ...sections);
-  document.getElementById("sections").append(...sections.map((one) => el("a", { href: `#${one.id}` }, LINKS[one.id])));
-  document.getElementById("footer").append(`fly ${summary.version}, written ${summary.created}. docs/compare.md defines every number.`);
+  const head = el("div", { class: "headlines" }, factsOfAll(summary), headline(summary));
+  fillPage(summary, [head], sections, sections.map(({ id }) => LINKS[id]), "docs/compare.md");
   listen();
   openLinked();
-  document.documentElement.dataset.ready = "true";
 }
 
-theme();
 build();

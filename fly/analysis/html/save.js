@@ -3,12 +3,12 @@
 const DRAWN = ["fill", "stroke", "stroke-width", "stroke-dasharray", "stroke-linecap", "opacity", "font-family", "font-size", "font-weight"];
 
 /** The buttons below a figure. holder: of its drawing; null for a figure of numbers alone. */
-function saving(title, holder, columns, rows) {
+function saving(title, holder, names, rows) {
   const name = title.toLowerCase().replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "");
   const save = (kind, type, content) => button(`Save ${kind}`, () => download(`${name}.${kind.toLowerCase()}`, type, content()), { "aria-label": `Save ${kind}: ${title}` });
   return el("div", { class: "save" },
     holder && save("SVG", "image/svg+xml", () => standalone(holder.firstElementChild)),
-    save("CSV", "text/csv", () => asCsv(columns, rows)));
+    save("CSV", "text/csv", () => asCsv(names, rows)));
 }
 
 function download(name, type, content) {
@@ -18,15 +18,11 @@ function download(name, type, content) {
 }
 
 /** Values as they are, not as they are shown; an interval is two columns. */
-function asCsv(columns, rows) {
-  const isInterval = columns.map((_, at) => rows.some((row) => isPair(row[at])));
-  const head = columns.flatMap(([name], at) => isInterval[at] ? [`${name} low`, `${name} high`] : [name]);
+function asCsv(names, rows) {
+  const isInterval = names.map((_, at) => rows.some((row) => row[at] !== null && typeof row[at] === "object"));
+  const head = names.flatMap((name, at) => isInterval[at] ? [`${name} low`, `${name} high`] : [name]);
   const lines = rows.map((row) => row.flatMap((value, at) => isInterval[at] ? [value?.low, value?.high] : [value]));
   return [head, ...lines].map((line) => line.map(csvField).join(",") + "\r\n").join("");
-}
-
-function isPair(value) {
-  return value !== null && typeof value === "object";
 }
 
 function csvField(value) {

@@ -18,8 +18,8 @@ function documentColumns(summary, rows) {
     if (run.number > 0) {
       add(run, "change", cell("change"), (value) => el("span", { class: `change ${value || ""}` }, MARKS[value] || NONE), false);
       add(run, "text", cell("same"), (value) => (value === undefined ? NONE : value ? "same" : "differs"), false);
+      add(run, "parts at", cell("parts"), whole);
     }
-    if (run.number > 0) add(run, "parts at", cell("parts"), whole);
     add(run, "length", cell("length"), whole);
     add(run, "tokens", cell("tokens"), whole);
     add(run, "tau", cell("tau"), fixed);

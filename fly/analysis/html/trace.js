@@ -16,10 +16,10 @@ const PROPOSERS = {
   s: "another sample of this prompt", o: "another document\u2019s output", t: "the target",
 };
 const IN_SOME_RUNS = "eso";  // in the legend only if they occur
-let traceViews = 0;
-let shownFacts = null;  // {tip, token}: at most one is open
+const tip = el("div", { class: "tip", role: "tooltip", id: "tip", hidden: true });
+let shownToken = null;  // the node whose facts the tip holds
 
-addEventListener("scroll", () => shownFacts && place(shownFacts.tip, shownFacts.token), { capture: true, passive: true });
+addEventListener("scroll", () => shownToken && place(shownToken), { capture: true, passive: true });
 
 /** The columns of a generation (traces.py) as one object per token; missing texts are null. */
 function tokensOf(generation, texts) {
@@ -35,33 +35,34 @@ function tokensOf(generation, texts) {
 /** generation: columns as traces.py writes them; texts: what their numbers mean. */
 function traceView(generation, texts, unit) {
   const tokens = tokensOf(generation, texts);
-  const tip = el("div", { class: "tip", role: "tooltip", id: `tip-${++traceViews}`, hidden: true });
   const nodes = tokens.map(({ letter, number, round, text }) => el("span", {
     class: `token ${SOURCES[letter][0]}${round !== tokens[number - 1]?.round ? " begins" : ""}`,
     tabindex: number === 0 ? "0" : "-1", "data-number": number, "aria-describedby": tip.id,
   }, tokenText(text)));
-  const hide = () => {
-    tip.hidden = true;
-    if (shownFacts?.tip === tip) shownFacts = null;
-    text.querySelectorAll(".in-window").forEach((node) => node.classList.remove("in-window"));
-  };
   const show = (event) => {
     const node = event.target.closest(".token");
-    if (!node || shownFacts?.token === node) return;
-    hide();
-    shownFacts = { tip, token: node };
+    if (!node || shownToken === node) return;
+    hideFacts();
+    shownToken = node;
+    text.after(tip);
     const token = tokens[node.dataset.number];
     tip.replaceChildren(...facts(tokens, token, unit));
     tip.hidden = false;
     windowOf(tokens, token).forEach(({ number }) => nodes[number].classList.add("in-window"));
-    place(tip, node);
+    place(node);
   };
   const text = el("div", {
     class: "tokens", role: "group", "aria-label": "Generated tokens; arrow keys move between them",
-    onpointerover: show, onclick: show, onpointerleave: hide, onfocusin: show, onfocusout: hide,
-    onkeydown: (event) => moveFocus(event, nodes, hide, tip),
+    onpointerover: show, onclick: show, onpointerleave: hideFacts, onfocusin: show, onfocusout: hideFacts,
+    onkeydown: (event) => moveFocus(event, nodes),
   }, nodes);
-  return el("div", { class: "trace" }, traceOptions(generation, text), text, tip);
+  return el("div", {}, traceOptions(generation, text), text);
+}
+
+function hideFacts() {
+  tip.hidden = true;
+  shownToken = null;
+  document.querySelectorAll(".in-window").forEach((node) => node.classList.remove("in-window"));
 }
 
 /** Line ends and half characters must be seen. */
@@ -124,7 +125,7 @@ function windowOf(tokens, token) {
   return [first, ...inside.filter(({ letter }) => (letter === "x") === (first.letter === "x"))];
 }
 
-function place(tip, token) {
+function place(token) {
   const box = token.getClientRects()[0] || token.getBoundingClientRect();
   const width = Math.min(300, innerWidth - 16);
   tip.style.width = `${width}px`;
@@ -133,11 +134,11 @@ function place(tip, token) {
   tip.style.top = `${below + high < innerHeight ? below : Math.max(4, box.top - high - 6)}px`;
 }
 
-function moveFocus(event, nodes, hide, tip) {
+function moveFocus(event, nodes) {
   if (event.key === "Escape" && !tip.hidden) {
     event.preventDefault();  // the first Escape closes the facts, the next one the dialog
     event.stopPropagation();
-    hide();
+    hideFacts();
     return;
   }
   const seen = nodes.filter((node) => node.offsetParent !== null), now = seen.indexOf(event.target);

@@ -8,12 +8,11 @@ from typing import Any
 from fly.errors import FlyError
 from fly.runs import run_settings
 from fly.runs.reader import Run
-from fly.runs.replay import Generation, generations, set_texts
+from fly.runs.replay import MATCHES, Generation, generations, set_texts
 
-LETTERS = {  # by fly.runs.replay's sources, as trace.js has them
-    "draft": "d", "ngram": "n", "earlier": "e", "sibling": "s", "other": "o", "deferred": "w",
-    "recovered": "r", "bonus": "b", "rolled_back": "x",
-}  # fmt: skip
+# by fly.runs.replay's sources, as trace.js has them
+LETTERS = {source: letter for letter, source in MATCHES.items()}
+LETTERS |= {"deferred": "w", "recovered": "r", "bonus": "b", "rolled_back": "x"}
 
 
 def replayed(run: Run) -> Iterator[Generation]:
