@@ -81,7 +81,7 @@ class UniformPasses(CapturedPasses):
         values = torch.tensor(padded).T.contiguous()  # ids, slots, positions
         is_static = self._is_static and cache.is_allocated
         read = SlotCache.rounded(max(token.position for token in fed) + 1)
-        if token_attention.reads_in_place(device, self._runner.dtype):
+        if token_attention.reads_in_place(device, self._runner.model.dtype):
             read = cache.capacity
         elif is_static:
             read = min(1 << (read - 1).bit_length(), cache.capacity)
