@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from fly.errors import FlyError
 from fly.execution.cuda_graphs import LIKELIEST, Chooser, CudaGraphRunner, Drafted, PassOutput
-from fly.execution.grouped_attention import grouped
+from fly.execution.grouped_attention import NAME, use_attention
 from fly.execution.slot_runner import SlotRunner
 from fly.execution.token_attention import of_tokens
 from fly.execution.uniform_passes import Fed, UniformPasses
@@ -358,7 +358,7 @@ class ModelRunner(SlotRunner):
         if self._last_id is not None:
             ids_BQ = ids_BQ.clamp(max=self._last_id)
         mask = causal_mask(positions_BQ, self.cache.read_length, self.model.dtype)
-        with grouped(self.model), self._capturing() as hidden:
+        with use_attention(self.model, NAME), self._capturing() as hidden:
             output = self.model(
                 input_ids=ids_BQ,
                 # padding may lie past the context, where position tables have no entry
