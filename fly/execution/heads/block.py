@@ -153,12 +153,6 @@ class BlockHead(Head):
         logits_BV = runner.after(first_BD, torch.tensor(last, device=first_BD.device))
         return dict(zip(places, logits_BV.argmax(dim=-1).tolist()))
 
-    @property
-    def bytes_per_token(self) -> int:
-        config = self.config
-        size = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-        return size * self.dtype.itemsize
-
     def write_context(self, features_BNF: Tensor, positions_BN: Tensor, cache: SlotCache) -> None:
         """Keys and values of the target's hidden states at these positions."""
         x_BND = self.hidden_norm(self.fc(features_BNF))

@@ -11,6 +11,7 @@ the head's hidden size, D draft ids.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -106,6 +107,7 @@ class Eagle3Head(Head):
         super().__init__(files.llama)
         config, count = files.llama, len(files.layers)
         self.layers_read = files.layers
+        self.numbers_kept = config.hidden_size  # a state, until its token is final
         self.vocabulary = files.vocabulary
         self._norm_output = files.norm_output
         eps = config.rms_norm_eps
@@ -128,14 +130,7 @@ class Eagle3Head(Head):
     ) -> Eagle3Head:
         """See `fly.models.heads.eagle3.files_of`."""
         files = files_of(checkpoint, target, layers)
-        own = Checkpoint(checkpoint.name, checkpoint.config, files.tensors)
-        return own.build(lambda: cls(files))
-
-    @property
-    def bytes_per_token(self) -> int:
-        """K/V, and the state that is kept until the token is final."""
-        numbers = 2 * self.config.num_key_value_heads * self.config.head_dim
-        return (numbers + self.config.hidden_size) * self.dtype.itemsize
+        return replace(checkpoint, tensors=files.tensors).build(lambda: cls(files))
 
     def runner(self, target: PreTrainedModel, slots: int, max_length: int) -> Eagle3Runner:
         return Eagle3Runner(self, target, slots, max_length)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -151,11 +151,10 @@ def read(source: ModelSource, name: str, hub: Mapping[str, Any]) -> Checkpoint:
     if not tensors:
         for file in sorted(folder.glob("pytorch_model*.bin")):
             tensors |= torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    config = _config(folder)
-    found = Checkpoint(name, config, tensors)
+    found = Checkpoint(name, _config(folder), tensors)
     if not tensors:
         raise found.refuse("the folder has neither *.safetensors nor pytorch_model*.bin")
-    return Checkpoint(name, config, _dequantised(found))
+    return replace(found, tensors=_dequantised(found))
 
 
 def read_config(source: ModelSource, name: str, hub: Mapping[str, Any]) -> Checkpoint:
