@@ -20,7 +20,7 @@ from fly.execution.cuda_graphs import LIKELIEST, Chooser, CudaGraphRunner, Draft
 from fly.execution.grouped_attention import NAME, use_attention
 from fly.execution.slot_runner import SlotRunner
 from fly.execution.token_attention import of_tokens
-from fly.execution.uniform_passes import Fed, UniformPasses
+from fly.execution.uniform_passes import UniformPasses
 from fly.models.token_intersection import TokenIntersection
 
 # for `logits_to_keep`, where 0 is all positions: transformers takes any index in place of a number,
@@ -338,11 +338,11 @@ class ModelRunner(SlotRunner):
         self, passes: UniformPasses, first_slot: int, tokens: list[list[int]], with_logits: bool
     ) -> PassOutput:
         fed = [
-            Fed(token, slot, self.lengths[slot] + index)
+            (token, slot, self.lengths[slot] + index)
             for slot, row in enumerate(tokens, start=first_slot)
             for index, token in enumerate(row)
         ]
-        logits_NV, hidden_NF = passes.run(fed, with_logits=with_logits)
+        logits_NV, hidden_NF = passes.run(torch.tensor(fed), with_logits=with_logits)
         widths = [len(row) for row in tokens]
 
         def by_row(values: Tensor) -> Tensor:
