@@ -42,14 +42,13 @@ def grouped_attention(
     """
     rows, heads, width, size = query.shape
     kv_heads = key.shape[1]
-    shared_mask = attention_mask is not None and attention_mask.shape[1] == 1
     copies_much = query.device.type != "cpu" and width > _WIDE
-    if not shared_mask or copies_much or any(kwargs.get(name) is not None for name in EXTRAS):
+    has_extras = any(kwargs.get(name) is not None for name in EXTRAS)
+    if attention_mask is None or attention_mask.shape[1] > 1 or copies_much or has_extras:
         output: Tensor = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, **kwargs
         )[0]
         return output, None
-    assert attention_mask is not None
     group = heads // kv_heads
     if group > 1:
         query = query.reshape(rows, kv_heads, group * width, size)

@@ -122,10 +122,11 @@ class Checkpoint:
         except ValueError as error:
             raise self.refuse(f"its d2t does not fit the target: {error}") from None
 
-    def rope(self, shape: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-        """(theta, scaling or None), which transformers 4 keeps apart and 5 in `rope_parameters`."""
+    def rope(self, shape: Mapping[str, Any]) -> dict[str, Any]:
+        """`rope_theta` and `rope_scaling` for a configuration of transformers; its version 4 keeps
+        them apart, 5 in `rope_parameters`."""
         parameters = shape.get("rope_parameters") or {}
-        theta = shape.get("rope_theta") or parameters.get("rope_theta") or 10000.0
+        theta = float(shape.get("rope_theta") or parameters.get("rope_theta") or 10000.0)
         scaling = dict(shape.get("rope_scaling") or parameters)
         partial = shape.get("partial_rotary_factor") or scaling.get("partial_rotary_factor")
         if partial not in (None, 1):
@@ -133,10 +134,11 @@ class Checkpoint:
         kind = scaling.pop("type", None)
         kind = scaling.get("rope_type") or kind or "default"
         if kind == "default":
-            return float(theta), None
+            return {"rope_theta": theta, "rope_scaling": None}
         if kind not in _FIXED_ROPE:
             raise self.refuse(f"heads with {kind} RoPE scaling are not supported")
-        return float(theta), {**scaling, "rope_type": kind, "rope_theta": float(theta)}
+        scaling |= {"rope_type": kind, "rope_theta": theta}
+        return {"rope_theta": theta, "rope_scaling": scaling}
 
 
 def read(source: ModelSource, name: str, hub: Mapping[str, Any]) -> Checkpoint:

@@ -131,13 +131,11 @@ def usual_layers(target: TargetShape) -> tuple[int, ...]:
 
 def _llama(checkpoint: Checkpoint, shape: Mapping[str, Any]) -> LlamaConfig:
     """The layer's shape for transformers' modules; biases as its tensors have them."""
-    theta, scaling = checkpoint.rope(shape)
     optional: dict[str, Any] = {
         key: shape[key]
         for key in ("num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps")
         if shape.get(key) is not None
     }
-    optional |= {"rope_theta": theta, "rope_scaling": scaling}
     return LlamaConfig(
         vocab_size=shape["vocab_size"],
         hidden_size=shape["hidden_size"],
@@ -147,6 +145,7 @@ def _llama(checkpoint: Checkpoint, shape: Mapping[str, Any]) -> LlamaConfig:
         max_position_embeddings=shape.get("max_position_embeddings") or 2048,
         mlp_bias="layer.mlp.gate_proj.bias" in checkpoint.tensors,
         **optional,
+        **checkpoint.rope(shape),
     )
 
 
