@@ -301,10 +301,8 @@ class CudaGraphRunner(CapturedPasses):
         self._fed.add(key)
         if captured is None:
             return None
-        ids, length, at = captured.inputs
-        ids[:, :count] = ids_1Q
-        for fixed, value in ((length, start), (at, slot)):
-            fixed.copy_(torch.tensor([value]), non_blocking=True)
+        self._fill(captured, ids_1Q, slot)
+        captured.inputs[2].copy_(torch.tensor([slot]), non_blocking=True)
         captured.replay()
         output: PassOutput = captured.output
         return output.map(lambda part: part[:, :count].clone())
@@ -334,11 +332,11 @@ class CudaGraphRunner(CapturedPasses):
         """Graphs exist for powers of two: finished rows do not cost a capture each."""
         return min(self._runner.slots, 1 << (rows - 1).bit_length())
 
-    def _fill(self, captured: CapturedPass, ids_BQ: Tensor) -> None:
+    def _fill(self, captured: CapturedPass, ids_BQ: Tensor, first_slot: int = 0) -> None:
         rows, width = ids_BQ.shape
         ids, lengths_B = captured.inputs[:2]
         ids[:rows, :width] = ids_BQ
-        lengths = self._runner.lengths[: ids.shape[0]]
+        lengths = self._runner.lengths[first_slot : first_slot + ids.shape[0]]
         lengths_B.copy_(torch.tensor(lengths), non_blocking=True)
 
     def _pass(

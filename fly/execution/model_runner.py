@@ -91,8 +91,8 @@ class ModelRunner(SlotRunner):
         self._layers = layers
 
     @contextmanager
-    def _capturing(self) -> Iterator[list[Tensor]]:
-        """Collects the hidden states asked for, in order, of the pass within.
+    def _capturing(self) -> Iterator[dict[int, Tensor]]:
+        """Collects the hidden states asked for, by layer, of the pass within.
 
         Hooks last as long as the pass: a model outlives its runners, and may serve several.
         """
@@ -106,10 +106,8 @@ class ModelRunner(SlotRunner):
 
             module = decoder.layers[layer - 1] if layer else decoder.embed_tokens
             handles.append(module.register_forward_hook(note))
-        hidden: list[Tensor] = []
         try:
-            yield hidden
-            hidden += [found[layer] for layer in self._layers]
+            yield found
         finally:
             for handle in handles:
                 handle.remove()
@@ -371,10 +369,10 @@ class ModelRunner(SlotRunner):
         logits: Tensor = output.logits
         if self.intersection is not None:
             logits = self.intersection.spread_logits(logits)
+        # layers may lie on several devices (parallelize=True)
+        parts = [hidden[layer].to(self.device) for layer in self._layers]
         return PassOutput(
-            logits[..., : self._vocabulary],
-            # layers may lie on several devices (parallelize=True)
-            torch.cat([part.to(self.device) for part in hidden], dim=-1) if hidden else None,
+            logits[..., : self._vocabulary], torch.cat(parts, dim=-1) if parts else None
         )
 
 
