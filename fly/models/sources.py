@@ -109,16 +109,15 @@ def check_files(source: ModelSource, field: str) -> None:
     Only sizes and headers are read. Models on a hub are checked by its own client.
     """
     folder = Path(source.path)
-    patterns = [source.gguf_file] if source.gguf_file else _READ_BY_TRANSFORMERS
-    for pattern in patterns:
-        for file in sorted(folder.glob(pattern)):
-            try:
-                damage = _damage(file)
-            except OSError as error:
-                damage = f"cannot be read ({error.strerror})"
-            if damage:
-                remedy = store.how_to_fetch(file)
-                raise FlyError(f"{field}={folder}: {file.name} {damage}: {remedy}")
+    read = [file for pattern in _READ_BY_TRANSFORMERS for file in sorted(folder.glob(pattern))]
+    for file in read if source.file is None else [source.file]:
+        try:
+            damage = _damage(file)
+        except OSError as error:
+            damage = f"cannot be read ({error.strerror})"
+        if damage:
+            remedy = store.how_to_fetch(file)
+            raise FlyError(f"{field}={folder}: {file.name} {damage}: {remedy}")
 
 
 def _damage(file: Path) -> str | None:
