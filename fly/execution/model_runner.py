@@ -393,8 +393,7 @@ def padded(tokens: list[list[int]]) -> Tensor:
 def input_device(model: PreTrainedModel) -> torch.device:
     """Where a model takes its token ids."""
     embedding: Any = model.get_input_embeddings()
-    device: torch.device = embedding.weight.device
-    return device
+    return embedding.weight.device
 
 
 def context_of(model: PreTrainedModel, most: int) -> int:

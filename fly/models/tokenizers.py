@@ -46,10 +46,9 @@ class Texts:
     def decode(self, ids: Sequence[int]) -> str:
         """Text, special tokens kept."""
         # cleaning up would take back characters that a stop string has matched
-        text: str = self._tokenizer.decode(
+        return self._tokenizer.decode(
             ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-        return text
 
     def decode_lines(self, ids: Sequence[int]) -> str:
         """Text with line breaks in place of special tokens, which chat templates put between a

@@ -181,8 +181,7 @@ def _folder(source: ModelSource, files: Iterable[str], hub: Mapping[str, Any]) -
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return found
+    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
 
 
 def _dequantised(checkpoint: Checkpoint) -> dict[str, Tensor]:
