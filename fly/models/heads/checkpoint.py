@@ -21,6 +21,7 @@ from transformers import PretrainedConfig
 
 from fly.errors import FlyError, reason_of, summarize_names
 from fly.models.draft_vocabulary import DraftVocabulary
+from fly.models.loading import naming_model
 from fly.models.sources import ModelSource, is_local
 
 T = TypeVar("T", bound=nn.Module)
@@ -164,12 +165,8 @@ def read_config(source: ModelSource, name: str, hub: Mapping[str, Any]) -> Check
 
     Raises FlyError if it cannot be read or downloaded.
     """
-    try:
+    with naming_model("pretrained", name):
         config = _config(_folder(source, ("config.json",), hub))
-    except (OSError, ValueError) as error:
-        raise FlyError(
-            f"pretrained={name}: its config.json cannot be read: {reason_of(error)}"
-        ) from None
     return Checkpoint(name, config, {})
 
 
