@@ -14,11 +14,11 @@ import pytest
 def pytest_collection_modifyitems(config, items):
     import torch
 
-    from fly.models import pairs
+    from fly.models.pairs import store
 
     no_gpu = pytest.mark.skip(reason="no accelerator")
     no_pair = pytest.mark.skip(reason="run `fly pair fetch qwen2.5-coder` first")
-    has_pair = pairs.locate("qwen2.5-coder") is not None
+    has_pair = store.locate("qwen2.5-coder") is not None
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(no_gpu)

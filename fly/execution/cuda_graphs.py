@@ -16,11 +16,11 @@ import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from fly.errors import reason_of
 from fly.execution.argmax import greedy, mask_nonfinite
@@ -74,8 +74,7 @@ class Chooser:
 LIKELIEST = Chooser()
 
 
-@dataclass
-class CapturedPass:
+class CapturedPass(NamedTuple):
     """Static inputs and output of one shape, and what computes the output from the inputs."""
 
     inputs: tuple[Tensor, ...]
@@ -89,6 +88,7 @@ class Runner(Protocol):
     cache: SlotCache
     lengths: list[int]
     device: torch.device
+    model: PreTrainedModel
 
     @property
     def slots(self) -> int: ...
@@ -96,15 +96,10 @@ class Runner(Protocol):
     @property
     def hidden_layers(self) -> tuple[int, ...]: ...
 
-    @property
-    def dtype(self) -> torch.dtype: ...
-
     def reserve(self, tokens: int) -> None: ...
 
-    def static_pass(self, ids_BQ: Tensor, lengths_B: Tensor, read_length: int) -> PassOutput: ...
-
-    def slot_pass(
-        self, ids_1Q: Tensor, length_1: Tensor, slot_1: Tensor, read_length: int
+    def static_pass(
+        self, ids_BQ: Tensor, lengths_B: Tensor, read_length: int, slot_1: Tensor | None = None
     ) -> PassOutput: ...
 
     def token_pass(
@@ -185,42 +180,38 @@ class CapturedPasses:
         return self._captured[key]
 
     def _make(self, inputs: tuple[Tensor, ...], compute: Callable[..., Any]) -> CapturedPass:
-        captured = CapturedPass(inputs, None, lambda: None)
         if self._capture:
-            self._record(captured, compute)
-            return captured
-
-        captured.output = compute(*inputs)
+            return self._record(inputs, compute)
+        output = compute(*inputs)
 
         def run() -> None:  # into the same tensors, as a graph does
-            for fixed, new in zip(captured.output, compute(*inputs)):
+            for fixed, new in zip(output, compute(*inputs)):
                 if fixed is not None:
                     fixed.copy_(new)
 
-        captured.replay = run
-        return captured
+        return CapturedPass(inputs, output, run)
 
-    def _record(self, captured: CapturedPass, compute: Callable[..., Any]) -> None:
-        device = captured.inputs[0].device
+    def _record(self, inputs: tuple[Tensor, ...], compute: Callable[..., Any]) -> CapturedPass:
+        device = inputs[0].device
         with torch.cuda.device(device):  # lm-eval leaves the current device at the first one
             # one stream for all: memory of a pool is shared by captures of the same stream
             side = self._stream = self._stream or torch.cuda.Stream(device=device)
             side.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(side):
-                compute(*captured.inputs)  # libraries allocate and tune at their first calls
+                compute(*inputs)  # libraries allocate and tune at their first calls
                 with _no_host_sync():
-                    compute(*captured.inputs)
+                    compute(*inputs)
             torch.cuda.current_stream(device).wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             with torch.cuda.graph(graph, pool=self._pool, stream=side):
-                captured.output = compute(*captured.inputs)
+                output = compute(*inputs)
 
         def replay() -> None:
             with torch.cuda.device(device):
                 graph.replay()
 
-        captured.replay = replay
+        return CapturedPass(inputs, output, replay)
 
 
 @contextmanager
@@ -287,13 +278,13 @@ class CudaGraphRunner(CapturedPasses):
         return Drafted(found.tokens[:rows, :steps], q)
 
     def feed(self, slot: int, ids_1Q: Tensor) -> PassOutput | None:
-        """One pass over a part of a prompt, to any slot and without logits; None if it has to be
-        run eagerly, as a shape's first one is: capturing takes as long as three."""
+        """One pass over a part of a prompt, to any slot and without logits, as a copy; None if it
+        has to be run eagerly, as a shape's first one is: capturing takes as long as three."""
         count, start = ids_1Q.shape[1], self._runner.lengths[slot]
         width = max(1 << (count - 1).bit_length(), _SHORTEST_FEED)
         capacity, device = self._runner.cache.capacity, self._runner.device
-        may_be = self.failure is None and self._runner.cache.is_allocated
-        if not may_be or count > _LONGEST_FEED or start + width > capacity:
+        is_allocated = self._runner.cache.is_allocated
+        if not is_allocated or count > _LONGEST_FEED or start + width > capacity:
             return None
         read = self._read_bucket(start + width)
 
@@ -303,20 +294,18 @@ class CudaGraphRunner(CapturedPasses):
             return ids, ids.new_full((1,), start), ids.new_full((1,), slot)
 
         def compute(ids: Tensor, length: Tensor, at: Tensor) -> PassOutput:
-            return self._runner.slot_pass(ids, length, at, read)
+            return self._runner.static_pass(ids, length, read, at)
 
         key = ("feed", width, read)
         captured = self.get(key, inputs, compute) if key in self._fed else None
         self._fed.add(key)
         if captured is None:
             return None
-        ids, length, at = captured.inputs
-        ids[:, :count] = ids_1Q
-        for fixed, value in ((length, start), (at, slot)):
-            fixed.copy_(torch.tensor([value]), non_blocking=True)
+        self._fill(captured, ids_1Q, slot)
+        captured.inputs[2].copy_(torch.tensor([slot]), non_blocking=True)
         captured.replay()
         output: PassOutput = captured.output
-        return output if output.hidden is None else output.map(lambda part: part[:, :count])
+        return output.map(lambda part: part[:, :count].clone())
 
     def reach(self, width: int, steps: int) -> int:
         """How far past the longest row such a pass, or chain of passes, may read."""
@@ -343,11 +332,11 @@ class CudaGraphRunner(CapturedPasses):
         """Graphs exist for powers of two: finished rows do not cost a capture each."""
         return min(self._runner.slots, 1 << (rows - 1).bit_length())
 
-    def _fill(self, captured: CapturedPass, ids_BQ: Tensor) -> None:
+    def _fill(self, captured: CapturedPass, ids_BQ: Tensor, first_slot: int = 0) -> None:
         rows, width = ids_BQ.shape
         ids, lengths_B = captured.inputs[:2]
         ids[:rows, :width] = ids_BQ
-        lengths = self._runner.lengths[: ids.shape[0]]
+        lengths = self._runner.lengths[first_slot : first_slot + ids.shape[0]]
         lengths_B.copy_(torch.tensor(lengths), non_blocking=True)
 
     def _pass(
@@ -359,8 +348,8 @@ class CudaGraphRunner(CapturedPasses):
         steps: int = 0,
         choose: Chooser = LIKELIEST,
     ) -> CapturedPass | None:
-        may_be = choose.key is not None and self._runner.cache.is_allocated
-        if self.failure is not None or not may_be:
+        is_possible = choose.key is not None and self._runner.cache.is_allocated
+        if self.failure is not None or not is_possible:
             return None
         bucket = self._rows_bucket(rows)
         self._runner.reserve(read)

@@ -11,7 +11,7 @@ head size.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-_NAME = "fly_grouped"
+NAME = "fly_grouped"
 _WIDE = 64  # on GPUs wider passes (prefill) repeat heads: there the mask would be the larger copy
 _SEVERAL = 16  # query positions per K/V head; with fewer, sdpa is faster
 _MOST_SCORES = 1 << 22  # more do not fit into the CPU's cache
@@ -42,14 +42,13 @@ def grouped_attention(
     """
     rows, heads, width, size = query.shape
     kv_heads = key.shape[1]
-    shared_mask = attention_mask is not None and attention_mask.shape[1] == 1
     copies_much = query.device.type != "cpu" and width > _WIDE
-    if not shared_mask or copies_much or any(kwargs.get(name) is not None for name in EXTRAS):
+    has_extras = any(kwargs.get(name) is not None for name in EXTRAS)
+    if attention_mask is None or attention_mask.shape[1] > 1 or copies_much or has_extras:
         output: Tensor = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, **kwargs
         )[0]
         return output, None
-    assert attention_mask is not None
     group = heads // kv_heads
     if group > 1:
         query = query.reshape(rows, kv_heads, group * width, size)
@@ -85,20 +84,13 @@ def _products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: 
     return torch.matmul(weights_BHQT, value)
 
 
-AttentionInterface.register(_NAME, grouped_attention)
-
-
-def grouped(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Within the block, a model that uses sdpa uses `grouped_attention`; others are unchanged.
-
-    Only fly's own passes run so; the rest of lm-eval gets transformers' attention.
-    """
-    return attention(model, _NAME)
+AttentionInterface.register(NAME, grouped_attention)
 
 
 @contextmanager
-def attention(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Within the block, a model that uses sdpa uses the attention registered as `name`."""
+def use_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Within the block, a model that uses sdpa uses the attention registered as `name`; others are
+    unchanged. Only fly's own passes run so; the rest of lm-eval gets transformers' attention."""
     config = model.config.get_text_config()
     if config._attn_implementation != "sdpa":
         yield

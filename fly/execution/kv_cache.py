@@ -22,7 +22,8 @@ class SlotCache(Cache):
 
     Works for models whose every layer attends to the whole past; `compatibility.refuse_unsupported`
     keeps the others out. Layers are allocated at their first write, on the layer's own device.
-    read_length: how many positions of a row the pass that has begun may read.
+    read_length: how many positions of a row the pass that has begun may read. is_of_tokens: whether
+    each row of that pass is a token (`begin_tokens`).
     """
 
     def __init__(self, slots: int) -> None:
@@ -32,11 +33,11 @@ class SlotCache(Cache):
         self.most: int | None = None  # tokens past which nothing is kept to spare
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
-        self._rows: slice | Tensor = slice(0, 0)
-        self._slots_T: Tensor | None = None  # of a pass whose rows are tokens
+        self._rows: slice | Tensor = slice(0, 0)  # the slots that this pass writes to
         self._positions_BQ = torch.empty(0, 0, dtype=torch.long)
         self._places: dict[torch.device, tuple[Tensor, Tensor]] = {}  # of this pass, where needed
         self.read_length = 0
+        self.is_of_tokens = False
         self._is_static = False
 
     def reserve(self, tokens: int, *, spare: bool = True) -> bool:
@@ -85,8 +86,8 @@ class SlotCache(Cache):
         *,
         is_static: bool = False,
     ) -> None:
-        """Say where the next forward pass writes: rows are consecutive slots from `first_slot`; a
-        tensor [1], where a graph of one row serves any slot.
+        """Say where the next forward pass writes: rows are consecutive slots from `first_slot`, or
+        the slots that a tensor names, so that a graph serves any slot.
 
         read_length: how far it reads; by default up to the largest position, which the host has to
         know. is_static: nothing that the pass does depends on the positions' values (graphs).
@@ -95,9 +96,9 @@ class SlotCache(Cache):
             self._rows = first_slot
         else:
             self._rows = slice(first_slot, first_slot + len(positions_BQ))
-        self._slots_T = None
         self._positions_BQ = positions_BQ
         self._is_static = is_static
+        self.is_of_tokens = False
         self.read_length = int(positions_BQ.max()) + 1 if read_length is None else read_length
         self._places.clear()
 
@@ -106,10 +107,8 @@ class SlotCache(Cache):
 
         A token that is given twice is written twice.
         """
-        self._slots_T, self._positions_BQ = slots_T, positions_T[:, None]
-        self._is_static = True
-        self.read_length = read_length
-        self._places.clear()
+        self.begin(slots_T, positions_T[:, None], read_length, is_static=True)
+        self.is_of_tokens = True
 
     def copy_slot(self, source: int, destination: int, length: int) -> None:
         """Copy the first `length` tokens of one slot over another."""
@@ -131,7 +130,7 @@ class SlotCache(Cache):
                 shape = (self.slots, new.shape[1], self.capacity, new.shape[3])
                 stored.append(new.new_zeros(shape))
             self._write(stored[layer_idx], new)
-        if self._slots_T is not None:
+        if self.is_of_tokens:
             return self._keys[layer_idx], self._values[layer_idx]
         return self.readable(layer_idx)
 
@@ -142,11 +141,6 @@ class SlotCache(Cache):
             for stored in (self._keys, self._values):
                 stored.append(like.new_zeros(self.slots, heads, self.capacity, size))
         return self._keys[layer_idx], self._values[layer_idx]
-
-    @property
-    def is_of_tokens(self) -> bool:
-        """Whether each row of this pass is a token, after `begin_tokens`."""
-        return self._slots_T is not None
 
     @property
     def destination(self) -> tuple[Tensor, int | Tensor]:
@@ -168,7 +162,7 @@ class SlotCache(Cache):
             return
         device = stored.device
         if device not in self._places:  # once per pass, not per layer
-            slots = self._rows if self._slots_T is None else self._slots_T
+            slots = self._rows
             if isinstance(slots, slice):
                 slots = torch.arange(slots.start, slots.stop, device=device)
             self._places[device] = (slots.to(device)[:, None], positions_BQ.to(device))
@@ -183,8 +177,7 @@ class SlotCache(Cache):
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         return self.read_length, 0
 
-    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        return self.capacity
-
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return self.capacity
+
+    get_max_cache_shape = get_max_length  # its name in transformers 4

@@ -7,7 +7,7 @@ the layers asked for, side by side.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,14 +17,15 @@ from transformers import PreTrainedModel
 
 from fly.errors import FlyError
 from fly.execution.cuda_graphs import LIKELIEST, Chooser, CudaGraphRunner, Drafted, PassOutput
-from fly.execution.grouped_attention import grouped
-from fly.execution.pass_costs import relative_cost
+from fly.execution.grouped_attention import NAME, use_attention
 from fly.execution.slot_runner import SlotRunner
 from fly.execution.token_attention import of_tokens
-from fly.execution.uniform_passes import Fed, UniformPasses
+from fly.execution.uniform_passes import UniformPasses
 from fly.models.token_intersection import TokenIntersection
 
-_NO_LOGITS: Any = slice(0)  # positions to build logits for; a tensor would have to be moved
+# for `logits_to_keep`, where 0 is all positions: transformers takes any index in place of a number,
+# and a tensor would have to be moved
+_NO_LOGITS = slice(0)
 
 
 class ModelRunner(SlotRunner):
@@ -90,8 +91,8 @@ class ModelRunner(SlotRunner):
         self._layers = layers
 
     @contextmanager
-    def _capturing(self) -> Iterator[list[Tensor]]:
-        """Collects the hidden states asked for, in order, of the pass within.
+    def _capturing(self) -> Iterator[dict[int, Tensor]]:
+        """Collects the hidden states asked for, by layer, of the pass within.
 
         Hooks last as long as the pass: a model outlives its runners, and may serve several.
         """
@@ -105,10 +106,8 @@ class ModelRunner(SlotRunner):
 
             module = decoder.layers[layer - 1] if layer else decoder.embed_tokens
             handles.append(module.register_forward_hook(note))
-        hidden: list[Tensor] = []
         try:
-            yield hidden
-            hidden += [found[layer] for layer in self._layers]
+            yield found
         finally:
             for handle in handles:
                 handle.remove()
@@ -123,17 +122,6 @@ class ModelRunner(SlotRunner):
             width = len(self._layers) * self.model.config.get_text_config().hidden_size
             taken = [torch.empty(1, 0, width, dtype=self.model.dtype, device=self.device)]
         return torch.cat(taken, dim=1) if taken else None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model.dtype
-
-    def relative_cost(self, tokens: int) -> float:
-        """What a pass over so many tokens costs, by a fixed rule: 1 is a pass over one token.
-
-        It does not follow the clock, so that decisions made by it can be repeated.
-        """
-        return relative_cost(self.way, tokens)
 
     def resize(self, slots: int) -> None:
         super().resize(slots)
@@ -165,13 +153,7 @@ class ModelRunner(SlotRunner):
         chunk = chunk or self.chunk
         for start in range(self.lengths[slot], len(tokens), chunk):
             piece = tokens[start : start + chunk]
-            output = None if self.static is None else self.static.feed(slot, self._ids([piece]))
-            if output is None:
-                self._forward(slot, [piece], with_logits=False)
-            else:
-                self._note_written(slot, [piece])
-                if output.hidden is not None:  # the graph writes over it at the next piece
-                    self._hidden.append(output.hidden.clone())
+            self._forward(slot, [piece], with_logits=False)
             self.lengths[slot] += len(piece)
 
     def _copy_prefix(self, slot: int, tokens: list[int]) -> int:
@@ -220,11 +202,6 @@ class ModelRunner(SlotRunner):
         are undefined. Lengths do not move: the caller says how many tokens stay, by `truncate` or
         `commit`. The tensor may be a graph's own: it is valid until the next pass.
         """
-        if self.static is not None:
-            output = self.static.extend(self._ids(tokens))
-            if output is not None:
-                self._note_written(0, tokens)
-                return self._kept(output)
         self._hidden = []
         return self._forward(0, tokens, with_logits=True)
 
@@ -233,17 +210,8 @@ class ModelRunner(SlotRunner):
         """`extend` for tokens that are on the device only; `commit` names them afterwards."""
         if self.uniform is not None:
             return self.extend(ids_BQ.tolist())
-        output = self.static.extend(ids_BQ) if self.static is not None else None
-        unnamed: list[list[int]] = [[]] * ids_BQ.shape[0]
-        if output is None:
-            self._hidden = []
-            return self._forward(0, unnamed, ids_BQ, with_logits=True)
-        self._note_written(0, unnamed)
-        return self._kept(output)
-
-    def _kept(self, output: PassOutput) -> Tensor:
-        self._hidden = [] if output.hidden is None else [output.hidden]
-        return output.logits
+        self._hidden = []
+        return self._forward(0, [[]] * len(ids_BQ), ids_BQ, with_logits=True)
 
     @property
     def chains(self) -> bool:
@@ -300,21 +268,15 @@ class ModelRunner(SlotRunner):
         for slot, row in enumerate(tokens, start=first_slot):
             self._written[slot] += row
 
-    def static_pass(self, ids_BQ: Tensor, lengths_B: Tensor, read_length: int) -> PassOutput:
-        """One pass over slots 0..B-1 whose shapes do not depend on any value."""
-        positions_BQ = lengths_B[:, None] + torch.arange(ids_BQ.shape[1], device=self.device)
-        self.cache.begin(0, positions_BQ, read_length, is_static=True)
-        mask = causal_mask(positions_BQ, read_length, self.model.dtype)
-        return self._call(ids_BQ, positions_BQ, mask, 0, grouped(self.model))
-
-    def slot_pass(
-        self, ids_1Q: Tensor, length_1: Tensor, slot_1: Tensor, read_length: int
+    def static_pass(
+        self, ids_BQ: Tensor, lengths_B: Tensor, read_length: int, slot_1: Tensor | None = None
     ) -> PassOutput:
-        """One pass over one slot, without logits, whose shapes depend on no value, nor on which."""
-        positions_1Q = length_1[:, None] + torch.arange(ids_1Q.shape[1], device=self.device)
-        self.cache.begin(slot_1, positions_1Q, read_length, is_static=True)
-        mask = causal_mask(positions_1Q, read_length, self.model.dtype)
-        return self._call(ids_1Q, positions_1Q, mask, _NO_LOGITS, grouped(self.model))
+        """One pass over slots 0..B-1 whose shapes do not depend on any value. slot_1: over this
+        slot alone, and without logits."""
+        positions_BQ = lengths_B[:, None] + torch.arange(ids_BQ.shape[1], device=self.device)
+        first_slot = 0 if slot_1 is None else slot_1
+        self.cache.begin(first_slot, positions_BQ, read_length, is_static=True)
+        return self._call(ids_BQ, positions_BQ, with_logits=slot_1 is None)
 
     def token_pass(
         self,
@@ -328,12 +290,9 @@ class ModelRunner(SlotRunner):
         """One pass in which each token is a row of its own: logits [T, V] or empty, hidden [T, F].
         Its shapes do not depend on any value."""
         self.cache.begin_tokens(slots_T, positions_T, read_length)
-        positions_T1 = positions_T[:, None]
-        mask = causal_mask(positions_T1, read_length, self.model.dtype)
-        keep = 0 if with_logits else _NO_LOGITS
-        how = of_tokens(self.model, slots_T, positions_T)
-        logits, hidden = self._call(ids_T[:, None], positions_T1, mask, keep, how)
-        return PassOutput(logits.flatten(0, 1), None if hidden is None else hidden[:, 0])
+        with of_tokens(self.model, slots_T, positions_T):
+            output = self._call(ids_T[:, None], positions_T[:, None], with_logits=with_logits)
+        return output.map(lambda part_T1: part_T1.flatten(0, 1))
 
     def own_ids(self, token_B: Tensor) -> Tensor:
         """What it is fed for tokens that were taken from its logits; -1 stands for any."""
@@ -354,16 +313,21 @@ class ModelRunner(SlotRunner):
         *,
         with_logits: bool,
     ) -> Tensor:
-        """ids_BQ: on the device, for tokens that the host does not know."""
+        """Feed these rows, by a graph where one serves; returns the logits. ids_BQ: on the device,
+        for tokens that the host does not know."""
+        self._note_written(first_slot, tokens)
+        output = None
         if self.uniform is not None:
             output = self._in_uniform_passes(self.uniform, first_slot, tokens, with_logits)
         else:
             ids_BQ = self._ids(tokens) if ids_BQ is None else ids_BQ
-            positions_BQ = self._begin(first_slot, *ids_BQ.shape)
-            self._note_written(first_slot, tokens)
-            mask = causal_mask(positions_BQ, self.cache.read_length, self.model.dtype)
-            keep = 0 if with_logits else _NO_LOGITS
-            output = self._call(ids_BQ, positions_BQ, mask, keep, grouped(self.model))
+            if self.static is not None and with_logits:
+                output = self.static.extend(ids_BQ)
+            elif self.static is not None:
+                output = self.static.feed(first_slot, ids_BQ)
+            if output is None:
+                positions_BQ = self._begin(first_slot, *ids_BQ.shape)
+                output = self._call(ids_BQ, positions_BQ, with_logits=with_logits)
         if output.hidden is not None:
             self._hidden.append(output.hidden)
         return output.logits
@@ -371,13 +335,12 @@ class ModelRunner(SlotRunner):
     def _in_uniform_passes(
         self, passes: UniformPasses, first_slot: int, tokens: list[list[int]], with_logits: bool
     ) -> PassOutput:
-        self._note_written(first_slot, tokens)
         fed = [
-            Fed(token, slot, self.lengths[slot] + index)
+            (token, slot, self.lengths[slot] + index)
             for slot, row in enumerate(tokens, start=first_slot)
             for index, token in enumerate(row)
         ]
-        logits_NV, hidden_NF = passes.run(fed, with_logits=with_logits)
+        logits_NV, hidden_NF = passes.run(torch.tensor(fed), with_logits=with_logits)
         widths = [len(row) for row in tokens]
 
         def by_row(values: Tensor) -> Tensor:
@@ -388,19 +351,12 @@ class ModelRunner(SlotRunner):
             None if hidden_NF is None else by_row(hidden_NF),
         )
 
-    def _call(
-        self,
-        ids_BQ: Tensor,
-        positions_BQ: Tensor,
-        mask: Tensor,
-        logits_to_keep: Any,
-        attention: AbstractContextManager[None],
-    ) -> PassOutput:
-        """logits_to_keep: which positions to build logits for, 0 being all; transformers takes any
-        index in place of a number."""
+    def _call(self, ids_BQ: Tensor, positions_BQ: Tensor, *, with_logits: bool) -> PassOutput:
+        """The pass that the cache has begun."""
         if self._last_id is not None:
             ids_BQ = ids_BQ.clamp(max=self._last_id)
-        with attention, self._capturing() as hidden:
+        mask = causal_mask(positions_BQ, self.cache.read_length, self.model.dtype)
+        with use_attention(self.model, NAME), self._capturing() as hidden:
             output = self.model(
                 input_ids=ids_BQ,
                 # padding may lie past the context, where position tables have no entry
@@ -408,15 +364,15 @@ class ModelRunner(SlotRunner):
                 attention_mask=mask,
                 past_key_values=self.cache,
                 use_cache=True,
-                logits_to_keep=logits_to_keep,
+                logits_to_keep=0 if with_logits else _NO_LOGITS,
             )
         logits: Tensor = output.logits
         if self.intersection is not None:
             logits = self.intersection.spread_logits(logits)
+        # layers may lie on several devices (parallelize=True)
+        parts = [hidden[layer].to(self.device) for layer in self._layers]
         return PassOutput(
-            logits[..., : self._vocabulary],
-            # layers may lie on several devices (parallelize=True)
-            torch.cat([part.to(self.device) for part in hidden], dim=-1) if hidden else None,
+            logits[..., : self._vocabulary], torch.cat(parts, dim=-1) if parts else None
         )
 
 
@@ -437,8 +393,7 @@ def padded(tokens: list[list[int]]) -> Tensor:
 def input_device(model: PreTrainedModel) -> torch.device:
     """Where a model takes its token ids."""
     embedding: Any = model.get_input_embeddings()
-    device: torch.device = embedding.weight.device
-    return device
+    return embedding.weight.device
 
 
 def context_of(model: PreTrainedModel, most: int) -> int:

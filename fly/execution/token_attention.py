@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from fly.errors import reason_of
-from fly.execution.grouped_attention import EXTRAS, attention
+from fly.execution.grouped_attention import EXTRAS, use_attention
 from fly.execution.oom import is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def of_tokens(model: PreTrainedModel, slots_T: Tensor, positions_T: Tensor) -> I
     """Within the block, `model` attends by `token_attention` for tokens of these places."""
     token = _WHERE.set((slots_T, positions_T))
     try:
-        with attention(model, _NAME):
+        with use_attention(model, _NAME):
             yield
     finally:
         _WHERE.reset(token)

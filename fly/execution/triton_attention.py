@@ -88,7 +88,9 @@ def attention(
     """query [T, H, D], all of a layer's key and value [S, H/G, C, D] and [S, H/G, C, E]; a token
     sees its slot's keys up to its position. Returns [T, H, E].
     """
-    query, key, value = (_unit_stride(part) for part in (query, key, value))
+    query, key, value = (
+        part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, value)
+    )
     tokens, heads, size = query.shape
     kv_heads, value_size = key.shape[1], value.shape[-1]
     group = heads // kv_heads
@@ -106,7 +108,3 @@ def attention(
             KEYS=KEYS_OF[key.element_size()],
         )  # fmt: skip
     return output
-
-
-def _unit_stride(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

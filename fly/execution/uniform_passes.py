@@ -9,13 +9,13 @@ for at load.
 
 The price: a pass over one token computes WIDTH, and a long prompt takes a pass per WIDTH tokens.
 
-Shapes: N tokens that are fed, T = WIDTH tokens of a pass, V vocabulary, F features.
+Shapes: N tokens that are fed, T = WIDTH tokens of a pass, V vocabulary, F features. fed_N3, on the
+host: of each token its id, the slot of its sequence, and its position there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,14 +26,6 @@ from fly.execution.cuda_graphs import CapturedPasses, PassOutput, Runner
 from fly.execution.kv_cache import SlotCache
 
 WIDTH = 64  # tokens of every pass: reading the weights takes a GPU longer than computing so many
-
-
-class Fed(NamedTuple):
-    """A token, the sequence that it continues, and its place in it."""
-
-    id: int
-    slot: int
-    position: int
 
 
 def why_not(model: PreTrainedModel) -> str | None:
@@ -57,31 +49,31 @@ class UniformPasses(CapturedPasses):
         super().__init__(runner, capture=bool(capture), **how)
         self._is_static = capture is not None
 
-    def run(self, fed: Sequence[Fed], *, with_logits: bool) -> PassOutput:
+    def run(self, fed_N3: Tensor, *, with_logits: bool) -> PassOutput:
         """Feed tokens, those of a sequence in their order: logits [N, V], hidden [N, F].
 
         Without logits those of the output are empty. Tensors may be a graph's own: they are valid
         until the next pass.
         """
-        self._runner.reserve(max(token.position for token in fed) + 1)
-        pieces = [fed[start : start + WIDTH] for start in range(0, len(fed), WIDTH)]
+        self._runner.reserve(int(fed_N3[:, 2].max()) + 1)
+        pieces = fed_N3.split(WIDTH)
         if len(pieces) == 1:
-            return self._pass(pieces[0], with_logits)
+            return self._pass(fed_N3, with_logits)
         # copied before the next pass writes over a graph's output
         outputs = [self._pass(piece, with_logits).map(torch.clone) for piece in pieces]
         hidden = [output.hidden for output in outputs if output.hidden is not None]
         logits = torch.cat([output.logits for output in outputs])
         return PassOutput(logits, torch.cat(hidden) if hidden else None)
 
-    def _pass(self, fed: Sequence[Fed], with_logits: bool) -> PassOutput:
+    def _pass(self, fed_N3: Tensor, with_logits: bool) -> PassOutput:
         """One pass over at most WIDTH tokens."""
         device, cache = self._runner.device, self._runner.cache
         # a copy of a token computes and writes what the token does
-        padded = [*fed, *[fed[-1]] * (WIDTH - len(fed))]
-        values = torch.tensor(padded).T.contiguous()  # ids, slots, positions
+        padding = fed_N3[-1:].expand(WIDTH - len(fed_N3), -1)
+        values_3T = torch.cat([fed_N3, padding]).T.contiguous()
         is_static = self._is_static and cache.is_allocated
-        read = SlotCache.rounded(max(token.position for token in fed) + 1)
-        if token_attention.reads_in_place(device, self._runner.dtype):
+        read = SlotCache.rounded(int(fed_N3[:, 2].max()) + 1)
+        if token_attention.reads_in_place(device, self._runner.model.dtype):
             read = cache.capacity
         elif is_static:
             read = min(1 << (read - 1).bit_length(), cache.capacity)
@@ -91,14 +83,14 @@ class UniformPasses(CapturedPasses):
             return self._runner.token_pass(*where, with_logits=with_logits)
 
         def inputs() -> tuple[Tensor, ...]:
-            return tuple(values.to(device))
+            return tuple(values_3T.to(device))
 
         captured = self.get((read, with_logits), inputs, compute) if is_static else None
         if captured is None:
             output = compute(*inputs())
         else:
-            for static, given in zip(captured.inputs, values):
+            for static, given in zip(captured.inputs, values_3T):
                 static.copy_(given, non_blocking=True)
             captured.replay()
             output = captured.output
-        return output.map(lambda padded: padded[: len(fed)])
+        return output.map(lambda padded: padded[: len(fed_N3)])

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
+from fly.errors import FlyError
 from fly.models.pairs.download import sha256_of
 from fly.models.sources import ModelSource
 from fly.paths import fly_home, write_whole
@@ -23,8 +23,8 @@ from fly.paths import fly_home, write_whole
 _SUFFIXES = {".json", ".safetensors", ".bin", ".gguf", ".model", ".txt", ".jinja", ".py"}
 WHOLE = "whole-"  # one hash of all files, each of them hashed whole
 _DIGITS = 16  # hex digits that are kept of a SHA-256
+_CACHE = "fingerprints.json"
 _WORTH_CACHING = 2**20  # bytes; smaller files are read again
-_MOST_CACHED = 1000  # files
 
 
 def hash_model(
@@ -100,21 +100,16 @@ def _hash_file(path: Path) -> str:
     return f"{found.st_size} bytes, sha256 {entry[3]}"
 
 
-def _cache_file() -> Path:
-    return fly_home() / "fingerprints.json"
-
-
 def _read_cache() -> dict[str, Any]:
     try:
-        cache = json.loads(_cache_file().read_text(encoding="utf-8"))
+        cache = json.loads((fly_home() / _CACHE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return cache if isinstance(cache, dict) else {}
 
 
 def _write_cache(cache: dict[str, Any]) -> None:
-    """Best effort: without a folder to write to, files are read again."""
-    newest = dict(list(cache.items())[-_MOST_CACHED:])
-    with contextlib.suppress(OSError):
-        os.makedirs(fly_home(), exist_ok=True)
-        write_whole(_cache_file(), json.dumps(newest) + "\n")
+    """Without a folder to write to, or a home folder, files are read again."""
+    with contextlib.suppress(OSError, FlyError):
+        fly_home().mkdir(parents=True, exist_ok=True)
+        write_whole(fly_home() / _CACHE, json.dumps(cache) + "\n")

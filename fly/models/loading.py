@@ -49,5 +49,4 @@ class WithAllTensors:
                 f"{self._field}={path}: the checkpoint lacks {summarize_names(absent)}: fetch the "
                 "model again, or name another one"
             )
-        checked: PreTrainedModel = model
-        return checked
+        return model

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from fly.config import FlyConfig
 from fly.errors import FlyError
-from fly.models import pairs
+from fly.models.pairs import store
 from fly.paths import expanded
 
 _DEQUANTISED = 3.5  # a 4-bit GGUF file's weights as bfloat16
@@ -40,7 +40,7 @@ def resolve_source(text: str, field: str) -> ModelSource:
     Accepts a hub id, a local folder, a .gguf file, or pair:NAME/draft and pair:NAME/target.
     Raises FlyError for local paths that do not exist or hold no model.
     """
-    text = pairs.resolve_model_path(text)
+    text = store.resolve_model_path(text)
     path = expanded(text)
     if text.endswith(".gguf"):
         if not path.is_file():
@@ -77,7 +77,7 @@ def check_names(config: FlyConfig, where: str) -> None:
     """Raise FlyError for a `pair:` name that names no embedded pair; `where` gave it."""
     for field in ("target_model_path", "draft_model_path"):
         try:
-            pairs.role_of(getattr(config, field) or "")
+            store.role_of(getattr(config, field) or "")
         except FlyError as error:
             raise FlyError(f"{field} ({where}): {error}") from None
 
@@ -109,16 +109,15 @@ def check_files(source: ModelSource, field: str) -> None:
     Only sizes and headers are read. Models on a hub are checked by its own client.
     """
     folder = Path(source.path)
-    patterns = [source.gguf_file] if source.gguf_file else _READ_BY_TRANSFORMERS
-    for pattern in patterns:
-        for file in sorted(folder.glob(pattern)):
-            try:
-                damage = _damage(file)
-            except OSError as error:
-                damage = f"cannot be read ({error.strerror})"
-            if damage:
-                remedy = pairs.how_to_fetch(file)
-                raise FlyError(f"{field}={folder}: {file.name} {damage}: {remedy}")
+    read = [file for pattern in _READ_BY_TRANSFORMERS for file in sorted(folder.glob(pattern))]
+    for file in read if source.file is None else [source.file]:
+        try:
+            damage = _damage(file)
+        except OSError as error:
+            damage = f"cannot be read ({error.strerror})"
+        if damage:
+            remedy = store.how_to_fetch(file)
+            raise FlyError(f"{field}={folder}: {file.name} {damage}: {remedy}")
 
 
 def _damage(file: Path) -> str | None:

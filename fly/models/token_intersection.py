@@ -9,6 +9,7 @@ has no id for is spelled by the longest of its own tokens that the bytes begin w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -37,8 +38,7 @@ class TokenIntersection(DraftVocabulary):
     ) -> None:
         super().__init__(to_target_D, target_size)
         self._own_ids: list[int] = self.to_draft_V.tolist()
-        self._spell = spell
-        self._spelled: dict[int, list[int]] = {}
+        self._spell = cache(spell)
         self._opening = [*opening]
 
     @classmethod
@@ -90,12 +90,8 @@ class TokenIntersection(DraftVocabulary):
     def read(self, token: int, *, first: bool = False) -> list[int]:
         """The draft ids, at least one, that stand for a target token; as the first of a text with
         what the draft's tokenizer puts there."""
-        if (own := self._own_ids[token]) != NONE:
-            ids = [own]
-        elif token in self._spelled:
-            ids = self._spelled[token]
-        else:
-            ids = self._spelled[token] = self._spell(token)
+        own = self._own_ids[token]
+        ids = self._spell(token) if own == NONE else [own]
         opens = not first or ids[: len(self._opening)] == self._opening
         return ids if opens else [*self._opening, *ids]
 

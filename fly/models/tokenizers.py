@@ -11,27 +11,21 @@ from transformers import PreTrainedTokenizerBase
 
 from fly.errors import FlyError
 
-_REMEDY = (
-    "choose a draft of the target's family, or set dual_tok=true to draft the tokens that both have"
-)
-
 
 def check_same_vocabulary(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
     """Raise FlyError, naming the first difference, unless both map every id to the same token."""
-    target_vocab, draft_vocab = target.get_vocab(), draft.get_vocab()
-    if target_vocab == draft_vocab:
-        return
-    target_tokens = {index: token for token, index in target_vocab.items()}
-    draft_tokens = {index: token for token, index in draft_vocab.items()}
-    for index in range(max(*target_tokens, *draft_tokens) + 1):
-        ours, theirs = target_tokens.get(index), draft_tokens.get(index)
-        if ours != theirs:
+    ours, theirs = (
+        {index: token for token, index in tokenizer.get_vocab().items()}
+        for tokenizer in (target, draft)
+    )
+    for index in sorted(ours.keys() | theirs.keys()):
+        if ours.get(index) != theirs.get(index):
             raise FlyError(
-                f"draft and target have different vocabularies ({len(draft_vocab)} and "
-                f"{len(target_vocab)} tokens): token {index} is {theirs!r} in the draft and "
-                f"{ours!r} in the target: {_REMEDY}"
+                f"draft and target have different vocabularies ({len(theirs)} and {len(ours)} "
+                f"tokens): token {index} is {theirs.get(index)!r} in the draft and "
+                f"{ours.get(index)!r} in the target: choose a draft of the target's family, or set "
+                "dual_tok=true to draft the tokens that both have"
             )
-    raise FlyError(f"draft and target have different vocabularies: {_REMEDY}")
 
 
 def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -52,10 +46,9 @@ class Texts:
     def decode(self, ids: Sequence[int]) -> str:
         """Text, special tokens kept."""
         # cleaning up would take back characters that a stop string has matched
-        text: str = self._tokenizer.decode(
+        return self._tokenizer.decode(
             ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-        return text
 
     def decode_lines(self, ids: Sequence[int]) -> str:
         """Text with line breaks in place of special tokens, which chat templates put between a

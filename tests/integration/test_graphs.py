@@ -67,9 +67,9 @@ def test_a_graph_that_forgets_the_lengths_is_noticed(pair, monkeypatch):
     """The mutant: inputs other than the ids are not brought up to date."""
     honest = CudaGraphRunner._fill
 
-    def forget(self, captured, ids_BQ):
+    def forget(self, captured, *given):
         lengths = captured.inputs[1].clone()
-        honest(self, captured, ids_BQ)
+        honest(self, captured, *given)
         captured.inputs[1].copy_(lengths)
 
     expected = outcome(decode(pair, "model", 3, False)[1])

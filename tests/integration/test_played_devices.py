@@ -15,6 +15,7 @@ from fly.execution.model_runner import ModelRunner
 from fly.harness.engine_factory import EngineFactory, LoadedPair
 from fly.models.heads.checkpoint import TargetShape
 from fly.settings import ExecutionSettings, Settings, TopKSettings, TypicalSettings
+from fly.speculation.drafters import cascade
 from fly.speculation.drafters.block import BlockDrafter
 from fly.speculation.engine import Engine
 from fly.speculation.rules.accept_all import AcceptAllRule
@@ -196,7 +197,7 @@ def test_a_round_waits_once_and_launches_the_same_for_any_number_of_sequences(
 
 def loaded(target, draft, settings, monkeypatch):
     """(factory, packed) of played models."""
-    monkeypatch.setattr(ModelRunner, "relative_cost", lambda self, tokens: float(tokens))
+    monkeypatch.setattr(cascade, "relative_cost", lambda way, tokens: float(tokens))
     packed = weights.pack(target, draft, settings)
     pair = LoadedPair(target, draft, tiny.byte_tokenizer(), EOS, 512, packed)
     return EngineFactory(pair, 2, 64), packed
@@ -247,9 +248,9 @@ def test_a_wrong_graph_is_refused_at_load(monkeypatch):
     """The mutant: a captured pass that is not told the lengths."""
     honest = CudaGraphRunner._fill
 
-    def forget(self, captured, ids_BQ):
+    def forget(self, captured, *given):
         lengths = captured.inputs[1].clone()
-        honest(self, captured, ids_BQ)
+        honest(self, captured, *given)
         captured.inputs[1].copy_(lengths)
 
     with played.devices() as meter:

@@ -12,21 +12,22 @@ from pathlib import Path
 import pytest
 import transformers
 
-from fly.models import gguf, pairs
+from fly.models import gguf
+from fly.models.pairs import store
 from tests import tiny
 from tests.real import BUDGET, EOS
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    folder = gguf.metadata_folder(pairs.locate("qwen2.5-coder").target)
+    folder = gguf.metadata_folder(store.locate("qwen2.5-coder").target)
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
 def pair(tokenizer):
     """(tokenizer, target, draft)."""
-    paths = pairs.locate("qwen2.5-coder")
+    paths = store.locate("qwen2.5-coder")
     return tokenizer, load_float32(paths.target), load_float32(paths.draft)
 
 

@@ -6,7 +6,8 @@ import transformers
 
 from fly.execution import kernels, weights
 from fly.execution.kernels import gguf as kernels_gguf
-from fly.models import gguf, pairs
+from fly.models import gguf
+from fly.models.pairs import store
 from fly.settings import ExecutionSettings
 from tests import tiny
 from tests.gguf_files import load_by_transformers
@@ -21,7 +22,7 @@ def load_kept(file):
 
 @pytest.mark.skipif(kernels.why_not() is not None, reason="no kernels here")
 def test_weights_in_the_file_give_the_logits_of_bfloat16(prompts):
-    file = pairs.locate("qwen2.5-coder").target
+    file = store.locate("qwen2.5-coder").target
     ours, theirs = load_kept(file), load_by_transformers(file)
     for model in (ours, theirs):
         weights.pack(model, None, ExecutionSettings())
@@ -34,7 +35,7 @@ def test_weights_in_the_file_give_the_logits_of_bfloat16(prompts):
 @pytest.mark.skipif(kernels.why_not() is not None, reason="no kernels here")
 def test_exact_is_target_only_in_bfloat16_where_bits_do_not_depend_on_the_pass(prompts):
     """Every drafter, draft length and number of sequences; `lossless` in float32 is easier."""
-    paths = pairs.locate("qwen2.5-coder")
+    paths = store.locate("qwen2.5-coder")
     target, draft = load_kept(paths.target), load_by_transformers(paths.draft)
     weights.pack(target, draft, ExecutionSettings(batch_invariant=True))
 

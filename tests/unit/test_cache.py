@@ -154,8 +154,8 @@ def test_an_error_far_into_the_context_is_noticed(target, monkeypatch):
     """Positions that stop counting after 32 tokens changed nothing within 13."""
     honest = ModelRunner._call
 
-    def stuck(self, ids, positions, *args):
-        return honest(self, ids, positions.clamp(max=32), *args)
+    def stuck(self, ids, positions, **kwargs):
+        return honest(self, ids, positions.clamp(max=32), **kwargs)
 
     monkeypatch.setattr(ModelRunner, "_call", stuck)
     with pytest.raises(FlyError, match=r"differs from the model's plain pass \(at token"):

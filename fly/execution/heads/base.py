@@ -15,10 +15,12 @@ class Head(PreTrainedModel):
     """A class that fly/registry.py names as a drafter's `head`.
 
     layers_read: numbers of the target's hidden states that it reads, as
-    fly.execution.model_runner counts them.
+    fly.execution.model_runner counts them. numbers_kept: how many its drafter keeps of a token
+    beside K/V.
     """
 
     layers_read: tuple[int, ...]
+    numbers_kept = 0
 
     @classmethod
     def from_checkpoint(
@@ -28,14 +30,12 @@ class Head(PreTrainedModel):
         tensors that are not what the checkpoint's own config.json says."""
         raise NotImplementedError
 
-    @property
-    def bytes_per_token(self) -> int:
-        """What one token of a sequence takes: K/V, and states that are kept."""
-        raise NotImplementedError
-
     def bytes_for(self, tokens: int) -> dict[torch.device, int]:
         """What a sequence of so many tokens takes, for `batch_size=auto`."""
-        return {self.device: self.bytes_per_token * SlotCache.rounded(tokens)}
+        config = self.config
+        cached = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        per_token = (cached + self.numbers_kept) * self.dtype.itemsize
+        return {self.device: per_token * SlotCache.rounded(tokens)}
 
     def runner(self, target: PreTrainedModel, slots: int, max_length: int) -> SlotRunner:
         """What its drafter runs it by, for sequences of up to `max_length` tokens."""

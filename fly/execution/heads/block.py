@@ -58,8 +58,7 @@ class BlockAttention(nn.Module):
         queries = _rotated(queries.transpose(1, 2), rotary)
         keys, values = self.write(x_BPD, rotary, cache)
         mixed, _ = grouped_attention(self, queries, keys, values, mask, scaling=self.size**-0.5)
-        result: Tensor = self.o_proj(mixed.flatten(2))
-        return result
+        return self.o_proj(mixed.flatten(2))
 
 
 class BlockLayer(nn.Module):
@@ -72,8 +71,7 @@ class BlockLayer(nn.Module):
 
     def forward(self, x_BPD: Tensor, rotary: Rotary, mask: Tensor, cache: SlotCache) -> Tensor:
         x_BPD = x_BPD + self.self_attn(self.input_layernorm(x_BPD), rotary, mask, cache)
-        result: Tensor = x_BPD + self.mlp(self.post_attention_layernorm(x_BPD))
-        return result
+        return x_BPD + self.mlp(self.post_attention_layernorm(x_BPD))
 
 
 class MarkovHead(nn.Module):
@@ -85,8 +83,7 @@ class MarkovHead(nn.Module):
         self.markov_w2 = nn.Linear(rank, draft_vocabulary, bias=False)
 
     def forward(self, previous_B: Tensor) -> Tensor:
-        bias_BV: Tensor = self.markov_w2(self.markov_w1(previous_B))
-        return bias_BV
+        return self.markov_w2(self.markov_w1(previous_B))
 
 
 class Probe(nn.Linear):
@@ -153,12 +150,6 @@ class BlockHead(Head):
         logits_BV = runner.after(first_BD, torch.tensor(last, device=first_BD.device))
         return dict(zip(places, logits_BV.argmax(dim=-1).tolist()))
 
-    @property
-    def bytes_per_token(self) -> int:
-        config = self.config
-        size = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-        return size * self.dtype.itemsize
-
     def write_context(self, features_BNF: Tensor, positions_BN: Tensor, cache: SlotCache) -> None:
         """Keys and values of the target's hidden states at these positions."""
         x_BND = self.hidden_norm(self.fc(features_BNF))
@@ -176,8 +167,7 @@ class BlockHead(Head):
         rotary = self.rotary_emb(x_BPD, positions_BP)
         for layer in self.layers:
             x_BPD = layer(x_BPD, rotary, mask, cache)
-        result: Tensor = self.norm(x_BPD)
-        return result
+        return self.norm(x_BPD)
 
 
 def _rotated(x_BHND: Tensor, rotary: Rotary) -> Tensor:

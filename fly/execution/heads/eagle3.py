@@ -11,6 +11,7 @@ the head's hidden size, D draft ids.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -63,8 +64,7 @@ class PairAttention(nn.Module):
         query, key = apply_rotary_pos_emb(query, key, *angles)
         keys, values = cache.update(key, value.transpose(1, 2), 0)
         mixed, _ = grouped_attention(self, query, keys, values, mask, scaling=self.head_dim**-0.5)
-        output: Tensor = self.o_proj(mixed.flatten(-2))
-        return output
+        return self.o_proj(mixed.flatten(-2))
 
 
 class PairLayer(nn.Module):
@@ -92,8 +92,7 @@ class PairLayer(nn.Module):
         residual_BQH = normed_BQH if self._norm_before_residual else states_BQH
         pairs = torch.cat([self.input_layernorm(embeddings_BQH), normed_BQH], dim=-1)
         hidden_BQH = residual_BQH + self.self_attn(pairs, angles, mask, cache)
-        output: Tensor = hidden_BQH + self.mlp(self.post_attention_layernorm(hidden_BQH))
-        return output
+        return hidden_BQH + self.mlp(self.post_attention_layernorm(hidden_BQH))
 
 
 class Eagle3Head(Head):
@@ -106,6 +105,7 @@ class Eagle3Head(Head):
         super().__init__(files.llama)
         config, count = files.llama, len(files.layers)
         self.layers_read = files.layers
+        self.numbers_kept = config.hidden_size  # a state, until its token is final
         self.vocabulary = files.vocabulary
         self._norm_output = files.norm_output
         eps = config.rms_norm_eps
@@ -128,14 +128,7 @@ class Eagle3Head(Head):
     ) -> Eagle3Head:
         """See `fly.models.heads.eagle3.files_of`."""
         files = files_of(checkpoint, target, layers)
-        own = Checkpoint(checkpoint.name, checkpoint.config, files.tensors)
-        return own.build(lambda: cls(files))
-
-    @property
-    def bytes_per_token(self) -> int:
-        """K/V, and the state that is kept until the token is final."""
-        numbers = 2 * self.config.num_key_value_heads * self.config.head_dim
-        return (numbers + self.config.hidden_size) * self.dtype.itemsize
+        return replace(checkpoint, tensors=files.tensors).build(lambda: cls(files))
 
     def runner(self, target: PreTrainedModel, slots: int, max_length: int) -> Eagle3Runner:
         return Eagle3Runner(self, target, slots, max_length)
@@ -156,8 +149,7 @@ class Eagle3Head(Head):
         if self.fc_norm is not None:
             parts = features.chunk(len(self.fc_norm), dim=-1)
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], dim=-1)
-        states: Tensor = self.fc(features)
-        return states
+        return self.fc(features)
 
     def forward(
         self,
@@ -169,8 +161,7 @@ class Eagle3Head(Head):
     ) -> Tensor:
         """[B, Q, H] after the layer; `predict` makes logits of it."""
         angles = self.rotary(states_BQH, positions_BQ)
-        hidden_BQH: Tensor = self.layer(embeddings_BQH, states_BQH, angles, mask, cache)
-        return hidden_BQH
+        return self.layer(embeddings_BQH, states_BQH, angles, mask, cache)
 
     def predict(self, hidden_BH: Tensor) -> tuple[Tensor, Tensor]:
         """(logits [B, D], the state that is fed back, [B, H])."""
@@ -241,11 +232,10 @@ class Eagle3Runner(SlotRunner):
     def _pass_of(self, first_slot: int, ids_BQ: Tensor, states_BQH: Tensor) -> Tensor:
         positions_BQ = self._begin(first_slot, *ids_BQ.shape)
         embeddings_BQH = self._embed(ids_BQ.to(self._embed.weight.device))
-        hidden_BQH: Tensor = self.head(
+        return self.head(
             embeddings_BQH.to(self.device, self.head.dtype),
             states_BQH,
             positions_BQ,
             causal_mask(positions_BQ, self.cache.read_length, self.head.dtype),
             self.cache,
         )
-        return hidden_BQH

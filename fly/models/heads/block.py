@@ -114,9 +114,7 @@ def parse(
 
 
 def _decoder(checkpoint: Checkpoint, shape: Mapping[str, Any]) -> Qwen3Config:
-    theta, scaling = checkpoint.rope(shape)
     heads, hidden = shape["num_attention_heads"], shape["hidden_size"]
-    rope: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
     return Qwen3Config(
         hidden_size=hidden,
         intermediate_size=shape["intermediate_size"],
@@ -127,7 +125,7 @@ def _decoder(checkpoint: Checkpoint, shape: Mapping[str, Any]) -> Qwen3Config:
         max_position_embeddings=shape["max_position_embeddings"],
         rms_norm_eps=shape["rms_norm_eps"],
         attention_bias=bool(shape.get("attention_bias", False)),
-        **rope,
+        **checkpoint.rope(shape),
     )
 
 

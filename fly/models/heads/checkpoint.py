@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from transformers import PretrainedConfig
 
 from fly.errors import FlyError, reason_of, summarize_names
 from fly.models.draft_vocabulary import DraftVocabulary
+from fly.models.loading import naming_model
 from fly.models.sources import ModelSource, is_local
 
 T = TypeVar("T", bound=nn.Module)
@@ -122,10 +123,11 @@ class Checkpoint:
         except ValueError as error:
             raise self.refuse(f"its d2t does not fit the target: {error}") from None
 
-    def rope(self, shape: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-        """(theta, scaling or None), which transformers 4 keeps apart and 5 in `rope_parameters`."""
+    def rope(self, shape: Mapping[str, Any]) -> dict[str, Any]:
+        """`rope_theta` and `rope_scaling` for a configuration of transformers; its version 4 keeps
+        them apart, 5 in `rope_parameters`."""
         parameters = shape.get("rope_parameters") or {}
-        theta = shape.get("rope_theta") or parameters.get("rope_theta") or 10000.0
+        theta = float(shape.get("rope_theta") or parameters.get("rope_theta") or 10000.0)
         scaling = dict(shape.get("rope_scaling") or parameters)
         partial = shape.get("partial_rotary_factor") or scaling.get("partial_rotary_factor")
         if partial not in (None, 1):
@@ -133,10 +135,11 @@ class Checkpoint:
         kind = scaling.pop("type", None)
         kind = scaling.get("rope_type") or kind or "default"
         if kind == "default":
-            return float(theta), None
+            return {"rope_theta": theta, "rope_scaling": None}
         if kind not in _FIXED_ROPE:
             raise self.refuse(f"heads with {kind} RoPE scaling are not supported")
-        return float(theta), {**scaling, "rope_type": kind, "rope_theta": float(theta)}
+        scaling |= {"rope_type": kind, "rope_theta": theta}
+        return {"rope_theta": theta, "rope_scaling": scaling}
 
 
 def read(source: ModelSource, name: str, hub: Mapping[str, Any]) -> Checkpoint:
@@ -151,11 +154,10 @@ def read(source: ModelSource, name: str, hub: Mapping[str, Any]) -> Checkpoint:
     if not tensors:
         for file in sorted(folder.glob("pytorch_model*.bin")):
             tensors |= torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    config = _config(folder)
-    found = Checkpoint(name, config, tensors)
+    found = Checkpoint(name, _config(folder), tensors)
     if not tensors:
         raise found.refuse("the folder has neither *.safetensors nor pytorch_model*.bin")
-    return Checkpoint(name, config, _dequantised(found))
+    return replace(found, tensors=_dequantised(found))
 
 
 def read_config(source: ModelSource, name: str, hub: Mapping[str, Any]) -> Checkpoint:
@@ -163,12 +165,8 @@ def read_config(source: ModelSource, name: str, hub: Mapping[str, Any]) -> Check
 
     Raises FlyError if it cannot be read or downloaded.
     """
-    try:
+    with naming_model("pretrained", name):
         config = _config(_folder(source, ("config.json",), hub))
-    except (OSError, ValueError) as error:
-        raise FlyError(
-            f"pretrained={name}: its config.json cannot be read: {reason_of(error)}"
-        ) from None
     return Checkpoint(name, config, {})
 
 
@@ -180,8 +178,7 @@ def _folder(source: ModelSource, files: Iterable[str], hub: Mapping[str, Any]) -
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return found
+    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
 
 
 def _dequantised(checkpoint: Checkpoint) -> dict[str, Tensor]:

