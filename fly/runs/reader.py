@@ -25,7 +25,6 @@ from fly import reading
 from fly.errors import FlyError
 from fly.paths import expanded, run_files
 from fly.runs import manifest, shapes
-from fly.runs.vocabulary import bytes_of
 
 _Line = TypeVar("_Line")
 # files of records, and the setting with which a run writes them
@@ -140,7 +139,7 @@ class Run:
     def vocabulary(self) -> dict[int, bytes]:
         """The bytes of every token id in the trace; empty without one."""
         lines = self._records("fly_vocabulary", shapes.TokenLine)
-        return {line["id"]: bytes_of(line) for line in lines}
+        return {line["id"]: _bytes_of(line) for line in lines}
 
     def _records(self, kind: str, shape: type[_Line]) -> list[_Line]:
         paths = self._files(kind)
@@ -154,6 +153,10 @@ class Run:
         if not self.entry["config"].get(_WRITTEN_IF[kind], True):
             return []  # what is there is of a run that started in the same second
         return [*run_files(self.folder, kind, started).values()]
+
+
+def _bytes_of(line: shapes.TokenLine) -> bytes:
+    return bytes.fromhex(line["bytes"]) if "bytes" in line else line.get("text", "").encode()
 
 
 def _place(line: Any) -> tuple[str, int, int, int]:

@@ -269,7 +269,8 @@ class RoundLine(_TraceLine):
 
 
 class TokenLine(TypedDict):
-    """`text`, or `bytes` in hexadecimal if they are not valid UTF-8."""
+    """The text of a token in a trace, so that it can be read without the tokenizer. A token may be
+    only a part of a UTF-8 character: then its `bytes` in hexadecimal instead of `text`."""
 
     id: NonNegativeInt
     text: NotRequired[Text]
