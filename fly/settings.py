@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from fly import registry
 
@@ -64,9 +64,8 @@ def _check_known(names: Mapping[str, Any]) -> Callable[[str], str]:
     def check(name: str) -> str:
         if name not in names:
             *others, last = map(repr, names)
-            wanted = f"{', '.join(others)} or {last}"
-            raise PydanticCustomError(
-                "literal_error", "Input should be {wanted}", {"wanted": wanted}
+            raise PydanticKnownError(
+                "literal_error", {"expected": f"{', '.join(others)} or {last}"}
             )
         return name
 

@@ -218,7 +218,7 @@ def _newest(folder: Path, own: Own | None) -> _Found | None:
     """Of the runs in the folder and in those below it the newest that has ended; without any, the
     one that started last."""
     own = own and (own[0].resolve(), own[1])
-    for results in reversed(reader.results_at_or_below(folder)):
+    for results in reversed(reader.results_in(folder, below=True)):
         with suppress(FlyError):  # a kill left half of it; the records are whole
             found = _Found(results.parent, reader.started_of(results) or "", results)
             if not found.is_of(own):

@@ -7,7 +7,7 @@ emitted tokens per round; emitted = native_accepted + deferred_accepted + correc
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import zip_longest
 from statistics import fmean
@@ -185,10 +185,10 @@ def mean_lengths(documents: Collection[Lengths]) -> dict[str, float | None]:
     return found
 
 
-def by_position(shares: Collection[float], most: int = 8) -> str:
-    """Shares as in `0.86 0.74 0.62 ...`, at most so many."""
-    shown = " ".join(f"{share:.2f}" for share in list(shares)[:most])
-    return f"{shown} ..." if len(shares) > most else shown
+def by_position(shares: Sequence[float]) -> str:
+    """Shares as in `0.86 0.74 0.62 ...`, at most 8."""
+    shown = " ".join(f"{share:.2f}" for share in shares[:8])
+    return f"{shown} ..." if len(shares) > 8 else shown
 
 
 def zero_seconds() -> dict[str, float]:

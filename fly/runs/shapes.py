@@ -115,7 +115,6 @@ class _Entry(TypedDict):
     draft_runs: NotRequired[DraftRuns | None]
     vllm: NotRequired[dict[str, Any]]
     server: NotRequired[dict[str, Any]]
-    resumed: NotRequired[dict[str, Any] | None]
 
 
 class _RunConfig(TypedDict):
@@ -277,7 +276,7 @@ class TokenLine(TypedDict):
     bytes: NotRequired[Annotated[str, Field(pattern=r"^([0-9a-f]{2})*$")]]
 
 
-class _Arguments(TypedDict):
+class Arguments(TypedDict):
     """lm-eval's; key=value flags are kept as pairs."""
 
     output_path: str
@@ -305,5 +304,5 @@ class ManifestShape(TypedDict):
     resumed: list[str]
     working_directory: str
     below: bool
-    arguments: _Arguments
+    arguments: Arguments
     models: NotRequired[dict[str, _Model]]
