@@ -454,7 +454,7 @@ def _earlier_outputs(config: FlyConfig, run: context.RunContext) -> EarlierOutpu
 
 def _report_interruption(log: JsonLines, total: int, finished: int, resume_hint: str) -> None:
     log.flush()
-    if kept := log.count() + finished:
+    if kept := log.kept + finished:
         logger.warning(
             "interrupted: %d of %d responses are kept in %s; %s",
             kept,

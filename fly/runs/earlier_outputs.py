@@ -75,11 +75,11 @@ class EarlierRun:
         return found.hexdigest()[:_PROMPT_DIGITS]
 
 
+@dataclass(frozen=True)
 class EarlierOutputs:
     """The outputs of several earlier runs, in the order in which they were named."""
 
-    def __init__(self, runs: Sequence[EarlierRun]) -> None:
-        self.runs = list(runs)
+    runs: list[EarlierRun]
 
     @classmethod
     def read(cls, paths: Iterable[str], own: Own | None = None) -> EarlierOutputs:
