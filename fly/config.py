@@ -372,8 +372,9 @@ def schema() -> dict[str, Any]:
     result["additionalProperties"] = False
     for settings in _further_rules().values():
         result["properties"] |= settings.model_json_schema()["properties"]
-    for key in result["properties"].values():  # docstrings have line breaks
-        key["description"] = " ".join(key["description"].split())
+    for key in result["properties"].values():
+        if "description" in key:  # a docstring has line breaks
+            key["description"] = " ".join(key["description"].split())
     result["properties"]["$schema"] = {"type": "string"}
     result["properties"]["$comment"] = {
         "description": "For the reader, of any type; ignored. `fly tune` puts its evidence here."
