@@ -33,7 +33,6 @@ GONE = {
     "draft_sources=siblings": "write runs, own or both, or leave the key out",
     "draft_sources=others": "write runs, own or both, or leave the key out",
 }
-_LONGEST_LOOKUP = 128  # draft tokens of a round from texts, where nobody set another number
 # A backtick, at most three spaces into its line.
 _FENCE = "`(?:(?<=^`)|(?<=^ `)|(?<=^  `)|(?<=^   `))"
 # Names for `exact_pattern`. All that begins a match is one itself, so that all of it stays exact.
@@ -187,13 +186,9 @@ class DrafterSettings(Settings):
     draft_sources: Annotated[tuple[TextSourceName, ...], BeforeValidator(_as_tuple)] | None = None
     """Texts that ngram and cascade draft from. runs: outputs of draft_runs for the same document.
     own: the sequence's own prompt and output. null: both."""
-    lookup_k: int | None = Field(
-        None,
-        ge=1,
-        le=256,
-        description="Most tokens per round that are drafted from texts. null: spd_k if model_args "
-        f"set it, else as many as the machine verifies at little cost, at most {_LONGEST_LOOKUP}.",
-    )
+    lookup_k: int | None = Field(None, ge=1, le=256)
+    """Most tokens per round that are drafted from texts. null: spd_k if model_args set it, else as
+    many as the machine verifies at little cost, at most 128."""
     draft_runs: Paths | None = None
     """Earlier runs whose outputs are drafted from where task, document and prompt are the same:
     folders, results files or baselines with outputs; in model_args also draft_runs=A,B. Exact
@@ -206,8 +201,8 @@ class DrafterSettings(Settings):
 
     @property
     def longest_lookup(self) -> int:
-        """Most tokens per round that are drafted from texts."""
-        return self.lookup_k or _LONGEST_LOOKUP
+        """The limit that `lookup_k` means."""
+        return self.lookup_k or 128
 
 
 class RuleSettings(Settings):

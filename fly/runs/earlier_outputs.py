@@ -211,7 +211,7 @@ class _Found:
     results: Path | None = None  # once it has ended
 
     def is_of(self, own: Own | None) -> bool:
-        return own is not None and own == (self.folder.resolve(), self.started)
+        return own == (self.folder.resolve(), self.started)
 
 
 def _newest(folder: Path, own: Own | None) -> _Found | None:
@@ -230,7 +230,9 @@ def _newest(folder: Path, own: Own | None) -> _Found | None:
 
 
 def _of_records(found: _Found, files: Sequence[Path]) -> EarlierRun:
-    run = EarlierRun(found.results or found.folder, _target_in_manifest(found))
+    manifest = found.folder / f"fly_run_{found.started}.json"
+    models = Manifest.read(manifest).data.get("models") if manifest.is_file() else None
+    run = EarlierRun(found.results or found.folder, target_of(models or {}))
     for file in files:
         for line in reader.read_lines(file, shapes.OutputLine):
             ids = tokenizer = None
@@ -242,11 +244,6 @@ def _of_records(found: _Found, files: Sequence[Path]) -> EarlierRun:
         for outputs in by_prompt.values():
             outputs.sort(key=lambda output: output.repeat)
     return run
-
-
-def _target_in_manifest(found: _Found) -> str | None:
-    path = found.folder / f"fly_run_{found.started}.json"
-    return target_of(Manifest.read(path).data.get("models") or {}) if path.is_file() else None
 
 
 def _of_samples(results: Path) -> EarlierRun:
