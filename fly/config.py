@@ -199,7 +199,10 @@ def build(values: Mapping[str, Any], where: str) -> FlyConfig:
     try:
         config = FlyConfig(**{**values, **_keys_of_further_rules(values)})
     except ValidationError as error:
-        raise FlyError(reading.problem(error, where)) from None
+        problem = reading.problem(error, where)
+        if error.errors()[0]["type"] == "missing":  # of the one key that has no default
+            problem += ': add it, e.g. "target_model_path": "<hub id or folder>"'
+        raise FlyError(problem) from None
     for problem in _contradictions(config):
         raise FlyError(f"{problem} ({where})")
     return config

@@ -52,11 +52,11 @@ def _as_tuple(value: Any) -> Any:
 
 
 def _texts(value: Any) -> Any:
-    """`_as_tuple` of texts: command lines turn those of digits into numbers."""
+    """The same for texts, as a list: command lines turn those of digits into numbers."""
     items = _as_tuple((value,) if type(value) is int else value)
     if not isinstance(items, tuple):
         return items
-    return tuple(str(item) if type(item) is int else item for item in items)
+    return [str(item) if type(item) is int else item for item in items]
 
 
 def _check_known(names: Mapping[str, Any]) -> Callable[[str], str]:
@@ -77,7 +77,7 @@ def _patterns(value: Any) -> Any:
         names = _as_tuple(value)
         is_empty = value in ("", "[]")
         return names if is_empty or (names and set(names) <= {*EXACT_PATTERNS}) else (value,)
-    return _texts(value)
+    return _as_tuple(_texts(value))
 
 
 def _check_pattern(pattern: str) -> str:
@@ -99,7 +99,7 @@ def _check_pattern(pattern: str) -> str:
 
 Pattern = Annotated[str, Field(min_length=1), AfterValidator(_check_pattern)]
 Paths = Annotated[
-    tuple[Annotated[str, Field(min_length=1)], ...],
+    list[Annotated[str, Field(min_length=1)]],
     Field(min_length=1),
     BeforeValidator(_texts, json_schema_input_type=list[str] | str),
 ]

@@ -44,7 +44,7 @@ GOOD = {"target_model_path": "t", "draft_model_path": "d"}
             "draft_runs with drafter='model'",
         ),
         ({**GOOD, "draft_runs": ["a", ""]}, r"draft_runs\.1=''.*at least 1 character"),
-        ({**GOOD, "draft_runs": True}, "draft_runs=True.*valid tuple"),
+        ({**GOOD, "draft_runs": True}, "draft_runs=True.*valid list"),
     ],
 )
 def test_bad_files_get_one_clear_line(tmp_path, values, message):
@@ -126,13 +126,13 @@ def test_a_whole_number_is_the_same_configuration_as_its_float():
 @pytest.mark.parametrize(
     ("given", "runs"),
     [
-        ("a", ("a",)),
-        ("runs/a,b", ("runs/a", "b")),
-        ("[a, b]", ("a", "b")),
-        ("['a', 'b']", ("a", "b")),
-        (["a,b"], ("a,b",)),
-        (2026, ("2026",)),
-        ([2026, "a"], ("2026", "a")),
+        ("a", ["a"]),
+        ("runs/a,b", ["runs/a", "b"]),
+        ("[a, b]", ["a", "b"]),
+        ("['a', 'b']", ["a", "b"]),
+        (["a,b"], ["a,b"]),
+        (2026, ["2026"]),
+        ([2026, "a"], ["2026", "a"]),
         ("none", None),
     ],
 )

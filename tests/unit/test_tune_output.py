@@ -87,7 +87,7 @@ def test_a_pair_that_drafts_from_runs_keeps_them_and_its_rule(tmp_path, monkeypa
         path = tmp_path / f"{rule}.json"
         output.write_config(path, str(tmp_path / "given.json"), run, None, None, None, path)
         written = config.load(str(path), {}, log=False)
-        assert (written.draft_runs, written.rule) == (("runs",), rule)
+        assert (written.draft_runs, written.rule) == (["runs"], rule)
 
 
 # What is chosen
