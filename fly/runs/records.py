@@ -213,11 +213,6 @@ class RoundRecord:
     finish: str | None  # why the request ended; None while it has not
     entropy: list[float] | None = None
 
-    @property
-    def key(self) -> int:
-        """The same for all rounds of a request, and for those of no other that is decoded."""
-        return id(self.request)
-
 
 Observer = Callable[[RoundRecord], None]
 

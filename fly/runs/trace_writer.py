@@ -24,17 +24,18 @@ class Trace:
         self._bytes_of = token_bytes.reader(tokenizer)
         self._vocabulary = JsonLines(run, "fly_vocabulary", rank)
         self._lines = JsonLines(run, "fly_trace", rank)
-        self._numbers: dict[int, int] = {}  # of running requests
+        self._numbers: dict[int, int] = {}  # of running requests, by their ids in Python
 
     def on_round(self, record: RoundRecord) -> None:
-        if record.key not in self._numbers:
+        request = id(record.request)
+        if request not in self._numbers:
             number = self._run.traced_requests * self._world_size + self._rank
-            self._numbers[record.key] = number
+            self._numbers[request] = number
             self._run.traced_requests += 1
         self.add_to_vocabulary(record.draft + record.target_tokens)
-        self._lines.write(line_of(record, self._numbers[record.key]))
+        self._lines.write(line_of(record, self._numbers[request]))
         if record.finish is not None:
-            del self._numbers[record.key]
+            del self._numbers[request]
 
     def add_to_vocabulary(self, ids: list[int]) -> None:
         """Add those tokens to the vocabulary that are not in it yet."""
