@@ -192,12 +192,17 @@ def build(values: Mapping[str, Any], where: str) -> FlyConfig:
     values = {key: value for key, value in values.items() if key not in _NOT_SETTINGS}
     refuse_gone(values, where)
     keys = _known_keys()
-    if unknown := [key for key in values if key not in keys]:
-        raise FlyError(_unknown_key(unknown[0], where))
+    for key in values:
+        if key not in keys:
+            hint = reading.hint(key, keys, "`fly config schema` lists the keys", cutoff=0.4)
+            raise FlyError(f"unknown key {key!r} ({where}): {hint}")
     try:
         config = FlyConfig(**{**values, **_keys_of_further_rules(values)})
     except ValidationError as error:
-        raise FlyError(f"{reading.problem(error, where)}{_example(error)}") from None
+        problem = reading.problem(error, where)
+        if error.errors()[0]["type"] == "missing":  # of the one key that has no default
+            problem += ': add it, e.g. "target_model_path": "<hub id or folder>"'
+        raise FlyError(problem) from None
     for problem in _contradictions(config):
         raise FlyError(f"{problem} ({where})")
     return config
@@ -232,21 +237,10 @@ def _keys_of_further_rules(values: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, settings in _further_rules().items():
         given = {key: value for key, value in values.items() if key in settings.model_fields}
-        checked = settings(**given).model_dump()
-        wanted = checked if name == values.get("verification") else given
-        found |= {key: checked[key] for key in wanted}
+        is_in_force = name == values.get("verification")
+        if given or is_in_force:
+            found |= settings(**given).model_dump(exclude_unset=not is_in_force)
     return found
-
-
-def _unknown_key(key: str, where: str) -> str:
-    hint = reading.hint(key, _known_keys(), "`fly config schema` lists the keys", cutoff=0.4)
-    return f"unknown key {key!r} ({where}): {hint}"
-
-
-def _example(error: ValidationError) -> str:
-    """How to add the one key that has no default."""
-    missing = error.errors()[0]["type"] == "missing"
-    return ': add it, e.g. "target_model_path": "<hub id or folder>"' if missing else ""
 
 
 def find_config_file(path: str) -> Path:
@@ -381,6 +375,9 @@ def schema() -> dict[str, Any]:
     result["additionalProperties"] = False
     for settings in _further_rules().values():
         result["properties"] |= settings.model_json_schema()["properties"]
+    for key in result["properties"].values():
+        if "description" in key:  # a docstring has line breaks
+            key["description"] = " ".join(key["description"].split())
     result["properties"]["$schema"] = {"type": "string"}
     result["properties"]["$comment"] = {
         "description": "For the reader, of any type; ignored. `fly tune` puts its evidence here."

@@ -144,7 +144,7 @@ class FlyCLI(HarnessCLI):
         registration.extend_tasks()
         registration.extend_command_line()
         output_dir = _prepare(args, reopened)
-        before = set(reader.results_at_or_below(output_dir)) if output_dir else set()
+        before = set(reader.results_in(output_dir, below=True)) if output_dir else set()
         current = context.start(output_dir)
         if args.model in registry.ENGINES:
             registry.load_engine(args.model)  # refuses what is not installed
@@ -219,7 +219,7 @@ def _check_saved(folder: Path | None, before: set[Path]) -> None:
     if folder is None or launch.rank() > 0:
         return
     # below: a model without a name gets a folder with a random one
-    new = set(reader.results_at_or_below(folder)) - before
+    new = set(reader.results_in(folder, below=True)) - before
     for path in new:
         reader.started_of(path)  # refuses half a file
     if not new:

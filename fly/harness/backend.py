@@ -36,11 +36,11 @@ from fly.harness.requests import (
 )
 from fly.models.tokenizers import Texts
 from fly.runs import context, earlier_outputs, output_ids, resume
-from fly.runs.earlier_outputs import EarlierOutputs, Matcher
+from fly.runs.earlier_outputs import MATCHES, EarlierOutputs, Matcher
 from fly.runs.environment import models_of, versions
 from fly.runs.jsonl import JsonLines
 from fly.runs.records import Observer, RequestRecord, RoundRecord, RunStats
-from fly.runs.trace_writer import Trace, check_has_folder
+from fly.runs.trace_writer import Trace
 from fly.speculation.rules import rule_of
 from fly.speculation.sampling import Sampling
 from fly.speculation.sequence import Request
@@ -71,15 +71,17 @@ class Backend(TemplateLM):
         self.run_context = context.unreported()  # lm-eval makes the model: it cannot be handed over
         self.earlier = _earlier_outputs(config, self.run_context)
         self._same_target: bool | None = None
-        self._matched = earlier_outputs.MatchCounts()
-        self._unshared_matched = earlier_outputs.MatchCounts()
+        self._matched = Counter[str]()  # requests, by what earlier runs have for them
+        self._unshared_matched = Counter[str]()
         self.samplings: set[Sampling] = set()
         self.stats = RunStats()
         self._unshared = RunStats()  # counts that the other processes do not know of yet
         # the system messages of the chats that lm-eval has made; None without chats
         self._system: list[dict[str, str]] | None = None
-        if config.trace:
-            check_has_folder(self.run_context)
+        if config.trace and self.run_context.output_dir is None:
+            raise FlyError(
+                "trace=true: traces are written beside the samples: add --output_path DIR"
+            )
 
     def with_config(self, config: FlyConfig) -> Self:
         """The same loaded models under another configuration, with statistics of their own."""
@@ -319,13 +321,13 @@ class Backend(TemplateLM):
         logger.info(
             "draft_runs: earlier outputs for %d of %d requests (%d with another prompt, %d of "
             "documents that are not there, %d that this tokenizer does not give back)",
-            counts.matched,
-            counts.asked,
-            counts.changed,
-            counts.missing,
-            counts.untokenized,
+            counts["matched"],
+            counts.total(),
+            counts["changed"],
+            counts["missing"],
+            counts["untokenized"],
         )
-        self._unshared_matched.add(counts)
+        self._unshared_matched.update(counts)
         return found
 
     def _drafting_from(self, request: Request, outputs: tuple[tuple[int, ...], ...]) -> Request:
@@ -394,12 +396,12 @@ class Backend(TemplateLM):
     def _share(self) -> None:
         """Only the first process gets the others' shares; it writes the results."""
         own, self._unshared = self._unshared, RunStats()
-        matched, self._unshared_matched = self._unshared_matched, earlier_outputs.MatchCounts()
+        matched, self._unshared_matched = self._unshared_matched, Counter[str]()
         share = (own, self.samplings, matched)
         for stats, samplings, counts in self.processes.gather(share) or [share]:
             self.stats.merge(stats)
             self.samplings |= samplings
-            self._matched.add(counts)
+            self._matched.update(counts)
 
     # ---------------------------------------------------------------- reporting
 
@@ -430,8 +432,7 @@ class Backend(TemplateLM):
         """What earlier runs had for this run's requests; None without any."""
         if self.earlier is None:
             return None
-        counts = asdict(self._matched)
-        del counts["asked"]  # the sum of the others
+        counts = {name: self._matched[name] for name in MATCHES}
         runs = [str(run.source) for run in self.earlier.runs]
         return {"runs": runs, **counts, "same_target": self._same_target}
 
@@ -453,7 +454,7 @@ def _earlier_outputs(config: FlyConfig, run: context.RunContext) -> EarlierOutpu
 
 def _report_interruption(log: JsonLines, total: int, finished: int, resume_hint: str) -> None:
     log.flush()
-    if kept := log.count() + finished:
+    if kept := log.kept + finished:
         logger.warning(
             "interrupted: %d of %d responses are kept in %s; %s",
             kept,

@@ -8,9 +8,11 @@ anew from its text, and used only if nothing is lost by that. docs/drafters.md.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import starmap
 from pathlib import Path
 from typing import Any
@@ -21,11 +23,17 @@ from fly.models.fingerprint import as_one, hash_json
 from fly.paths import expanded
 from fly.runs import output_ids, reader, shapes
 from fly.runs.manifest import Manifest
-from fly.runs.output_ids import Tokenizer
-from fly.runs.records import Sums
 
 _PROMPT_DIGITS = 16  # of lm-eval's hashes of prompts; baseline files hold no more
 _RECORDS = "fly_requests_"
+
+# What earlier runs may have for a request.
+MATCHES = (
+    "matched",  # an output to draft from
+    "changed",  # the document, but with another prompt
+    "missing",  # not the document
+    "untokenized",  # an output that has no ids under this run's tokenizer
+)
 
 Ids = tuple[int, ...]
 Own = tuple[Path, str]  # the folder of a run and when it started
@@ -39,17 +47,6 @@ class Output:
     text: str | None
     ids: Ids | None = None
     tokenizer: str | None = None  # the hash of the ids' tokenizer
-
-
-@dataclass
-class MatchCounts(Sums):
-    """Requests by what earlier runs have for them."""
-
-    asked: int = 0  # all
-    matched: int = 0  # an output to draft from
-    changed: int = 0  # the document, but with another prompt
-    missing: int = 0  # not the document
-    untokenized: int = 0  # an output that has no ids under this run's tokenizer
 
 
 @dataclass
@@ -78,11 +75,11 @@ class EarlierRun:
         return found.hexdigest()[:_PROMPT_DIGITS]
 
 
+@dataclass(frozen=True)
 class EarlierOutputs:
     """The outputs of several earlier runs, in the order in which they were named."""
 
-    def __init__(self, runs: Sequence[EarlierRun]) -> None:
-        self.runs = list(runs)
+    runs: list[EarlierRun]
 
     @classmethod
     def read(cls, paths: Iterable[str], own: Own | None = None) -> EarlierOutputs:
@@ -110,15 +107,15 @@ class EarlierOutputs:
 class Matcher:
     """Finds the outputs for a request, as ids of `tokenizer`, and counts what it finds."""
 
-    def __init__(self, earlier: EarlierOutputs, tokenizer: Tokenizer) -> None:
-        self.counts = MatchCounts()
+    def __init__(self, earlier: EarlierOutputs, tokenizer: Any) -> None:
+        self.counts = Counter[str]()  # of requests, by the names in `MATCHES`
         self._earlier = earlier
         self._tokenizer = tokenizer
         self._hash = output_ids.tokenizer_hash(tokenizer)
         vocabulary = tokenizer.get_vocab()
         self._size = 1 + max(vocabulary.values(), default=-1)
         self._longest = max(map(len, vocabulary), default=0)  # characters of a token
-        self._found: dict[tuple[str, int, str, int], tuple[str, tuple[Ids, ...]]] = {}
+        self._found = cache(self._look_up)  # the repeats of a document ask for the same
         self._of_prompt: dict[tuple[str, str], list[Output]] = {}
         for run in earlier.runs:
             for (task, _), by_prompt in run.outputs.items():
@@ -130,18 +127,14 @@ class Matcher:
 
         budget: of the request, which cannot use more of their tokens.
         """
-        key = task, doc_id, prompt_hash[:_PROMPT_DIGITS], budget
-        if key not in self._found:
-            self._found[key] = self._look_up(*key)
-        count, ids = self._found[key]
-        self.counts.asked += 1
-        setattr(self.counts, count, getattr(self.counts, count) + 1)
+        match, ids = self._found(task, doc_id, prompt_hash[:_PROMPT_DIGITS], budget)
+        self.counts[match] += 1
         return ids
 
     def _look_up(
         self, task: str, doc_id: int, prompt: str, budget: int
     ) -> tuple[str, tuple[Ids, ...]]:
-        """(which of the counts the request belongs to, its outputs)"""
+        """(one of `MATCHES`, the request's outputs)"""
         outputs = self._of_prompt.get((task, prompt), [])
         all_ids = (self._ids(output, budget) for output in outputs)
         found = tuple(dict.fromkeys(ids for ids in all_ids if ids))
@@ -218,14 +211,14 @@ class _Found:
     results: Path | None = None  # once it has ended
 
     def is_of(self, own: Own | None) -> bool:
-        return own is not None and own == (self.folder.resolve(), self.started)
+        return own == (self.folder.resolve(), self.started)
 
 
 def _newest(folder: Path, own: Own | None) -> _Found | None:
     """Of the runs in the folder and in those below it the newest that has ended; without any, the
     one that started last."""
     own = own and (own[0].resolve(), own[1])
-    for results in reversed(reader.results_at_or_below(folder)):
+    for results in reversed(reader.results_in(folder, below=True)):
         with suppress(FlyError):  # a kill left half of it; the records are whole
             found = _Found(results.parent, reader.started_of(results) or "", results)
             if not found.is_of(own):
@@ -237,7 +230,9 @@ def _newest(folder: Path, own: Own | None) -> _Found | None:
 
 
 def _of_records(found: _Found, files: Sequence[Path]) -> EarlierRun:
-    run = EarlierRun(found.results or found.folder, _target_in_manifest(found))
+    manifest = found.folder / f"fly_run_{found.started}.json"
+    models = Manifest.read(manifest).data.get("models") if manifest.is_file() else None
+    run = EarlierRun(found.results or found.folder, target_of(models or {}))
     for file in files:
         for line in reader.read_lines(file, shapes.OutputLine):
             ids = tokenizer = None
@@ -249,11 +244,6 @@ def _of_records(found: _Found, files: Sequence[Path]) -> EarlierRun:
         for outputs in by_prompt.values():
             outputs.sort(key=lambda output: output.repeat)
     return run
-
-
-def _target_in_manifest(found: _Found) -> str | None:
-    path = found.folder / f"fly_run_{found.started}.json"
-    return target_of(Manifest.read(path).data.get("models") or {}) if path.is_file() else None
 
 
 def _of_samples(results: Path) -> EarlierRun:

@@ -12,20 +12,15 @@ from fly.config import FlyConfig
 from fly.models import fingerprint, sources
 from fly.version import VERSION
 
-_PACKAGES = ("torch", "transformers", "lm-eval", "accelerate", "tokenizers", "numpy")
-_DECIDE_TEXTS = ("fly", "torch", "transformers", "lm-eval", "tokenizers")
-_OPTIONAL = ("vllm",)  # not mentioned where it is not installed
+_PACKAGES = ("torch", "transformers", "lm-eval", "accelerate", "tokenizers", "numpy", "vllm")
+_DECIDE_TEXTS = ("fly", "torch", "transformers", "lm-eval", "tokenizers", "vllm")
 _FOLDERS = ("tokenizer", "peft", "delta")  # model_args that may name folders of files
 
 
 def versions() -> dict[str, str]:
+    """Of what is installed."""
     found = {"fly": VERSION, "python": platform.python_version()}
     for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    for package in _OPTIONAL:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
     return found
@@ -34,7 +29,7 @@ def versions() -> dict[str, str]:
 def deciding_versions() -> dict[str, str]:
     """Versions of what may change a text."""
     installed = versions()
-    return {name: installed[name] for name in (*_DECIDE_TEXTS, *_OPTIONAL) if name in installed}
+    return {name: installed[name] for name in _DECIDE_TEXTS if name in installed}
 
 
 def models_of(config: FlyConfig, hf_args: dict[str, Any], fetch: bool = False) -> dict[str, Any]:

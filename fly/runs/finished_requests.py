@@ -49,7 +49,7 @@ class FinishedRequests:
             self._records[_key(record)] = record
             self.stats.merge(RunStats.of_line(record))
         rounds = _whole_lines(folder, "fly_trace", started, shapes.TracedLine)
-        numbers = [line["request"] for line in rounds if self._is_finished(line)]
+        numbers = [line["request"] for line in rounds if _key_of_round(line) in self._records]
         self.traced_requests = 1 + max(numbers, default=-1)
         vocabulary = _whole_lines(folder, "fly_vocabulary", started, shapes.TokenLine)
         self.traced_tokens = {line["id"] for line in vocabulary}
@@ -127,14 +127,11 @@ class FinishedRequests:
             if rank % launch.processes() != launch.rank():
                 continue
             rounds = read_lines(path, shapes.TracedLine)
-            finished = [line for line in rounds if self._is_finished(line)]
+            finished = [line for line in rounds if _key_of_round(line) in self._records]
             if len(finished) < len(rounds):
                 logger.info("%s: rounds of unfinished requests are dropped", path)
                 lines = (json.dumps(line, ensure_ascii=False) + "\n" for line in finished)
                 write_whole(path, "".join(lines))
-
-    def _is_finished(self, line: shapes.TracedLine) -> bool:
-        return _key_of_round(line) in self._records
 
 
 def _key(record: Mapping[str, Any]) -> _Key:

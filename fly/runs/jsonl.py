@@ -35,20 +35,11 @@ class JsonLines:
         self._run = run
         self._file: IO[str] | None = None
         self._unsaved: list[str] = []
-        self._start = 0
+        self.kept = 0  # lines that were written to the file as a whole
 
     @property
     def path(self) -> Path:
         return (self._folder or fly_home() / "interrupted") / self._name
-
-    def count(self) -> int:
-        """Whole lines of this object's in the file: a full disk may have cut the last one."""
-        if self._file is None:
-            return 0
-        # its own buffer may hold what a full disk refused
-        with open(os.dup(self._file.fileno()), "rb") as file:
-            file.seek(self._start)
-            return file.read().count(b"\n")
 
     def write(self, record: Mapping[str, Any]) -> None:
         self._unsaved.append(json.dumps(record, ensure_ascii=False) + "\n")
@@ -63,10 +54,10 @@ class JsonLines:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115
-            self._start = os.fstat(self._file.fileno()).st_size
-        text, self._unsaved = "".join(self._unsaved), []  # first: a signal may flush once more
-        self._file.write(text)
+        lines, self._unsaved = self._unsaved, []  # first: a signal may flush once more
+        self._file.writelines(lines)
         self._file.flush()
+        self.kept += len(lines)
         if not self._is_in_place(self._file):
             raise FlyError(
                 f"output_path={self._run.output_dir}: was removed or moved while the run wrote "

@@ -154,9 +154,6 @@ class Manifest:
         self.data.update(finished=True, results=results.name)
         self.save()
 
-    def remove(self) -> None:
-        self.path.unlink(missing_ok=True)
-
 
 def all_in(folder: Path) -> list[Manifest]:
     """Manifests in the folder and in those below it, the oldest first."""
@@ -176,9 +173,8 @@ def find(given: str) -> Manifest:
     if not folder.is_dir():
         raise FlyError(f"--resume {given}: no such folder: give the run's --output_path")
     found = all_in(folder)
-    if (
-        path.suffix == ".json" and not path.is_file()
-    ):  # an --output_path of that name, of runs with results files of their own names
+    # an --output_path of that name, of runs with results files of their own names
+    if path.suffix == ".json" and not path.is_file():
         named = [run for run in found if run.output_path.name == path.name]
         found = named or [run for run in found if run.output_path.suffix != ".json"]
     if not found:

@@ -8,29 +8,15 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
-import json
 import zlib
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-_HASH_DIGITS = 16  # hex digits that are kept of a SHA-256
+from fly.models.fingerprint import hash_json
+
 _MOST = 1 << 20  # ids of an output: a few bytes may decompress to gigabytes
-
-
-class Tokenizer(Protocol):
-    """The part of a transformers tokenizer that outputs are kept and read with."""
-
-    @property
-    def all_special_ids(self) -> list[int]: ...
-
-    def get_vocab(self) -> dict[str, int]: ...
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-
-    def decode(self, token_ids: list[int], **kwargs: Any) -> str: ...
 
 
 def encode(ids: Sequence[int]) -> str:
@@ -53,7 +39,6 @@ def decode(text: str) -> tuple[int, ...]:
     return tuple(numbers.tolist())
 
 
-def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """The first 16 hex digits of the SHA-256 of the vocabulary and the special tokens' ids."""
-    named = [sorted(tokenizer.get_vocab().items()), sorted(tokenizer.all_special_ids)]
-    return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:_HASH_DIGITS]
+def tokenizer_hash(tokenizer: Any) -> str:
+    """Of the vocabulary and the special tokens' ids."""
+    return hash_json([sorted(tokenizer.get_vocab().items()), sorted(tokenizer.all_special_ids)])

@@ -25,12 +25,10 @@ from fly import reading
 from fly.errors import FlyError
 from fly.paths import expanded, run_files
 from fly.runs import manifest, shapes
-from fly.runs.vocabulary import bytes_of
 
 _Line = TypeVar("_Line")
 # files of records, and the setting with which a run writes them
 _WRITTEN_IF = {"fly_requests": "enable_statistics", "fly_trace": "trace", "fly_vocabulary": "trace"}
-_ENGINES = {"vllm": "vLLM"}  # names for print; others go by their own
 # lm-eval puts the date behind `results`, or behind the name that --output_path NAME.json gives
 _DATE = r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(\.\d+)?"
 _RESULTS = re.compile(rf"(?!fly_).*_{_DATE}|.*results_\d{{4}}-.*")
@@ -92,11 +90,11 @@ class Run:
 
     @property
     def engine(self) -> str:
-        """What decoded it: `fly`, `vLLM`, or the name of another backend, such as `hf`."""
+        """What decoded it, for print: `fly`, `vLLM`, or another backend's name, such as `hf`."""
         if self.entry is None:
             return str(self.results["config"]["model"])
         engine = str(self.entry.get("engine", "fly"))  # the only one of earlier versions
-        return _ENGINES.get(engine, engine)
+        return "vLLM" if engine == "vllm" else engine
 
     @property
     def batch_size(self) -> str:
@@ -140,7 +138,7 @@ class Run:
     def vocabulary(self) -> dict[int, bytes]:
         """The bytes of every token id in the trace; empty without one."""
         lines = self._records("fly_vocabulary", shapes.TokenLine)
-        return {line["id"]: bytes_of(line) for line in lines}
+        return {line["id"]: _bytes_of(line) for line in lines}
 
     def _records(self, kind: str, shape: type[_Line]) -> list[_Line]:
         paths = self._files(kind)
@@ -154,6 +152,10 @@ class Run:
         if not self.entry["config"].get(_WRITTEN_IF[kind], True):
             return []  # what is there is of a run that started in the same second
         return [*run_files(self.folder, kind, started).values()]
+
+
+def _bytes_of(line: shapes.TokenLine) -> bytes:
+    return bytes.fromhex(line["bytes"]) if "bytes" in line else line.get("text", "").encode()
 
 
 def _place(line: Any) -> tuple[str, int, int, int]:
@@ -188,17 +190,9 @@ def iterate_lines(path: Path, shape: type[_Line], *, keep_others: bool = True) -
         yield record
 
 
-def results_in(folder: Path) -> list[Path]:
-    """The results files in a folder, the oldest first."""
-    return _sorted_by_date(folder.glob("*.json"))
-
-
-def results_at_or_below(folder: Path) -> list[Path]:
-    """Those in a folder and in the folders in it, the oldest first."""
-    return _sorted_by_date([*folder.glob("*.json"), *folder.glob("*/*.json")])
-
-
-def _sorted_by_date(files: Iterable[Path]) -> list[Path]:
+def results_in(folder: Path, *, below: bool = False) -> list[Path]:
+    """The results files in a folder, the oldest first; below: those in the folders in it, too."""
+    files = [*folder.glob("*.json"), *(folder.glob("*/*.json") if below else ())]
     return sorted((path for path in files if _RESULTS.fullmatch(path.stem)), key=date_of)
 
 
@@ -212,7 +206,7 @@ def find_results(path: str | Path) -> Path:
         return given
     if not given.is_dir():
         raise FlyError(f"{path}: no such run: give a results_*.json or the folder that holds it")
-    found = results_at_or_below(given)
+    found = results_in(given, below=True)
     newest = found[-1] if found else None
     started = manifest.all_in(given)
     if started and not started[-1].finished and not _is_of_another_later(newest, started[-1]):
@@ -302,17 +296,17 @@ def of_results(results: dict[str, Any], name: str) -> Run:
     """A run as lm-eval returned it in this process, samples included; nothing is on disk."""
     samples = {
         task: [
-            {**line, "arguments": _prompt_of(line["arguments"]), "target": str(line["target"])}
+            {
+                **line,
+                # as lm-eval's samples file has the part that is read
+                "arguments": {"gen_args_0": {"arg_0": line["arguments"][0][0]}},
+                "target": str(line["target"]),
+            }
             for line in lines
         ]
         for task, lines in results["samples"].items()
     }
     return Run(Path(name), name, results, _task_runs(results, samples))
-
-
-def _prompt_of(arguments: list[tuple[Any, ...]]) -> dict[str, Any]:
-    """The part of a sample's arguments that is read, as lm-eval's samples file has it."""
-    return {"gen_args_0": {"arg_0": arguments[0][0]}}
 
 
 def check_samples(file: Path) -> None:

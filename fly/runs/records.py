@@ -7,7 +7,7 @@ emitted tokens per round; emitted = native_accepted + deferred_accepted + correc
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import zip_longest
 from statistics import fmean
@@ -37,6 +37,9 @@ class Sums:
         for item in fields(self):
             setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
 
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
 
 @dataclass
 class Counts(Sums):
@@ -55,9 +58,6 @@ class Counts(Sums):
     bonus: int = 0
     emitted: int = 0
     discarded: int = 0  # tokens of earlier rounds that a rollback dropped; in no other count
-
-    def as_dict(self) -> dict[str, int]:
-        return asdict(self)
 
 
 @dataclass
@@ -91,11 +91,11 @@ class CountsBySource(dict[str, SourceCounts]):
         self.setdefault(letter, SourceCounts()).add(counts)
 
     def as_dict(self) -> dict[str, dict[str, int]]:
-        return {key: asdict(self[letter]) for letter, key in SOURCES.items() if letter in self}
+        return {key: self[letter].as_dict() for letter, key in SOURCES.items() if letter in self}
 
 
 @dataclass
-class Positions:
+class Positions(Sums):
     """Rounds by the position in the draft, from the first; the lists may differ in length.
 
     A round counts once its tokens are final, as in `Counts`; a draft that the end of the output
@@ -116,7 +116,7 @@ class Positions:
         reached = min(drafted, accepted + 1)
         self.add(Positions([rounds] * drafted, [rounds] * reached, [rounds] * accepted))
 
-    def add(self, other: Positions) -> None:
+    def add(self, other: Self) -> None:
         for item in fields(self):
             pairs = zip_longest(getattr(self, item.name), getattr(other, item.name), fillvalue=0)
             setattr(self, item.name, [own + more for own, more in pairs])
@@ -137,9 +137,6 @@ class Positions:
         """By position, the share of the drafts that reached it whose token there was accepted."""
         pairs = zip_longest(self.accepted, self.reached, fillvalue=0)
         return [accepted / reached for accepted, reached in pairs]
-
-    def as_dict(self) -> dict[str, list[int]]:
-        return asdict(self)
 
 
 @dataclass
@@ -185,10 +182,10 @@ def mean_lengths(documents: Collection[Lengths]) -> dict[str, float | None]:
     return found
 
 
-def by_position(shares: Collection[float], most: int = 8) -> str:
-    """Shares as in `0.86 0.74 0.62 ...`, at most so many."""
-    shown = " ".join(f"{share:.2f}" for share in list(shares)[:most])
-    return f"{shown} ..." if len(shares) > most else shown
+def by_position(shares: Sequence[float]) -> str:
+    """Shares as in `0.86 0.74 0.62 ...`, at most 8."""
+    shown = " ".join(f"{share:.2f}" for share in shares[:8])
+    return f"{shown} ..." if len(shares) > 8 else shown
 
 
 def zero_seconds() -> dict[str, float]:
@@ -215,11 +212,6 @@ class RoundRecord:
     open_at: int | None  # the deferral still open
     finish: str | None  # why the request ended; None while it has not
     entropy: list[float] | None = None
-
-    @property
-    def key(self) -> int:
-        """The same for all rounds of a request, and for those of no other that is decoded."""
-        return id(self.request)
 
 
 Observer = Callable[[RoundRecord], None]

@@ -21,7 +21,7 @@ from fly import config as fly_config
 from fly import launch, reading
 from fly.errors import FlyError
 from fly.paths import run_files, timestamp
-from fly.runs import reader
+from fly.runs import reader, shapes
 from fly.runs.context import RunContext
 from fly.runs.environment import deciding_versions, models_of
 from fly.runs.finished_requests import FinishedRequests
@@ -31,10 +31,7 @@ logger = logging.getLogger(__name__)
 
 _NOT_ARGUMENTS = ("command", "func", "config", "resume")
 _ARGUMENTS = {field.name for field in fields(EvaluatorConfig)} - {*_NOT_ARGUMENTS}
-_KEY_VALUES = (  # key=value flags
-    "model_args", "gen_kwargs", "metadata", "hf_hub_log_args", "wandb_args", "wandb_config_args",
-    "trackio_args",
-)  # fmt: skip
+_KEY_VALUES = shapes.Arguments.__annotations__.keys() - {"output_path"}  # key=value flags
 _SECRETS = {
     "token", "hf_token", "auth_token", "use_auth_token", "access_token", "key", "api_key", "secret",
     "password",
@@ -143,11 +140,16 @@ def keeping_manifest(
     if folder is None or launch.rank() > 0 or not (reopened or config.enable_statistics):
         yield
         return
-    if reopened and "config" in reopened.data:  # first: the folder is named after the draft
-        reopened.agree("config", config.model_dump())
-    manifest = _join(folder, reopened) if reopened else Manifest.create(folder, arguments)
+    manifest = reopened or Manifest.create(folder, arguments)
     try:
-        manifest.agree("config", config.model_dump())
+        if reopened:
+            _take_over(reopened)
+        manifest.agree("config", config.model_dump())  # first: it names the folder
+        if folder.resolve() != manifest.folder.resolve():
+            raise FlyError(
+                f"--resume {manifest.folder}: the folder was called {folder.name}: "
+                "give it its name back"
+            )
         manifest.agree("versions", deciding_versions())
         check_models(manifest, config, hf_args, loaded=False)
         finished = None
@@ -160,7 +162,7 @@ def keeping_manifest(
         records = list(folder.glob(f"fly_requests_{manifest.started}*"))
         if not (reopened or records or _results(manifest)):
             with suppress(OSError):  # its folder may be gone
-                manifest.remove()
+                manifest.path.unlink(missing_ok=True)
         elif not manifest.path.exists():  # the folder was removed, and its records put back
             with suppress(OSError):
                 manifest.save()
@@ -171,20 +173,14 @@ def keeping_manifest(
         manifest.release()
 
 
-def _join(folder: Path, manifest: Manifest) -> Manifest:
-    """Take over a run that no other process works on, as the last one has left it."""
-    if folder.resolve() != manifest.folder.resolve():
-        raise FlyError(
-            f"--resume {manifest.folder}: the folder was called {folder.name}: "
-            "give it its name back"
-        )
+def _take_over(manifest: Manifest) -> None:
+    """Hold a run that no other process works on, as the last one has left it."""
     if not manifest.hold(_LOCK_SECONDS):
         raise FlyError(f"--resume {manifest.folder}: another process is working on this run")
     manifest.data = Manifest.read(manifest.path).data
     if manifest.finished:
         raise FlyError(f"--resume {manifest.folder}: another process has just ended this run")
     manifest.data["resumed"].append(timestamp())
-    return manifest
 
 
 def check_models(

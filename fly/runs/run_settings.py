@@ -10,8 +10,6 @@ from fly.config import FlyConfig
 from fly.runs.reader import Run
 from fly.settings import GONE, PlaceSettings, settings_of_rule
 
-_MODES = {"fly": "FLy"}  # names for print; others go by their own
-
 _ALWAYS = (
     "target_model_path", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed",
     "total_gen_tok", "compile", "execution", "prefix_reuse", "batch_invariant",
@@ -41,7 +39,7 @@ _SHORT = {
 
 def name_mode(run: Run) -> str:
     """The run's mode, for print."""
-    return _MODES.get(run.mode, run.mode)
+    return "FLy" if run.mode == "fly" else run.mode
 
 
 def in_force(run: Run) -> dict[str, Any]:

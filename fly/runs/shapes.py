@@ -115,7 +115,6 @@ class _Entry(TypedDict):
     draft_runs: NotRequired[DraftRuns | None]
     vllm: NotRequired[dict[str, Any]]
     server: NotRequired[dict[str, Any]]
-    resumed: NotRequired[dict[str, Any] | None]
 
 
 class _RunConfig(TypedDict):
@@ -269,14 +268,15 @@ class RoundLine(_TraceLine):
 
 
 class TokenLine(TypedDict):
-    """`text`, or `bytes` in hexadecimal if they are not valid UTF-8."""
+    """The text of a token in a trace, so that it can be read without the tokenizer. A token may be
+    only a part of a UTF-8 character: then its `bytes` in hexadecimal instead of `text`."""
 
     id: NonNegativeInt
     text: NotRequired[Text]
     bytes: NotRequired[Annotated[str, Field(pattern=r"^([0-9a-f]{2})*$")]]
 
 
-class _Arguments(TypedDict):
+class Arguments(TypedDict):
     """lm-eval's; key=value flags are kept as pairs."""
 
     output_path: str
@@ -304,5 +304,5 @@ class ManifestShape(TypedDict):
     resumed: list[str]
     working_directory: str
     below: bool
-    arguments: _Arguments
+    arguments: Arguments
     models: NotRequired[dict[str, _Model]]

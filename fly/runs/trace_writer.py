@@ -4,65 +4,56 @@ from __future__ import annotations
 
 from typing import Any
 
-from fly.errors import FlyError
 from fly.models import token_bytes
-from fly.runs import vocabulary
 from fly.runs.context import RunContext
 from fly.runs.jsonl import JsonLines
 from fly.runs.records import RoundRecord
-from fly.runs.shapes import RoundLine
+from fly.runs.shapes import RoundLine, TokenLine
 
 
 class Trace:
-    """An observer of the engine that writes `fly_trace_*.jsonl` beside lm-eval's samples.
+    """An observer of the engine that writes `fly_trace_*.jsonl` beside lm-eval's samples, and
+    `fly_vocabulary_*.jsonl`: every token id that the trace names, once per run, with its text.
 
-    tokenizer: for the texts in `fly_vocabulary_*.jsonl`. rank, world_size: of the process: each
-    writes files of its own, and request numbers are unique among all processes.
+    rank, world_size: of the process: each writes files of its own, and request numbers are unique
+    among all processes.
     """
 
-    def __init__(self, run: RunContext, tokenizer: Any, rank: int = 0, world_size: int = 1) -> None:
-        check_has_folder(run)
+    def __init__(self, run: RunContext, tokenizer: Any, rank: int, world_size: int) -> None:
         self._run, self._rank, self._world_size = run, rank, world_size
-        self._vocabulary = Vocabulary(run, rank, tokenizer)
+        self._bytes_of = token_bytes.reader(tokenizer)
+        self._vocabulary = JsonLines(run, "fly_vocabulary", rank)
         self._lines = JsonLines(run, "fly_trace", rank)
-        self._numbers: dict[int, int] = {}  # of running requests
+        self._numbers: dict[int, int] = {}  # of running requests, by their ids in Python
 
     def on_round(self, record: RoundRecord) -> None:
-        if record.key not in self._numbers:
+        request = id(record.request)
+        if request not in self._numbers:
             number = self._run.traced_requests * self._world_size + self._rank
-            self._numbers[record.key] = number
+            self._numbers[request] = number
             self._run.traced_requests += 1
-        self._vocabulary.add(record.draft + record.target_tokens)
-        self._lines.write(line_of(record, self._numbers[record.key]))
+        self.add_to_vocabulary(record.draft + record.target_tokens)
+        self._lines.write(line_of(record, self._numbers[request]))
         if record.finish is not None:
-            del self._numbers[record.key]
+            del self._numbers[request]
+
+    def add_to_vocabulary(self, ids: list[int]) -> None:
+        """Add those tokens to the vocabulary that are not in it yet."""
+        for token in ids:
+            if token not in self._run.traced_tokens:
+                self._run.traced_tokens.add(token)
+                self._vocabulary.write(_token_line(token, self._bytes_of(token)))
 
     def close(self) -> None:
         self._lines.close()
         self._vocabulary.close()
 
 
-class Vocabulary:
-    """Writes `fly_vocabulary_*.jsonl`: every token id that a trace names, once per run."""
-
-    def __init__(self, run: RunContext, rank: int, tokenizer: Any) -> None:
-        self._lines = JsonLines(run, "fly_vocabulary", rank)
-        self._known = run.traced_tokens
-        self._bytes_of = token_bytes.reader(tokenizer)
-
-    def add(self, ids: list[int]) -> None:
-        for token in ids:
-            if token not in self._known:
-                self._known.add(token)
-                self._lines.write(vocabulary.line_of(token, self._bytes_of(token)))
-
-    def close(self) -> None:
-        self._lines.close()
-
-
-def check_has_folder(run: RunContext) -> None:
-    if run.output_dir is None:
-        raise FlyError("trace=true: traces are written beside the samples: add --output_path DIR")
+def _token_line(token: int, piece: bytes) -> TokenLine:
+    try:
+        return {"id": token, "text": piece.decode()}
+    except UnicodeDecodeError:
+        return {"id": token, "bytes": piece.hex()}
 
 
 def line_of(record: RoundRecord, number: int) -> RoundLine:

@@ -129,8 +129,10 @@ def test_a_whole_number_is_the_same_configuration_as_its_float():
         ("a", ["a"]),
         ("runs/a,b", ["runs/a", "b"]),
         ("[a, b]", ["a", "b"]),
+        ("['a', 'b']", ["a", "b"]),
         (["a,b"], ["a,b"]),
         (2026, ["2026"]),
+        ([2026, "a"], ["2026", "a"]),
         ("none", None),
     ],
 )

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import shutil
 
 import pytest
@@ -75,15 +74,16 @@ def test_lines_that_a_full_disk_cut_are_not_counted(run, monkeypatch):
     What an earlier process wrote is not this one's."""
     (run.output_dir / f"fly_requests_{run.started}.jsonl").write_text('{"n": 0}\n')
     lines = JsonLines(run, "fly_requests", 0)
-    assert lines.count() == 0
+    assert lines.kept == 0
     lines.write({"n": 1})
 
-    def full(file):
-        os.truncate(lines.path, lines.path.stat().st_size - 3)
+    def full():
+        with open(lines.path, "a") as file:
+            file.write('{"n": ')
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(lines, "_is_in_place", full)
+    monkeypatch.setattr(lines._file, "flush", full)
     with pytest.raises(OSError, match="No space left"):
         lines.write({"n": 2})
-    assert lines.count() == 1
+    assert lines.kept == 1
     assert lines.path.read_text() == '{"n": 0}\n{"n": 1}\n{"n": '

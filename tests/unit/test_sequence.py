@@ -98,7 +98,7 @@ def test_a_rounds_record_has_values_of_its_own():
     assert sequence.generated == [1, 9]
     assert (end.number, end.start, end.length, end.rolled_back) == (2, 3, 2, 1)
     assert (end.deferred, end.open_at, end.counts.discarded) == ([], None, 2)
-    assert start.key == end.key
+    assert start.request is end.request
     assert (start.length, start.open_at, start.counts.emitted) == (3, 1, 1)
 
 

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import AddedToken
 
 from fly.models import token_bytes
-from fly.runs import context, trace_writer, vocabulary
+from fly.runs import context, reader, trace_writer
 from tests import tiny
 
 
@@ -32,14 +32,12 @@ def test_byte_level_tokens_add_up_to_the_text(tmp_path):
     ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
     current = context.start(tmp_path)
     for _ in range(2):  # a second call of the run
-        words = trace_writer.Vocabulary(current, 0, tokenizer)
-        words.add(ids)
-        words.close()
+        trace = trace_writer.Trace(current, tokenizer, 0, 1)
+        trace.add_to_vocabulary(ids)
+        trace.close()
     context.start(None)
-    from fly.runs.reader import read_lines
-
     (path,) = tmp_path.glob("fly_vocabulary_*.jsonl")
-    written = read_lines(path, dict)
+    written = reader.read_lines(path, dict)
     assert len(written) == len(set(ids))
-    known = {line["id"]: vocabulary.bytes_of(line) for line in written}
+    known = {line["id"]: reader._bytes_of(line) for line in written}
     assert b"".join(known[token] for token in ids).decode() == text + "</s>"
