@@ -7,21 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from fly.execution import oom
+from fly.execution.heads.base import Head
 from fly.execution.model_runner import ModelRunner
 
 USABLE = 0.85  # the rest is for fragmentation, other processes, and the scores' own work
-
-
-class MemoryUser(Protocol):
-    """What one sequence asks of a model: SequenceWork, or a trained head itself."""
-
-    def bytes_for(self, tokens: int) -> dict[torch.device, int]:
-        """By device: layers may be spread."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +58,7 @@ class SequenceWork:
         return needed
 
 
-def sequences_that_fit(works: Iterable[MemoryUser], tokens: int, at_most: int) -> int:
+def sequences_that_fit(works: Iterable[SequenceWork | Head], tokens: int, at_most: int) -> int:
     """Sequences of `tokens` tokens that fit beside the loaded models; 1 to `at_most`.
 
     Models on one device share its memory.

@@ -100,16 +100,12 @@ def pack(
     return done
 
 
-def _wanted(settings: ExecutionSettings) -> str:
-    return "eager" if settings.compile == "off" else settings.execution
-
-
 def passes_for(model: PreTrainedModel, settings: ExecutionSettings) -> tuple[Passes, str | None]:
     """How this model's passes are computed here, and why no faster way is, if none is.
 
     Raises FlyError if `execution` names a way that does not exist here.
     """
-    wanted = _wanted(settings)
+    wanted = "eager" if settings.compile == "off" else settings.execution
     device = model.device.type
     if settings.compile == "inductor" and device != "cuda":
         raise FlyError(f"compile=inductor: serves GPUs, the model is on {device}: set it to auto")
