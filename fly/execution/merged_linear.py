@@ -82,9 +82,8 @@ def merge(model: nn.Module, kind: Callable[[Sequence[nn.Linear]], nn.Module]) ->
 def concatenate(linears: Sequence[nn.Linear]) -> nn.Linear:
     """One linear whose output is those of `linears`, one after the other."""
     first, width = linears[0], sum(linear.out_features for linear in linears)
-    has_bias = first.bias is not None
-    joined = nn.Linear(first.in_features, width, bias=has_bias, device="meta")
-    for name in ("weight", "bias") if has_bias else ("weight",):
+    joined = nn.Linear(first.in_features, width, bias=first.bias is not None, device="meta")
+    for name, _ in first.named_parameters():
         parts = torch.cat([getattr(linear, name).detach() for linear in linears])
         setattr(joined, name, nn.Parameter(parts, requires_grad=False))
     return joined

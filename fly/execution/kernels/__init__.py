@@ -22,18 +22,8 @@ from torch import Tensor, nn
 
 from fly.errors import FlyError, reason_of
 from fly.execution.kernels import blocks, build, tiles
-from fly.execution.kernels.build import instructions
+from fly.execution.kernels.build import instructions as instructions
 from fly.execution.kernels.ir import PANEL
-
-__all__ = [
-    "Bfloat16Linear",
-    "Int8Linear",
-    "LayerKernels",
-    "activation_dtype",
-    "instructions",
-    "rounds_inputs",
-    "why_not",
-]
 
 _LEVELS = 63  # int8 weights lie within -63..63: see vector._Int8
 _TINY = torch.finfo(torch.float32).tiny
@@ -94,10 +84,12 @@ def pad_columns(values: Tensor | None, count: int, dtype: torch.dtype) -> Tensor
 
 
 def panels_at_once(panels: int, *, many_rows: bool) -> int:
-    """How many panels a thread takes at a time."""
+    """How many panels a thread takes at a time: of many rows whole blocks, if every thread gets as
+    many."""
     threads = torch.get_num_threads()
     if many_rows:
-        return blocks.grab(panels, threads)
+        shares = threads * max(1, round(panels / (2 * blocks.PAIRS * threads)))
+        return -(-panels // (2 * shares)) * 2
     return max(4, panels // (_GRABS * threads) // 4 * 4)
 
 

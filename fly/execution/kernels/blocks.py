@@ -3,7 +3,7 @@
 Many rows are bound by how fast tiles reach the matrix unit rather than by memory: a tile takes
 longer to come from the second cache than the unit needs for a product. So the work goes in blocks.
 `_STEPS` steps of a chunk of 32 rows (16 KiB) stay in the first cache while the same steps of
-`_PAIRS` pairs of panels go by; sums wait in a scratch buffer, which the second cache holds; and the
+`PAIRS` pairs of panels go by; sums wait in a scratch buffer, which the second cache holds; and the
 weights of the next block are prefetched a few lines per step, evenly over the chunks, so that
 memory works while the matrix unit does.
 
@@ -25,15 +25,9 @@ from fly.execution.kernels.tiles import LINE, ROWS, TILE, W_TILE, X_TILE, TileFu
 
 CHUNK = 2 * ROWS
 _STEPS = 8  # of 64 bytes of inputs, in a block
-_PAIRS = 8  # of panels, in a block
+PAIRS = 8  # of panels, in a block
 _CHUNKS = 16  # whose sums wait at once
 _SUMS = 4 * TILE  # of a chunk and a pair of panels
-
-
-def grab(panels: int, threads: int) -> int:
-    """How many panels a thread takes at a time: whole blocks, if every thread gets as many."""
-    shares = threads * max(1, round(panels / (2 * _PAIRS * threads)))
-    return -(-panels // (2 * shares)) * 2
 
 
 def product(*, int8: bool = False, unpacking: Unpacking | None = None) -> str:
@@ -52,11 +46,11 @@ def product(*, int8: bool = False, unpacking: Unpacking | None = None) -> str:
         chunk_ahead = f.mul(lines, _STEPS * LINE)
     else:
         panel_bytes = str(_STEPS * TILE)
-        unpacked = f.op(f"alloca i8, i64 {2 * _PAIRS * _STEPS * TILE}, align 64")
+        unpacked = f.op(f"alloca i8, i64 {2 * PAIRS * _STEPS * TILE}, align 64")
         of_columns = f.op(f"alloca i8, i64 {PANEL * unpacking.scratch}, align 64")
-    scratch = f.op(f"alloca i8, i64 {_PAIRS * _CHUNKS * _SUMS}, align 64")
-    with f.panel_groups(a) as (first, end), f.loop(first, end, 2 * _PAIRS) as of_panels:
-        block, block_end = of_panels.index, f.min(f.add(of_panels.index, 2 * _PAIRS), end)
+    scratch = f.op(f"alloca i8, i64 {PAIRS * _CHUNKS * _SUMS}, align 64")
+    with f.panel_groups(a) as (first, end), f.loop(first, end, 2 * PAIRS) as of_panels:
+        block, block_end = of_panels.index, f.min(f.add(of_panels.index, 2 * PAIRS), end)
         with f.loop(0, chunks, _CHUNKS) as of_chunks, f.loop(0, a.steps, _STEPS) as of_steps:
             some, some_end = of_chunks.index, f.min(f.add(of_chunks.index, _CHUNKS), chunks)
             k, k_to = of_steps.index, f.add(of_steps.index, _STEPS)
@@ -79,7 +73,7 @@ def product(*, int8: bool = False, unpacking: Unpacking | None = None) -> str:
                     panel, panel_in_block = pair.index, f.sub(pair.index, block)
                     if unpacking is None:
                         w = f.at(a.w, f.mul(panel, panel_bytes))
-                        next_panels, next_steps = f.mul(panel_bytes, 2 * _PAIRS), f.mul(k_to, TILE)
+                        next_panels, next_steps = f.mul(panel_bytes, 2 * PAIRS), f.mul(k_to, TILE)
                         next_block = f.select(is_last, next_panels, next_steps)
                         ahead = f.at(w, f.add(f.mul(in_block, chunk_ahead), next_block))
                         prefetch = (ahead, lines)

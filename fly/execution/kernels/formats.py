@@ -108,8 +108,7 @@ class Unpacking:
         """Twice 16 signed bytes times a scale, less the minimum."""
         parts = []
         for bytes_, scale in zip(levels, scales):
-            ints = f.op(f"sext {_HALF_BYTES} {bytes_} to {_INTS}")
-            value = f.op(f"sitofp {_INTS} {ints} to {_FLOATS}")
+            value = f.op(f"sitofp {_HALF_BYTES} {bytes_} to {_FLOATS}")
             if minimum is None:
                 parts.append(f.op(f"fmul {_FLOATS} {value}, {scale}"))
             else:
@@ -315,8 +314,7 @@ class _Q4K(Unpacking):
         high = f.op(f"lshr {four} {f.shuffle(four, head, 'poison', (1, 1, 2, 2))}, splat (i32 2)")
         high = f.op(f"and {four} {high}, {constant(0, two, 0, two)}")
         six_bits = f.op(f"bitcast {four} {f.op(f'or {four} {low}, {high}')} to {_HALF_BYTES}")
-        ints = f.op(f"zext {_HALF_BYTES} {six_bits} to {_INTS}")
-        values = f.op(f"uitofp {_INTS} {ints} to {_FLOATS}")
+        values = f.op(f"uitofp {_HALF_BYTES} {six_bits} to {_FLOATS}")
         halves = f.op(f"bitcast {four} {head} to <8 x half>")
         factors = f.shuffle("<8 x half>", halves, "poison", [0] * 8 + [1] * 8)
         factors = f.op(f"fpext <16 x half> {factors} to {_FLOATS}")
@@ -435,22 +433,21 @@ class _Q6K(Unpacking):
 
     def prepare(self, f: Function, block: str, scratch: str) -> None:
         bytes_ = f.load(_HALF_BYTES, f.at(block, 192), 1)
-        ints = f.op(f"sext {_HALF_BYTES} {bytes_} to {_INTS}")
-        values = f.op(f"sitofp {_INTS} {ints} to {_FLOATS}")
+        values = f.op(f"sitofp {_HALF_BYTES} {bytes_} to {_FLOATS}")
         factor = f.splat("float", 16, _half(f, f.at(block, 208)))
         f.store(_FLOATS, f.op(f"fmul {_FLOATS} {values}, {factor}"), scratch, 64)
-        bytes_ = "<64 x i8>"
+        kind = "<64 x i8>"
         for half in range(2):
             low = f.load(_INTS, f.at(block, 64 * half), 1)
             high = f.load(_BYTES, f.at(block, 128 + 32 * half), 1)
             quarter = f.op(f"lshr {_BYTES} {high}, splat (i8 2)")
             both = f.shuffle(_BYTES, high, quarter, range(64))
-            upper = f.op(f"bitcast {bytes_} {both} to {_INTS}")
+            upper = f.op(f"bitcast {kind} {both} to {_INTS}")
             for part in range(2):
                 nibbles, more = _bits(f, low, 4 * part, 15), _bits(f, upper, 4 * part - 4, 48)
-                both = f.op(f"bitcast {_INTS} {f.op(f'or {_INTS} {nibbles}, {more}')} to {bytes_}")
-                levels = f.op(f"sub {bytes_} {both}, splat (i8 32)")
-                f.store(bytes_, levels, f.at(scratch, 64 + 128 * half + 64 * part), 64)
+                both = f.op(f"bitcast {_INTS} {f.op(f'or {_INTS} {nibbles}, {more}')} to {kind}")
+                levels = f.op(f"sub {kind} {both}, splat (i8 32)")
+                f.store(kind, levels, f.at(scratch, 64 + 128 * half + 64 * part), 64)
 
     def write_pairs(self, f: Function, rows: list[str], factors: str, out: str) -> None:
         factor = _gathered_halves(f, rows, 208)

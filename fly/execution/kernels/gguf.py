@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fly.execution import kernels
 from fly.execution.kernels import blocks, build, formats
 from fly.execution.kernels.ir import PANEL
-from fly.models.gguf import GgufWeight
+from fly.models.gguf import GgufWeight, dequantize
 
 
 def takes(weight: GgufWeight) -> bool:
@@ -36,7 +36,7 @@ def why_not_format(form: str) -> str | None:
         return f"fly's kernels do not know {form}"
     raw = random_blocks(form, rows=40, width=512)
     dense = nn.Linear(512, 40, bias=False, device="meta")
-    dense.weight = nn.Parameter(dequantize(raw, form), requires_grad=False)
+    dense.weight = nn.Parameter(dequantize(raw, form).bfloat16(), requires_grad=False)
     kept = GgufProduct([GgufWeight(512, 40, form, raw, bias=None)])
     plain = kernels.Bfloat16Linear(dense)
     x = torch.sin(torch.arange(37 * 512)).view(37, 512).to(kernels.activation_dtype())
@@ -55,14 +55,6 @@ def random_blocks(form: str, rows: int, width: int) -> Tensor:
         factors = torch.rand(*shape[:2], 1, generator=generator) / 64
         raw[..., at : at + 2] = factors.half().view(torch.uint8)
     return raw.flatten(1)
-
-
-def dequantize(raw: Tensor, form: str) -> Tensor:
-    """Rows of blocks as bfloat16, by the gguf package: the reference."""
-    import gguf
-
-    dense = gguf.dequantize(raw.numpy(), gguf.GGMLQuantizationType[form])
-    return torch.from_numpy(dense).bfloat16()
 
 
 def unpack(weight: GgufWeight, ids: Tensor | None = None) -> Tensor:

@@ -201,23 +201,21 @@ def _micro(kind: _Kind, rows: int, panels: int, *, is_part: bool) -> Function:
         return [f.load(vector, f.at(field, column, "i32"), 4) for column in columns]
 
     bias = of_columns(a.bias, floats)
-    results = iter(zip(loop.values, places))
     if isinstance(kind, _Int8):
         scales, offsets = of_columns(a.scale, floats), of_columns(a.offset, ints)
         row_scales = []
         for row in range(rows):
             scale_at = f.at(a.row_scale, f.add("%row", row), "float")
             row_scales.append(f.splat_at("float", lanes, scale_at, 4))
-    for row in range(rows):
-        for index in range(len(cells)):
-            y, place = next(results)
-            if isinstance(kind, _Int8):
-                y = f.op(f"sub {ints} {y}, {offsets[index]}")
-                y = f.op(f"sitofp {ints} {y} to {floats}")
-                y = f.op(f"fmul {floats} {y}, {scales[index]}")
-                y = f.op(f"fmul {floats} {y}, {row_scales[row]}")
-            y = f.op(f"fadd {floats} {y}, {bias[index]}")
-            f.store(floats, y, place, 2)
+    for index, (y, place) in enumerate(zip(loop.values, places)):
+        row, cell = divmod(index, len(cells))
+        if isinstance(kind, _Int8):
+            y = f.op(f"sub {ints} {y}, {offsets[cell]}")
+            y = f.op(f"sitofp {ints} {y} to {floats}")
+            y = f.op(f"fmul {floats} {y}, {scales[cell]}")
+            y = f.op(f"fmul {floats} {y}, {row_scales[row]}")
+        y = f.op(f"fadd {floats} {y}, {bias[cell]}")
+        f.store(floats, y, place, 2)
     return f
 
 
