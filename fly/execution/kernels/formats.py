@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 from fly.execution.kernels.ir import PANEL, Function, float_constant, module
 
@@ -351,7 +350,7 @@ class _Q4K(Unpacking):
     def _prepare_fifths(self, f: Function, rows: list[str], fifths: str) -> None:
         """Write lanes with a fifth bit of each weight, where a format has it."""
 
-    def _fours(self, f: Function, both: list[str], fifths: str, half: int) -> Any:
+    def _fours(self, f: Function, both: list[str], fifths: str, half: int) -> tuple[list[str], int]:
         """Lanes of four levels of 32 weights, and which bits of each byte they are."""
         return both, 240 if half else 15
 
@@ -401,7 +400,7 @@ class _Q5K(_Q4K):
         for index, four in enumerate(_dwords(f, rows, 16, 8)):
             f.store(_INTS, four, f.at(fifths, _LINE_BYTES * index), 64)
 
-    def _fours(self, f: Function, both: list[str], fifths: str, half: int) -> Any:
+    def _fours(self, f: Function, both: list[str], fifths: str, half: int) -> tuple[list[str], int]:
         levels = []
         for index, four in enumerate(both):
             at = f.at(fifths, _LINE_BYTES * index)
