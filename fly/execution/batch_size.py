@@ -5,23 +5,17 @@ A sequence costs its K/V, exactly known per token, and its share of the widest p
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from fly.execution import oom
+from fly.execution.heads.base import Head
 from fly.execution.model_runner import ModelRunner
 
 USABLE = 0.85  # the rest is for fragmentation, other processes, and the scores' own work
-
-
-class MemoryUser(Protocol):
-    """What one sequence asks of a model: SequenceWork, or a trained head itself."""
-
-    def bytes_for(self, tokens: int) -> dict[torch.device, int]:
-        """By device: layers may be spread."""
 
 
 @dataclass(frozen=True)
@@ -51,30 +45,27 @@ class SequenceWork:
                 torch.cuda.reset_peak_memory_stats(device)
                 before[device] = torch.cuda.memory_allocated(device)
         logits = runner.extend([[0] * self.width]).to(torch.float32, copy=True)  # as in sampling
-        needed = {runner.device: self.kept * logits.shape[-1] * torch.float32.itemsize}
+        needed = Counter({runner.device: self.kept * logits.shape[-1] * torch.float32.itemsize})
         if not before:
             needed[runner.device] += logits.numel() * (8 + runner.model.dtype.itemsize)
         for device, held in before.items():
             torch.cuda.synchronize(device)
-            workspace = torch.cuda.max_memory_allocated(device) - held
-            needed[device] = needed.get(device, 0) + workspace
+            needed[device] += torch.cuda.max_memory_allocated(device) - held
         for device, per_token in runner.cache.bytes_per_token.items():
-            cached = per_token * runner.cache.rounded(tokens + self.width)
-            needed[device] = needed.get(device, 0) + cached
+            needed[device] += per_token * runner.cache.rounded(tokens + self.width)
         runner.resize(runner.slots)
         return needed
 
 
-def sequences_that_fit(works: Iterable[MemoryUser], tokens: int, at_most: int) -> int:
+def sequences_that_fit(works: Iterable[SequenceWork | Head], tokens: int, at_most: int) -> int:
     """Sequences of `tokens` tokens that fit beside the loaded models; 1 to `at_most`.
 
     Models on one device share its memory.
     """
-    needed: dict[torch.device, int] = {}
+    needed: Counter[torch.device] = Counter()
     for work in works:
         try:
-            for device, count in work.bytes_for(tokens).items():
-                needed[device] = needed.get(device, 0) + count
+            needed.update(work.bytes_for(tokens))
         except (RuntimeError, MemoryError) as error:
             if oom.is_out_of_memory(error):
                 return 1

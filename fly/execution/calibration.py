@@ -1,9 +1,13 @@
-"""What was timed on this machine, kept in FLY_HOME for a month: later runs decide as this one."""
+"""What was timed on this machine, kept in FLY_HOME for a month: later runs decide as this one.
+
+Costs of passes come from short passes of the loaded models, rounded to coarse steps.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -14,12 +18,17 @@ import transformers
 
 from fly.errors import FlyError
 from fly.execution.device import cpu_name
+from fly.execution.model_runner import ModelRunner
+from fly.execution.pass_costs import NO_DRAFT, PairCosts, PassCosts, growth
 from fly.models.fingerprint import hash_json
 from fly.paths import fly_home, write_whole
 from fly.version import VERSION
 
 logger = logging.getLogger(__name__)
 
+_SIZES = (1, 4, 6, 9, 12, 24, 48, 96)  # tokens of the passes that are timed
+_BUDGET = 1.5  # seconds after which no further pass of a model is started
+_STEPS = 8  # costs are rounded to powers of 2 ** (1 / _STEPS), some nine percent
 _MOST_AGE = 30 * 24 * 3600.0  # seconds after which it is timed again
 
 
@@ -57,3 +66,75 @@ def _path(identity: dict[str, Any]) -> Path:
         **identity,
     }
     return fly_home() / "calibration" / f"{hash_json(depends_on)}.json"
+
+
+def calibrate(
+    target: ModelRunner, draft: ModelRunner | None, identity: dict[str, Any]
+) -> PairCosts:
+    """Time a few passes of both models, or take what an earlier run on this machine kept.
+
+    identity: what the costs depend on beside the machine. The runners are emptied.
+    """
+    identity = {"sizes": _SIZES, "steps": _STEPS, **identity}
+    if (kept := _costs_of(read(identity))) is not None:
+        return kept
+    seconds = _seconds(target)
+    alone = seconds[0]
+    costs = PairCosts(
+        _coarse(seconds, alone, target.way),
+        NO_DRAFT if draft is None else _coarse(_seconds(draft), alone, draft.way),
+        "calibration",
+    )
+    keep(identity, costs.as_dict())
+    return costs
+
+
+def _costs_of(data: Any) -> PairCosts | None:
+    """What `as_dict` wrote; None for anything else."""
+    try:
+        tables = {}
+        for role in ("target", "draft"):
+            sizes, costs = zip(*sorted((int(n), float(cost)) for n, cost in data[role].items()))
+            tables[role] = PassCosts(sizes, costs)
+        return PairCosts(tables["target"], tables["draft"], "cache")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _seconds(runner: ModelRunner) -> list[float]:
+    """Of passes over `_SIZES` tokens, as many as the budget allows; the narrow ones, which matter
+    most and vary most, the best of two or three."""
+    start, found = time.perf_counter(), list[float]()
+    runner.prefill(0, [0])
+    for tokens in _SIZES:
+        if found and time.perf_counter() - start > _BUDGET:
+            break
+        best = math.inf
+        for _ in range(3 if tokens == 1 else 2 if tokens < 12 else 1):
+            before = time.perf_counter()
+            runner.extend([[0] * tokens])
+            best = min(best, time.perf_counter() - before)
+        found.append(best)
+    runner.resize(runner.slots)
+    return found
+
+
+def _coarse(seconds: list[float], alone: float, way: str) -> PassCosts:
+    """Relative to `alone`, in coarse steps; more tokens never cost less.
+
+    After the last size that was timed costs grow as the rule for `way` says, or as they did last if
+    that is more: large models are timed at a few sizes only, where width may still be free.
+    """
+    costs: list[float] = []
+    for value in seconds:
+        step = 2 ** (round(_STEPS * math.log2(value / alone)) / _STEPS)
+        costs.append(max([round(step, 3), *costs]))
+    sizes = [*_SIZES[: len(costs)]]
+    free, more = growth(way)
+    slope = costs[0] / more
+    if len(costs) > 1:
+        slope = max(slope, (costs[-1] - costs[-2]) / (sizes[-1] - sizes[-2]))
+    if sizes[-1] < free:
+        sizes.append(free)
+        costs.append(costs[-1])
+    return PassCosts((*sizes, sizes[-1] + more), (*costs, round(costs[-1] + slope * more, 3)))

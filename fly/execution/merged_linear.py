@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -53,20 +52,19 @@ class Sibling(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.product = merged.product  # so that a walk over the modules finds it
-        self._share = partial(merged.share, index)
+        self._merged, self._index = merged, index
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._share(x)
+        return self._merged.share(self._index, x)
 
 
-def merge(model: nn.Module, kind: Callable[[Sequence[nn.Linear]], nn.Module]) -> int:
-    """Merge all siblings among a model's plain linears, in place; returns how many were merged.
+def merge(model: nn.Module, kind: Callable[[Sequence[nn.Linear]], nn.Module]) -> None:
+    """Merge all siblings among a model's plain linears, in place.
 
     `kind` makes the module that computes siblings side by side. Siblings that are not plain, or
     that differ in input width, dtype or bias, stay as they are. Siblings that are called with
     different inputs (cross-attention) stay correct, at the cost of the whole product each.
     """
-    count = 0
     # only these are listed: the linears that were merged are freed one by one
     first = [names[0] for names in _SIBLINGS]
     parents = [m for m in model.modules() if any(hasattr(m, name) for name in first)]
@@ -79,16 +77,13 @@ def merge(model: nn.Module, kind: Callable[[Sequence[nn.Linear]], nn.Module]) ->
             merged = MergedProduct(kind(plain), sizes)
             for index, (name, linear) in enumerate(zip(names, plain)):
                 setattr(module, name, Sibling(merged, index, linear))
-            count += len(names)
-    return count
 
 
 def concatenate(linears: Sequence[nn.Linear]) -> nn.Linear:
     """One linear whose output is those of `linears`, one after the other."""
     first, width = linears[0], sum(linear.out_features for linear in linears)
-    has_bias = first.bias is not None
-    joined = nn.Linear(first.in_features, width, bias=has_bias, device="meta")
-    for name in ("weight", "bias") if has_bias else ("weight",):
+    joined = nn.Linear(first.in_features, width, bias=first.bias is not None, device="meta")
+    for name, _ in first.named_parameters():
         parts = torch.cat([getattr(linear, name).detach() for linear in linears])
         setattr(joined, name, nn.Parameter(parts, requires_grad=False))
     return joined

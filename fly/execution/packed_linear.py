@@ -83,12 +83,11 @@ def _is_faster_unpacked(model: nn.Module) -> bool:
     Without tiles, unpacking takes a core about as long as reading bfloat16 takes two. What was
     timed is kept: runs that are compared should compute alike.
     """
-    linears = [m for m in model.modules() if type(m) is nn.Linear and hasattr(m, "gguf_weight")]
-    weights: list[GgufWeight] = [linear.gguf_weight for linear in linears]  # type: ignore[misc]
+    linears: list[Any] = [m for m in model.modules() if type(m) is nn.Linear]
+    weights: list[GgufWeight] = [m.gguf_weight for m in linears if hasattr(m, "gguf_weight")]
     unpacked = sum(2 * weight.in_features * weight.out_features for weight in weights)
-    if kernels.instructions() == "amx" or psutil.virtual_memory().available < 2 * unpacked:
-        return False
-    if not weights:
+    is_short = psutil.virtual_memory().available < 2 * unpacked
+    if not weights or kernels.instructions() == "amx" or is_short:
         return False
     sizes = Counter((weight.format, weight.in_features, weight.out_features) for weight in weights)
     largest = max(sizes, key=lambda size: sizes[size] * size[1] * size[2])
@@ -97,20 +96,20 @@ def _is_faster_unpacked(model: nn.Module) -> bool:
     if isinstance(kept := calibration.read(identity), bool):
         return kept
     sample = [w for w in weights if (w.format, w.in_features, w.out_features) == largest]
-    products: dict[bool, list[gguf.GgufProduct]] = {True: [], False: []}
-    for is_unpacked, each in products.items():
-        each += [gguf.GgufProduct([w], is_unpacked=is_unpacked) for w in sample[:_SAMPLE]]
-    seconds: dict[tuple[bool, int], list[float]] = {}
+    products = {
+        is_unpacked: [gguf.GgufProduct([w], is_unpacked=is_unpacked) for w in sample[:_SAMPLE]]
+        for is_unpacked in (True, False)
+    }
+    seconds: dict[bool, list[float]] = {True: [], False: []}
     for rows in (1, 9) * 3:
         x = torch.ones(rows, largest[1], dtype=kernels.activation_dtype())
         for is_unpacked, each in products.items():
             start = time.perf_counter()
             for product in each:  # from memory: the others' weights have been read in between
                 product(x)
-            taken = time.perf_counter() - start
-            seconds.setdefault((is_unpacked, rows), []).append(taken)
+            seconds[is_unpacked].append(time.perf_counter() - start)
     # the least of several: another program may take a core for a while
-    least = {way: min(seconds[way, 1]) + min(seconds[way, 9]) for way in (True, False)}
+    least = {way: min(taken[::2]) + min(taken[1::2]) for way, taken in seconds.items()}
     is_faster = least[True] < _FASTER * least[False]
     calibration.keep(identity, is_faster)
     return is_faster

@@ -2,23 +2,20 @@
 
 Weights are read once, however many tokens there are; then arithmetic takes over. Where depends on
 the instructions at hand. Costs come from a fixed rule by how passes are computed, which is the same
-on every machine, or from a calibration: short passes of the loaded models, whose costs are rounded
-to coarse steps and kept, so that the next run on the machine decides as this one does.
+on every machine, or from a calibration (calibration.py).
 """
 
 from __future__ import annotations
 
 import functools
-import math
-import time
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from fly.execution import calibration, kernels
+from fly.execution import kernels
 from fly.execution.kernels import gguf
 
 # Ways to compute passes, as in `PackedWeights`: (tokens that cost what one does, tokens more that
@@ -34,9 +31,6 @@ _GROWTH = {
 }
 _OVERHEAD = 0.08  # of a target's pass: what a draft's pass costs beside reading its weights
 _ROUND = 0.03  # of a target's pass: what a round costs beside its passes
-_SIZES = (1, 4, 6, 9, 12, 24, 48, 96)  # tokens of the passes that are timed
-_BUDGET = 1.5  # seconds after which no further pass of a model is started
-_STEPS = 8  # costs are rounded to powers of 2 ** (1 / _STEPS), some nine percent
 
 
 @dataclass(frozen=True)
@@ -87,22 +81,6 @@ class PairCosts:
         }
 
 
-class Timed(Protocol):
-    """What a calibration needs of a model runner."""
-
-    @property
-    def slots(self) -> int: ...
-
-    @property
-    def way(self) -> str: ...
-
-    def prefill(self, slot: int, tokens: list[int]) -> Any: ...
-
-    def extend(self, tokens: list[list[int]]) -> Any: ...
-
-    def resize(self, slots: int) -> None: ...
-
-
 NO_DRAFT = PassCosts((1,), (0.0,))
 
 
@@ -138,76 +116,3 @@ def way_of(model: PreTrainedModel, device: torch.device) -> str:
     kinds = {type(module) for module in model.modules()}
     of_kernels = kinds & {*kernels.LINEARS.values(), gguf.GgufProduct}
     return f"kernels-{kernels.instructions()}" if of_kernels else "eager"
-
-
-# --------------------------------------------------------------------------- calibration
-
-
-def calibrate(target: Timed, draft: Timed | None, identity: dict[str, Any]) -> PairCosts:
-    """Time a few passes of both models, or take what an earlier run on this machine kept.
-
-    identity: what the costs depend on beside the machine. The runners are emptied.
-    """
-    identity = {"sizes": _SIZES, "steps": _STEPS, **identity}
-    if (kept := _costs_of(calibration.read(identity))) is not None:
-        return kept
-    seconds = _seconds(target)
-    alone = seconds[0]
-    costs = PairCosts(
-        _coarse(seconds, alone, target.way),
-        NO_DRAFT if draft is None else _coarse(_seconds(draft), alone, draft.way),
-        "calibration",
-    )
-    calibration.keep(identity, costs.as_dict())
-    return costs
-
-
-def _costs_of(data: Any) -> PairCosts | None:
-    """What `as_dict` wrote; None for anything else."""
-    try:
-        tables = {}
-        for role in ("target", "draft"):
-            sizes, costs = zip(*sorted((int(n), float(cost)) for n, cost in data[role].items()))
-            tables[role] = PassCosts(sizes, costs)
-        return PairCosts(tables["target"], tables["draft"], "cache")
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def _seconds(runner: Timed) -> list[float]:
-    """Of passes over `_SIZES` tokens, as many as the budget allows; the narrow ones, which matter
-    most and vary most, the best of two or three."""
-    start, found = time.perf_counter(), list[float]()
-    runner.prefill(0, [0])
-    for tokens in _SIZES:
-        if found and time.perf_counter() - start > _BUDGET:
-            break
-        best = math.inf
-        for _ in range(3 if tokens == 1 else 2 if tokens < 12 else 1):
-            before = time.perf_counter()
-            runner.extend([[0] * tokens])
-            best = min(best, time.perf_counter() - before)
-        found.append(best)
-    runner.resize(runner.slots)
-    return found
-
-
-def _coarse(seconds: list[float], alone: float, way: str) -> PassCosts:
-    """Relative to `alone`, in coarse steps; more tokens never cost less.
-
-    After the last size that was timed costs grow as the rule for `way` says, or as they did last if
-    that is more: large models are timed at a few sizes only, where width may still be free.
-    """
-    costs: list[float] = []
-    for value in seconds:
-        step = 2 ** (round(_STEPS * math.log2(value / alone)) / _STEPS)
-        costs.append(max([round(step, 3), *costs]))
-    sizes = [*_SIZES[: len(costs)]]
-    free, more = growth(way)
-    slope = costs[0] / more
-    if len(costs) > 1:
-        slope = max(slope, (costs[-1] - costs[-2]) / (sizes[-1] - sizes[-2]))
-    if sizes[-1] < free:
-        sizes.append(free)
-        costs.append(costs[-1])
-    return PassCosts((*sizes, sizes[-1] + more), (*costs, round(costs[-1] + slope * more, 3)))

@@ -100,16 +100,12 @@ def pack(
     return done
 
 
-def _wanted(settings: ExecutionSettings) -> str:
-    return "eager" if settings.compile == "off" else settings.execution
-
-
 def passes_for(model: PreTrainedModel, settings: ExecutionSettings) -> tuple[Passes, str | None]:
     """How this model's passes are computed here, and why no faster way is, if none is.
 
     Raises FlyError if `execution` names a way that does not exist here.
     """
-    wanted = _wanted(settings)
+    wanted = "eager" if settings.compile == "off" else settings.execution
     device = model.device.type
     if settings.compile == "inductor" and device != "cuda":
         raise FlyError(f"compile=inductor: serves GPUs, the model is on {device}: set it to auto")
@@ -149,9 +145,8 @@ def _pack(
     done: str = passes
     is_invariant = False
     if invariant is True and passes != "kernels":
-        if (why := _why_not_uniform(model)) is not None:
-            passes_here = f"its passes are {passes} here{f' ({reason})' if reason else ''}"
-            raise _not_invariant(why or passes_here)
+        if (why := _why_not_uniform(model, passes, reason)) is not None:
+            raise _not_invariant(why)
         if torch.version.hip:  # else its products may add up by atomics, in any order
             torch.use_deterministic_algorithms(True, warn_only=True)
         is_invariant = True
@@ -172,11 +167,11 @@ def _pack(
     return done if kind == "none" else f"{done} {kind}", is_invariant
 
 
-def _why_not_uniform(model: PreTrainedModel) -> str | None:
-    """Why the passes of a model outside of fly's kernels cannot be of one shape. Empty where
-    nothing but its device, a CPU, is in the way."""
+def _why_not_uniform(model: PreTrainedModel, passes: Passes, reason: str | None) -> str | None:
+    """Why the passes of a model outside of fly's kernels cannot be of one shape; None if they can.
+    reason: why a CPU does not compute them faster."""
     if model.device.type == "cpu":
-        return ""
+        return f"its passes are {passes} here{f' ({reason})' if reason else ''}"
     if os.environ.get("PYTORCH_TUNABLEOP_ENABLED") == "1":
         return "PYTORCH_TUNABLEOP_ENABLED=1 chooses products by their time"
     return uniform_passes.why_not(model)

@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 from fly import registry
 from fly.config import FlyConfig
 from fly.execution import pass_costs
-from fly.execution.batch_size import MemoryUser, SequenceWork, sequences_that_fit
+from fly.execution.batch_size import SequenceWork, sequences_that_fit
+from fly.execution.calibration import calibrate
 from fly.execution.heads.base import Head
 from fly.execution.model_runner import ModelRunner, context_of
-from fly.execution.pass_costs import PairCosts, calibrate
+from fly.execution.pass_costs import PairCosts
 from fly.execution.weights import PackedWeights, passes_for
 from fly.models import tokenizers
 from fly.models.token_intersection import TokenIntersection
@@ -175,7 +176,7 @@ class EngineFactory:
         target = ModelRunner(self.pair.target, 1, self.pair.max_length)
         # p, q, what is left of them and its sums: on a CPU of one sequence after the other
         kept = 5 * width if sampled and target.device.type != "cpu" else 0
-        works: list[MemoryUser] = [SequenceWork(target, width, kept)]
+        works: list[SequenceWork | Head] = [SequenceWork(target, width, kept)]
         if isinstance(self.pair.draft, Head):
             works.append(self.pair.draft)
         elif self.pair.draft is not None:

@@ -112,12 +112,12 @@ class _FileTensor:
         """[rows, bytes of a row]"""
         return self.data.view(math.prod(self.shape[:-1]), -1)
 
-    def dequantize(self) -> Any:
-        """As float32, a NumPy array."""
-        from gguf import GGMLQuantizationType, dequantize
 
-        rows = dequantize(self.read_rows().numpy(), GGMLQuantizationType[self.format])
-        return rows.reshape(self.shape)
+def dequantize(rows: Tensor, form: str) -> Tensor:
+    """[rows, bytes of a row] as float32, by the gguf package."""
+    import gguf
+
+    return torch.from_numpy(gguf.dequantize(rows.numpy(), gguf.GGMLQuantizationType[form]))
 
 
 def _map_tensors(file: Path, metadata: Path) -> Iterator[_FileTensor]:
@@ -172,7 +172,8 @@ def load(
             if weight is not None and keep(weight):
                 found[name] = weight
                 continue
-        values = process(tensor.dequantize(), tensor.name)
+        dense = dequantize(tensor.read_rows(), tensor.format).view(tensor.shape)
+        values = process(dense.numpy(), tensor.name)
         if values is not None and name is None:
             unknown.append(tensor.name)
         elif values is not None:

@@ -247,7 +247,8 @@ def test_hidden_states_are_those_of_ordinary_passes(capture):
 @pytest.mark.parametrize("use_sd", [True, False])
 def test_a_run_on_a_gpu_has_them_when_asked_to(saved_pair, monkeypatch, use_sd):
     """The way from the key to the passes; only that its device is a CPU is kept from fly."""
-    monkeypatch.setattr(weights, "_why_not_uniform", uniform_passes.why_not)
+    why_not = uniform_passes.why_not
+    monkeypatch.setattr(weights, "_why_not_uniform", lambda model, *_: why_not(model))
     ran, texts = [], []
     real = UniformPasses.run
     monkeypatch.setattr(

@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fly.execution import kernels, packed_linear, pass_costs
-from fly.execution.pass_costs import PairCosts, PassCosts, by_rule, calibrate, relative_cost, way_of
+from fly.execution import calibration, kernels, packed_linear
+from fly.execution.calibration import calibrate
+from fly.execution.pass_costs import PairCosts, PassCosts, by_rule, relative_cost, way_of
 from fly.speculation.acceptance import DRAFT_MODEL
 from fly.speculation.draft_length import AdaptiveLength, DraftLength, best_length, pays
 from tests import tiny
@@ -118,7 +119,7 @@ def test_a_calibration_is_coarse_kept_and_read_again(home, monkeypatch):
     assert target.lengths == [0, 0]
     assert made.target.costs[0] == 1.0
     assert list(made.target.costs) == sorted(made.target.costs)
-    monkeypatch.setattr(pass_costs, "_seconds", lambda runner: pytest.fail("measured again"))
+    monkeypatch.setattr(calibration, "_seconds", lambda runner: pytest.fail("measured again"))
     kept = calibrate(*runners(), {"pair": 1})
     assert (kept.source, kept.target, kept.draft) == ("cache", made.target, made.draft)
     assert len(list(home.iterdir())) == 1
@@ -136,7 +137,7 @@ def test_a_calibration_of_something_else_is_made_anew(home, monkeypatch, spoil):
     if spoil == "empty table":
         path.write_text(json.dumps({"target": {}, "draft": {}}))
     if spoil == "other threads":
-        monkeypatch.setattr(pass_costs.torch, "get_num_threads", lambda: 99)
+        monkeypatch.setattr(calibration.torch, "get_num_threads", lambda: 99)
     pair = 2 if spoil == "other pair" else 1
     assert calibrate(*runners(), {"pair": pair}).source == "calibration"
 
@@ -151,7 +152,7 @@ def test_a_home_that_cannot_be_written_only_means_measuring_again(tmp_path, monk
 
 def test_noise_of_a_few_percent_does_not_change_a_calibrated_cost():
     def coarse(*seconds):
-        return pass_costs._coarse(list(seconds), 1.0, "kernels-avx2")
+        return calibration._coarse(list(seconds), 1.0, "kernels-avx2")
 
     assert coarse(1.0, 1.0, 2.0) == coarse(1.0, 1.03, 2.04)
     assert coarse(1.0, 0.7, 2.0).costs[:3] == (1.0, 1.0, 2.0)  # wider is never cheaper
@@ -162,11 +163,11 @@ def test_noise_of_a_few_percent_does_not_change_a_calibrated_cost():
 )
 def test_what_a_short_calibration_did_not_reach_is_not_free(way):
     """A large model's one pass takes the whole budget: wide passes then cost what the rule says."""
-    short = pass_costs._coarse([0.5], 0.5, way)
+    short = calibration._coarse([0.5], 0.5, way)
     assert [short.at(n) for n in (1, 20, 108)] == pytest.approx(
         [relative_cost(way, n) for n in (1, 20, 108)], rel=0.05
     )
-    flat = pass_costs._coarse([0.5, 0.5], 0.5, way)
+    flat = calibration._coarse([0.5, 0.5], 0.5, way)
     assert flat.at(108) > 2
 
 

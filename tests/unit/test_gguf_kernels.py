@@ -8,6 +8,7 @@ from torch import nn
 
 from fly.execution import kernels
 from fly.execution.kernels import build, formats, gguf
+from fly.models.gguf import dequantize
 from tests.unit.test_kernels import isa  # noqa: F401  (a fixture)
 
 pytestmark = pytest.mark.skipif(kernels.why_not() is not None, reason=str(kernels.why_not()))
@@ -25,7 +26,8 @@ def weight(form, out, inputs, seed=0):
 
 def dequantized(kept):
     linear = nn.Linear(kept.in_features, kept.out_features, device="meta")
-    linear.weight = nn.Parameter(gguf.dequantize(kept.blocks, kept.format), requires_grad=False)
+    dense = dequantize(kept.blocks, kept.format).bfloat16()
+    linear.weight = nn.Parameter(dense, requires_grad=False)
     linear.bias = nn.Parameter(kept.bias, requires_grad=False)
     return linear
 
@@ -70,7 +72,7 @@ def test_linears_of_several_formats_are_one_product(isa):  # noqa: F811
 def test_rows_are_unpacked_as_gguf_dequantizes_them(isa, form):  # noqa: F811
     kept = weight(form, 40, 512)
     ids = torch.tensor([[3, 39, 3], [0, 7, 21]])
-    dense = gguf.dequantize(kept.blocks, form)
+    dense = dequantize(kept.blocks, form).bfloat16()
     assert torch.equal(gguf.unpack(kept), dense)
     assert torch.equal(gguf.unpack(kept, ids), dense[ids])
 
@@ -83,8 +85,8 @@ def test_every_format_is_tried_before_it_is_used(form):
 
 
 def test_what_computes_wrongly_is_not_used(monkeypatch):
-    other = formats.FORMATS["Q5_K"]
-    monkeypatch.setattr(build, "unpacking_of", lambda *_: other(dots=False, words=False))
+    other, honest = formats.FORMATS["Q5_K"](dots=False, words=False), build.unpacking_of
+    monkeypatch.setattr(build, "unpacking_of", lambda *of: honest(*of) and other)
     build.product.cache_clear()
     try:
         kept = weight("Q4_K", 40, 512)

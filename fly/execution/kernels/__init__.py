@@ -22,18 +22,8 @@ from torch import Tensor, nn
 
 from fly.errors import FlyError, reason_of
 from fly.execution.kernels import blocks, build, tiles
-from fly.execution.kernels.build import instructions
+from fly.execution.kernels.build import instructions as instructions
 from fly.execution.kernels.ir import PANEL
-
-__all__ = [
-    "Bfloat16Linear",
-    "Int8Linear",
-    "LayerKernels",
-    "activation_dtype",
-    "instructions",
-    "rounds_inputs",
-    "why_not",
-]
 
 _LEVELS = 63  # int8 weights lie within -63..63: see vector._Int8
 _TINY = torch.finfo(torch.float32).tiny
@@ -94,11 +84,21 @@ def pad_columns(values: Tensor | None, count: int, dtype: torch.dtype) -> Tensor
 
 
 def panels_at_once(panels: int, *, many_rows: bool) -> int:
-    """How many panels a thread takes at a time."""
+    """How many panels a thread takes at a time: of many rows whole blocks, if every thread gets as
+    many."""
     threads = torch.get_num_threads()
     if many_rows:
-        return blocks.grab(panels, threads)
+        shares = threads * max(1, round(panels / (2 * blocks.PAIRS * threads)))
+        return -(-panels // (2 * shares)) * 2
     return max(4, panels // (_GRABS * threads) // 4 * 4)
+
+
+def products_of(weights: str) -> list[int]:
+    """The products of bfloat16 or int8 weights, or of those in a GGUF format: that of any number of
+    rows, or on AMX those of up to a chunk and of more."""
+    isa = _isa()
+    by_rows = (False, True) if isa == "amx" else (False,)
+    return [build.product(weights, isa, of_many=of_many) for of_many in by_rows]
 
 
 class _PackedLinear(nn.Module):
@@ -108,16 +108,14 @@ class _PackedLinear(nn.Module):
     """
 
     rounds_inputs = True
+    _weight: Tensor
 
     def __init__(self, linear: nn.Linear, weights: str) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        isa = _isa()
         self._dtype = activation_dtype()
-        self._product = build.product(weights, instructions=isa)
-        has_tiles, is_int8 = isa == "amx", weights == "int8"
-        self._product_of_many = build.product_of_many(int8=is_int8) if has_tiles else None
-        per_step = (4 if is_int8 else 2) * (16 if has_tiles else 1)
+        self._products = products_of(weights)
+        per_step = (4 if weights == "int8" else 2) * (16 if _isa() == "amx" else 1)
         align = max(per_step, 16)  # whole vectors of inputs are quantised at a time
         self._width = -(-self.in_features // align) * align
         self._steps = self._width // per_step
@@ -139,37 +137,39 @@ class _PackedLinear(nn.Module):
             rows = nn.functional.pad(rows, (0, self._width - self.in_features))
         return rows.to(self._dtype).contiguous()
 
-    def _multiply(self, rows: Tensor, weight: Tensor, scales: tuple[int, int, int]) -> Tensor:
-        """`scales`: addresses of the columns' scales and offsets and the rows' scales, or zeros."""
-        count, columns = rows.shape[0], self._panels * PANEL
-        out = torch.empty(count, columns, dtype=self._dtype, device="cpu")
+    def _multiply(
+        self, x: Tensor, rows: Tensor, scales: tuple[int, int, int] = (0, 0, 0)
+    ) -> Tensor:
+        """rows: of x, as the product takes them. scales: addresses of the columns' scales and
+        offsets and the rows' scales, or zeros."""
+        count, columns, weight = rows.shape[0], self._panels * PANEL, self._weight
         if count == 0:
-            return out
-        product = self._product
-        is_many = self._product_of_many is not None and count > blocks.CHUNK
-        if self._product_of_many is not None and is_many:
-            product = self._product_of_many
-            rows = self._packed(rows, build.pack_for_many())
+            return torch.empty(*x.shape[:-1], self.out_features, dtype=self._dtype, device="cpu")
+        out = torch.empty(count, columns, dtype=self._dtype, device="cpu")
+        is_many = len(self._products) > 1 and count > blocks.CHUNK
+        if is_many:
+            rows = _pack_rows(rows)
         grab = panels_at_once(self._panels, many_rows=is_many)
         build.run(
-            product, rows.data_ptr(), weight.data_ptr(), self._bias.data_ptr(), out.data_ptr(),
-            self._steps, count, self._panels, columns * out.element_size(), grab, 0,
+            self._products[is_many], rows.data_ptr(), weight.data_ptr(), self._bias.data_ptr(),
+            out.data_ptr(), self._steps, count, self._panels, columns * out.element_size(), grab, 0,
             *scales, tile_configurations().data_ptr(), 0, 0, 0, 0, 0,
         )  # fmt: skip
-        return out
-
-    def _packed(self, rows: Tensor, pack: int) -> Tensor:
-        """Rows in whole chunks, in the order of blocks.py's product."""
-        chunks = -(-rows.shape[0] // blocks.CHUNK)
-        packed = rows.new_empty(chunks * blocks.CHUNK, rows.shape[1])
-        addresses = (rows.data_ptr(), packed.data_ptr())
-        build.run(pack, *addresses, rows.shape[0], self._steps, 0, work=rows.numel())
-        return packed
-
-    def _shaped(self, out: Tensor, x: Tensor) -> Tensor:
-        if out.shape[1] != self.out_features:
+        if columns != self.out_features:
             out = out[:, : self.out_features]
         return out.view(*x.shape[:-1], self.out_features)
+
+
+def _pack_rows(rows: Tensor) -> Tensor:
+    """Rows in the order of blocks.py's product. Rows that the last chunk lacks are undefined: sums
+    of other rows hold nothing of them."""
+    lines = rows.view(len(rows), -1, tiles.LINE // rows.element_size())
+    whole, rest = divmod(len(rows), blocks.CHUNK)
+    packed = lines.new_empty(whole + bool(rest), lines.shape[1], blocks.CHUNK, lines.shape[2])
+    in_chunks = lines[: whole * blocks.CHUNK].unflatten(0, (whole, blocks.CHUNK))
+    packed[:whole] = in_chunks.transpose(1, 2)
+    packed[whole:, :, :rest] = lines[whole * blocks.CHUNK :].transpose(0, 1)
+    return packed
 
 
 class Bfloat16Linear(_PackedLinear):
@@ -186,7 +186,7 @@ class Bfloat16Linear(_PackedLinear):
         rows = self._rows(x)
         if self.rounds_inputs:
             rows = rows.bfloat16()
-        return self._shaped(self._multiply(rows, self._weight, (0, 0, 0)), x)
+        return self._multiply(x, rows)
 
 
 class Int8Linear(_PackedLinear):
@@ -220,7 +220,7 @@ class Int8Linear(_PackedLinear):
             rows.shape[0], self._width, 0, work=rows.numel(),
         )  # fmt: skip
         addresses = (self._scale.data_ptr(), self._offset.data_ptr(), scales.data_ptr())
-        return self._shaped(self._multiply(int8, self._weight, addresses), x)
+        return self._multiply(x, int8, addresses)
 
 
 Kind = type[Bfloat16Linear] | type[Int8Linear]

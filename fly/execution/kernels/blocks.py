@@ -3,7 +3,7 @@
 Many rows are bound by how fast tiles reach the matrix unit rather than by memory: a tile takes
 longer to come from the second cache than the unit needs for a product. So the work goes in blocks.
 `_STEPS` steps of a chunk of 32 rows (16 KiB) stay in the first cache while the same steps of
-`_PAIRS` pairs of panels go by; sums wait in a scratch buffer, which the second cache holds; and the
+`PAIRS` pairs of panels go by; sums wait in a scratch buffer, which the second cache holds; and the
 weights of the next block are prefetched a few lines per step, evenly over the chunks, so that
 memory works while the matrix unit does.
 
@@ -19,101 +19,77 @@ from functools import partial
 from types import SimpleNamespace
 
 from fly.execution.kernels.formats import Unpacking, unpack_panels
-from fly.execution.kernels.ir import PANEL, PRODUCT, Function, module
+from fly.execution.kernels.ir import PANEL, PRODUCT, module
 from fly.execution.kernels.quantized import transpose_tile
 from fly.execution.kernels.tiles import LINE, ROWS, TILE, W_TILE, X_TILE, TileFunction
 
 CHUNK = 2 * ROWS
 _STEPS = 8  # of 64 bytes of inputs, in a block
-_PAIRS = 8  # of panels, in a block
+PAIRS = 8  # of panels, in a block
 _CHUNKS = 16  # whose sums wait at once
 _SUMS = 4 * TILE  # of a chunk and a pair of panels
 
 
-def pack() -> str:
-    """IR of `@pack(ptr arguments)`, one thread's share: rows into the order of the product.
-
-    Rows that the last chunk lacks are left as they are: sums of other rows hold nothing of them.
-    """
-    f = Function("pack")
-    a = f.arguments("ptr x, ptr packed, i64 rows, i64 steps, counter counter")
-    row_bytes, chunk_bytes = f.mul(a.steps, LINE), f.mul(a.steps, CHUNK * LINE)
-    with f.shares(a.counter, a.rows) as row:
-        x = f.at(a.x, f.mul(row, row_bytes))
-        chunk_at, row_at = f.mul(f.div(row, CHUNK), chunk_bytes), f.mul(f.rem(row, CHUNK), LINE)
-        packed = f.at(a.packed, f.add(chunk_at, row_at))
-        with f.loop_if_any(0, a.steps) as step:
-            line = f.load("<16 x i32>", f.at(x, f.mul(step, LINE)), 1)
-            f.store("<16 x i32>", line, f.at(packed, f.mul(step, CHUNK * LINE)), 1)
-    return module(f)
-
-
-def grab(panels: int, threads: int) -> int:
-    """How many panels a thread takes at a time: whole blocks, if every thread gets as many."""
-    shares = threads * max(1, round(panels / (2 * _PAIRS * threads)))
-    return -(-panels // (2 * shares)) * 2
-
-
 def product(*, int8: bool = False, unpacking: Unpacking | None = None) -> str:
-    """IR of `@product(ptr arguments)`, one thread's share, for inputs that `@pack` has packed, or
-    transposed chunks of them if weights are quantised, which are unpacked block by block."""
+    """IR of `@product(ptr arguments)`, one thread's share, for packed inputs, or transposed chunks
+    of them if weights are quantised, which are unpacked block by block."""
     f = TileFunction("product", int8=int8, unpacking=unpacking)
     a = f.arguments(PRODUCT)
     whole_chunk = f.at(a.configurations, 64 * (CHUNK - 1))
     f.configure(whole_chunk)
-    panel_bytes, chunk_bytes = f.mul(a.steps, TILE), f.mul(a.steps, 2 * TILE)
+    chunk_bytes = f.mul(a.steps, 2 * TILE)
     chunks = f.div(f.add(a.rows, CHUNK - 1), CHUNK)
-    block_steps = f.mul(f.min(chunks, _CHUNKS), _STEPS)
-    lines = f.div(f.add(block_steps, _STEPS * TILE // LINE - 1), block_steps)
-    if unpacking is not None:
-        lines, panel_bytes = "0", str(_STEPS * TILE)
-        unpacked = f.op(f"alloca i8, i64 {2 * _PAIRS * _STEPS * TILE}, align 64")
+    if unpacking is None:
+        panel_bytes = f.mul(a.steps, TILE)
+        block_steps = f.mul(f.min(chunks, _CHUNKS), _STEPS)
+        lines = f.div(f.add(block_steps, _STEPS * TILE // LINE - 1), block_steps)
+        chunk_ahead = f.mul(lines, _STEPS * LINE)
+    else:
+        panel_bytes = str(_STEPS * TILE)
+        unpacked = f.op(f"alloca i8, i64 {2 * PAIRS * _STEPS * TILE}, align 64")
         of_columns = f.op(f"alloca i8, i64 {PANEL * unpacking.scratch}, align 64")
-    lines_per_chunk = f.mul(lines, _STEPS)
-    scratch = f.op(f"alloca i8, i64 {_PAIRS * _CHUNKS * _SUMS}, align 64")
-    with f.panel_groups(a) as (first, end), f.loop_if_any(first, end, 2 * _PAIRS) as block:
-        block_end = f.min(f.add(block, 2 * _PAIRS), end)
-        with f.loop_if_any(0, chunks, _CHUNKS) as some:
-            some_end = f.min(f.add(some, _CHUNKS), chunks)
-            with f.loop_if_any(0, a.steps, _STEPS) as k:
-                k_to = f.add(k, _STEPS)
-                k_end, is_last = f.min(k_to, a.steps), f.compare("uge", k_to, a.steps)
-                next_steps = f.add(f.mul(k, TILE), _STEPS * TILE)
-                next_panels = f.mul(panel_bytes, 2 * _PAIRS)
-                ahead_block = f.select(is_last, next_panels, next_steps)
-                if unpacking is not None:
-                    unpack_panels(f, a, unpacking, unpacked, of_columns, block, block_end, k, k_end)
-                with f.loop_if_any(some, some_end) as chunk:
-                    c = f.sub(chunk, some)
-                    sums = f.at(scratch, f.mul(c, _SUMS))
-                    x = f.at(a.x, f.mul(chunk, chunk_bytes))
-                    row = f.mul(chunk, CHUNK)
-                    rows = f.min(f.sub(a.rows, row), CHUNK)
-                    is_partial = f.compare("ult", rows, CHUNK)
+    scratch = f.op(f"alloca i8, i64 {PAIRS * _CHUNKS * _SUMS}, align 64")
+    with f.panel_groups(a) as (first, end), f.loop(first, end, 2 * PAIRS) as of_panels:
+        block, block_end = of_panels.index, f.min(f.add(of_panels.index, 2 * PAIRS), end)
+        with f.loop(0, chunks, _CHUNKS) as of_chunks, f.loop(0, a.steps, _STEPS) as of_steps:
+            some, some_end = of_chunks.index, f.min(f.add(of_chunks.index, _CHUNKS), chunks)
+            k, k_to = of_steps.index, f.add(of_steps.index, _STEPS)
+            k_end, is_last = f.min(k_to, a.steps), f.compare("uge", k_to, a.steps)
+            if unpacking is not None:
+                unpack_panels(f, a, unpacking, unpacked, of_columns, block, block_end, k, k_end)
+            with f.loop(some, some_end) as chunk:
+                in_block = f.sub(chunk.index, some)
+                sums = f.at(scratch, f.mul(in_block, _SUMS))
+                x = f.at(a.x, f.mul(chunk.index, chunk_bytes))
+                row = f.mul(chunk.index, CHUNK)
+                rows = f.min(f.sub(a.rows, row), CHUNK)
+                is_partial = f.compare("ult", rows, CHUNK)
 
-                    def narrow() -> None:
-                        f.configure(f.at(a.configurations, f.mul(f.sub(rows, 1), 64)))
+                def narrow() -> None:
+                    f.configure(f.at(a.configurations, f.mul(f.sub(rows, 1), 64)))
 
-                    f.branch(is_partial, narrow)
-                    out = f.at(a.out, f.mul(row, a.out_stride))
-                    with f.loop_if_any(block, block_end, 2) as panel:
-                        pair_at = f.mul(f.sub(panel, block), _CHUNKS * _SUMS // 2)
-                        pair_sums = f.at(sums, pair_at)
-                        chunk_lines = f.mul(f.mul(c, lines_per_chunk), LINE)
-                        if unpacking is None:
-                            w = f.at(a.w, f.mul(panel, panel_bytes))
-                        else:  # as if the panels' first steps were there, too
-                            w = f.at(unpacked, f.mul(f.sub(panel, block), _STEPS * TILE))
-                            w = f.at(w, f.sub(0, f.mul(k, TILE)))
-                        ahead = f.at(w, f.add(chunk_lines, ahead_block))
-                        multiply = partial(
-                            _block, f, x=x, w=w, sums=pair_sums, start=k, end=k_end,
-                            panel_bytes=panel_bytes, ahead=ahead, lines=lines,
-                        )  # fmt: skip
-                        is_pair = f.compare("uge", f.sub(block_end, panel), 2)
-                        f.branch(is_pair, partial(multiply, panels=2), partial(multiply, panels=1))
-                    f.branch(is_partial, lambda: f.configure(whole_chunk))
-                    f.branch(is_last, lambda: _finish(f, a, sums, out, block, block_end, row, rows))
+                f.branch(is_partial, narrow)
+                with f.loop(block, block_end, 2) as pair:
+                    panel, panel_in_block = pair.index, f.sub(pair.index, block)
+                    if unpacking is None:
+                        w = f.at(a.w, f.mul(panel, panel_bytes))
+                        next_panels, next_steps = f.mul(panel_bytes, 2 * PAIRS), f.mul(k_to, TILE)
+                        next_block = f.select(is_last, next_panels, next_steps)
+                        ahead = f.at(w, f.add(f.mul(in_block, chunk_ahead), next_block))
+                        prefetch = (ahead, lines)
+                    else:  # as if the panels' first steps were there, too
+                        w = f.at(unpacked, f.mul(panel_in_block, _STEPS * TILE))
+                        w = f.at(w, f.sub(0, f.mul(k, TILE)))
+                        prefetch = None
+                    multiply = partial(
+                        _block, f, x=x, w=w, start=k, end=k_end, panel_bytes=panel_bytes,
+                        sums=f.at(sums, f.mul(panel_in_block, _CHUNKS * _SUMS // 2)),
+                        prefetch=prefetch,
+                    )  # fmt: skip
+                    is_pair = f.compare("uge", f.sub(block_end, panel), 2)
+                    f.branch(is_pair, partial(multiply, panels=2), partial(multiply, panels=1))
+                f.branch(is_partial, lambda: f.configure(whole_chunk))
+                f.branch(is_last, lambda: _finish(f, a, sums, block, block_end, row, rows))
     f.run("x86.tilerelease")
     return module(f)
 
@@ -128,12 +104,11 @@ def _block(
     start: str,
     end: str,
     panel_bytes: str,
-    ahead: str,
-    lines: str,
+    prefetch: tuple[str, str] | None,
 ) -> None:
     """Steps `start` to `end` of a chunk's inputs times one or two panels, added to the sums.
 
-    In every step, `lines` lines per panel are prefetched, from `ahead` on.
+    prefetch: from where on, and how many lines of each panel in every step.
     """
     tiles = [2 * row_tile + panel for row_tile in range(2) for panel in range(panels)]
     stored = [f.at(sums, TILE * tile) for tile in tiles]
@@ -149,7 +124,7 @@ def _block(
             f.load_tile(tile, at)
 
     f.branch(f.compare("eq", start, 0), zero, load)
-    with f.loop(start, end, carried=[("ptr", ahead)]) as loop:
+    with f.loop(start, end, carried=[("ptr", prefetch[0])] if prefetch else []) as loop:
         x_step = f.at(x, f.mul(loop.index, 2 * TILE))
         w_offset = f.mul(loop.index, TILE)
         lower_x, x_line = f.at(x_step, TILE), LINE
@@ -165,12 +140,13 @@ def _block(
         f.load_tile(X_TILE + 1, lower_x, x_line)
         for panel in range(panels):
             f.multiply(2 + panel, X_TILE + 1, W_TILE + panel)
-        (ahead_step,) = loop.values
-        with f.loop_if_any(0, lines) as line:
-            line_at = f.mul(line, LINE)
-            for offset in panel_offsets:
-                f.prefetch(f.at(ahead_step, f.add(line_at, offset)), 1)
-        loop.values = [f.at(ahead_step, f.mul(lines, LINE))]
+        if prefetch is not None:
+            (ahead,), lines = loop.values, prefetch[1]
+            with f.loop(0, lines) as line:
+                line_at = f.mul(line.index, LINE)
+                for offset in panel_offsets:
+                    f.prefetch(f.at(ahead, f.add(line_at, offset)), 1)
+            loop.values = [f.at(ahead, f.mul(lines, LINE))]
     for tile, at in zip(tiles, stored):
         f.store_tile(tile, at)
 
@@ -179,7 +155,6 @@ def _finish(
     f: TileFunction,
     a: SimpleNamespace,
     sums: str,
-    out: str,
     block: str,
     block_end: str,
     first_row: str,
@@ -188,21 +163,25 @@ def _finish(
     """From the sums of a chunk and of the panels of a block to results.
 
     Row by row, as results of a row lie side by side and those of other rows on other pages."""
+
+    def tile_of(panel: str) -> str:
+        """Where the panel's sums are, from those of the block's first one."""
+        in_block = f.sub(panel, block)
+        pair_at = f.mul(f.div(in_block, 2), _CHUNKS * _SUMS)
+        return f.add(pair_at, f.mul(f.rem(in_block, 2), TILE))
+
     if f.unpacking is not None:
-        with f.loop_if_any(block, block_end) as panel:
-            in_block = f.sub(panel, block)
-            pair_at = f.mul(f.div(in_block, 2), _CHUNKS * _SUMS)
-            tile = f.at(sums, f.add(pair_at, f.mul(f.rem(in_block, 2), TILE)))
+        with f.loop(block, block_end) as panel:
+            tile = f.at(sums, tile_of(panel.index))
             for row_tile in range(2):
                 transpose_tile(f, f.at(tile, 2 * TILE * row_tile))
-    with f.loop_if_any(0, rows) as i:
-        tile_at = f.mul(f.div(i, ROWS), 2 * TILE - ROWS * LINE)
-        row_sums = f.at(sums, f.add(tile_at, f.mul(i, LINE)))
-        out_row = f.at(out, f.mul(i, a.out_stride))
-        scale = f.row_scale(a, f.add(first_row, i))
-        with f.loop_if_any(block, block_end) as panel:
-            in_block = f.sub(panel, block)
-            pair_at = f.mul(f.div(in_block, 2), _CHUNKS * _SUMS)
-            panel_sums = f.at(row_sums, f.add(pair_at, f.mul(f.rem(in_block, 2), TILE)))
-            column = f.column(a, panel)
+    out = f.at(a.out, f.mul(first_row, a.out_stride))
+    with f.loop(0, rows) as row:
+        tile_at = f.mul(f.div(row.index, ROWS), 2 * TILE - ROWS * LINE)
+        row_sums = f.at(sums, f.add(tile_at, f.mul(row.index, LINE)))
+        out_row = f.at(out, f.mul(row.index, a.out_stride))
+        scale = f.row_scale(a, f.add(first_row, row.index))
+        with f.loop(block, block_end) as panel:
+            column = f.column(a, panel.index)
+            panel_sums = f.at(row_sums, tile_of(panel.index))
             f.finish(a, panel_sums, column, f.at(out_row, column, "bfloat"), scale)

@@ -103,53 +103,42 @@ def run(function: int, *arguments: int, work: int = _MUCH) -> None:
 
 
 @functools.cache
-def product(weights: str = "bfloat16", *, form: str | None = None, instructions: str) -> int:
+def product(weights: str, instructions: str, *, of_many: bool = False) -> int:
     """Address of the matrix product's code, to be called by `run`.
 
-    weights: bfloat16 or int8. form: GGUF's of the weights.
+    weights: bfloat16, int8 or a GGUF format. of_many: AMX's, for more than 32 rows.
     """
-    unpacking = unpacking_of(form, instructions) if form else None
-    if instructions == "amx":
-        source = (
-            quantized.product(unpacking) if unpacking else tiles.product(int8=weights == "int8")
-        )
-        return _compile(source, instructions, "product")
-    vectors = _VECTORS[instructions]
-    if weights != "bfloat16" and instructions == "avx512":
-        vectors = vector.AVX512_DOT if torch.cpu._is_vnni_supported() else vector.AVX2
-    return _compile(vector.product(vectors, weights, unpacking), instructions, "product")
+    unpacking = unpacking_of(weights, instructions)
+    is_int8 = weights == "int8"
+    if of_many:
+        source = blocks.product(int8=is_int8, unpacking=unpacking)
+    elif instructions != "amx":
+        vectors = _VECTORS[instructions]
+        if is_int8 and instructions == "avx512":
+            vectors = vector.AVX512_DOT if torch.cpu._is_vnni_supported() else vector.AVX2
+        source = vector.product(vectors, weights, unpacking)
+    elif unpacking is not None:
+        source = quantized.product(unpacking)
+    else:
+        source = tiles.product(int8=is_int8)
+    return _compile(source, instructions, "product")
 
 
 @functools.cache
-def product_of_many(*, int8: bool = False, form: str | None = None) -> int:
-    """Address of AMX's product for more than 32 rows."""
-    unpacking = unpacking_of(form, "amx") if form else None
-    return _compile(blocks.product(int8=int8, unpacking=unpacking), "amx", "product")
+def unpacking_function(name: str, form: str, instructions: str) -> int:
+    """Address of the code that unpacks a GGUF format: `rows` of weights, or whole weights into a
+    Bfloat16Linear's `panels`."""
+    unpacking = unpacking_of(form, instructions)
+    assert unpacking is not None
+    return _compile(getattr(formats, name)(unpacking), instructions, name)
 
 
-@functools.cache
-def pack_for_many() -> int:
-    """Address of the code that packs inputs for `product_of_many`, unless weights are quantised."""
-    return _compile(blocks.pack(), "amx", "pack")
-
-
-@functools.cache
-def unpack_rows(form: str, instructions: str) -> int:
-    """Address of the code that unpacks rows of weights in a GGUF format."""
-    source = formats.rows(unpacking_of(form, instructions))
-    return _compile(source, instructions, "rows")
-
-
-@functools.cache
-def unpack_weight(form: str, instructions: str) -> int:
-    """Address of the code that unpacks a weight in a GGUF format into a Bfloat16Linear's panels."""
-    return _compile(formats.panels(unpacking_of(form, instructions)), instructions, "panels")
-
-
-def unpacking_of(form: str, instructions: str) -> formats.Unpacking:
-    """How a GGUF format is unpacked with these instructions."""
+def unpacking_of(weights: str, instructions: str) -> formats.Unpacking | None:
+    """How weights of a GGUF format are unpacked with these instructions; None for others."""
+    if weights not in formats.FORMATS:
+        return None
     has_dots, has_words = instructions in ROUND_INPUTS, instructions != "avx2"
-    return formats.FORMATS[form](dots=has_dots, words=has_words)
+    return formats.FORMATS[weights](dots=has_dots, words=has_words)
 
 
 @functools.cache

@@ -7,10 +7,9 @@ bfloat16 where transformers' layers do; only the rotation rounds just once. Widt
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 
-from fly.execution.kernels.ir import Function, Value, module
+from fly.execution.kernels.ir import Function, Value, float_constant, module
 
 _V = "<16 x float>"
 _FOUR = "<4 x float>"
@@ -18,12 +17,6 @@ _LOWEST = -3.0e38  # a score
 _EXP = (  # e^f for |f| <= ln 2 / 2, by Taylor's series: the largest error is 1e-7 of the value
     1.0, 1.0, 1 / 2, 1 / 6, 1 / 24, 1 / 120, 1 / 720,
 )  # fmt: skip
-
-
-def _constant(value: float) -> str:
-    """A float32 as LLVM writes it: the bits of the same number as a double."""
-    single = struct.unpack("f", struct.pack("f", value))[0]
-    return f"0x{struct.unpack('<Q', struct.pack('<d', single))[0]:016X}"
 
 
 class _Vectors(Function):
@@ -51,14 +44,9 @@ class _Vectors(Function):
         narrow = self.op(f"fptrunc {_V} {value} to {self._stored}")
         return self.op(f"fpext {self._stored} {narrow} to {_V}")
 
-    def each(self, name: str, *values: str, flags: str = "") -> str:
-        """One of LLVM's intrinsics, of vectors."""
-        typed = (f"{_V} {value}" for value in values)
-        return self.call(_V, f"{name}.v16f32", *typed, flags=flags)
-
     def same(self, value: float) -> str:
         """A vector of one constant, of any width."""
-        return f"splat (float {_constant(value)})"
+        return f"splat (float {float_constant(value)})"
 
     def total(self, vector: str) -> str:
         """The sum of a vector's parts, always in the same order."""
@@ -113,7 +101,7 @@ def norm(element: str) -> str:
         f.branch(is_alone, None, add_delta)
         with f.loop(0, a.width, 16, carried=[(_V, "zeroinitializer")]) as loop:
             x = f.get(source, f.add(base, loop.index))
-            loop.values = [f.each("fma", x, x, loop.values[0])]
+            loop.values = [f.each("fma", _V, x, x, loop.values[0])]
         total = f.total(loop.values[0])
         safe = f.op(f"fadd float {f.op(f'fdiv float {total}, {width}')}, {eps}")
         root = f.call("float", "sqrt.f32", f"float {safe}")
@@ -146,16 +134,16 @@ def gated(element: str) -> str:
 
 def _exp(f: _Vectors, value: str) -> str:
     """e^value: with value as n ln 2 + rest, e^rest by a series, 2^n by its exponent's bits."""
-    below = f.each("minnum", value, f.same(87.0), flags="nnan")
-    value = f.each("maxnum", below, f.same(-87.0), flags="nnan")
-    n = f.each("rint", f.op(f"fmul {_V} {value}, {f.same(1.4426950408889634)}"))
+    below = f.each("minnum", _V, value, f.same(87.0), flags="nnan")
+    value = f.each("maxnum", _V, below, f.same(-87.0), flags="nnan")
+    n = f.each("rint", _V, f.op(f"fmul {_V} {value}, {f.same(1.4426950408889634)}"))
     minus_n, rest = f.op(f"fneg {_V} {n}"), value
     # ln 2 in two parts, the first with few bits, so that n times it is exact
     for part in (0.693359375, -2.12194440e-4):
-        rest = f.each("fma", minus_n, f.same(part), rest)
+        rest = f.each("fma", _V, minus_n, f.same(part), rest)
     power = f.same(_EXP[-1])
     for coefficient in reversed(_EXP[:-1]):
-        power = f.each("fma", power, rest, f.same(coefficient))
+        power = f.each("fma", _V, power, rest, f.same(coefficient))
     n_int = f.op(f"fptosi {_V} {n} to <16 x i32>")
     bits = f.op(f"bitcast {_V} {power} to <16 x i32>")
     shifted = f.op(f"shl <16 x i32> {n_int}, splat (i32 23)")
@@ -202,7 +190,7 @@ def rotate(element: str) -> str:
                     for at, straight, crossed in ((i, low, minus_high), (j, high, low)):
                         angle = f.add(angle_row, at)
                         product = f.op(f"fmul {_V} {straight}, {f.get(a.cos, angle)}")
-                        turned = f.each("fma", crossed, f.get(a.sin, angle), product)
+                        turned = f.each("fma", _V, crossed, f.get(a.sin, angle), product)
                         f.put(turned, to, f.add(to_head, at))
 
             def copy() -> None:
@@ -262,14 +250,13 @@ def attention(element: str, size: int, group: int, heads_at_once: int, parts_at_
                 of_key = f.get(a.keys, f.add(row, part))
                 for i in together:
                     of_query = f.load(_V, f.at(query, i * size + part, "float"), 64)
-                    dots[i] = f.each("fma", of_query, of_key, dots[i])
+                    dots[i] = f.each("fma", _V, of_query, of_key, dots[i])
             totals = f.totals([dots[min(i, count - 1)] for i in range(4)])
             score = f.op(f"fmul {_FOUR} {totals}, {scale}")
             for i in together:
                 one = f.op(f"extractelement {_FOUR} {score}, i32 {i}")
                 f.store("float", one, f.at(scores_of[i], key.index, "float"), 4)
-            both = (f"{_FOUR} {key.values[0]}", f"{_FOUR} {score}")
-            key.values = [f.call(_FOUR, "maxnum.v4f32", *both, flags="nnan")]
+            key.values = [f.each("maxnum", _FOUR, key.values[0], score, flags="nnan")]
         shares = [_softmax(f, scores_of[i], keys, key.values[0], i) for i in together]
         for start in range(0, len(parts), parts_at_once):
             some = parts[start : start + parts_at_once]
@@ -278,10 +265,10 @@ def attention(element: str, size: int, group: int, heads_at_once: int, parts_at_
                 row = f.add(past, f.mul(key.index, size))
                 of_value = [f.get(a.values, f.add(row, part)) for part in some]
                 for i in together:
-                    one = f.load("float", f.at(scores_of[i], key.index, "float"), 4)
-                    weight = f.splat("float", 16, one)
+                    weight_at = f.at(scores_of[i], key.index, "float")
+                    weight = f.splat_at("float", 16, weight_at, 4)
                     for j, value in enumerate(of_value, i * len(some)):
-                        key.values[j] = f.each("fma", weight, value, key.values[j])
+                        key.values[j] = f.each("fma", _V, weight, value, key.values[j])
             for i in together:
                 to = f.mul(f.add(f.mul(at, a.heads), f.add(first_head, i)), size)
                 for j, part in enumerate(some, i * len(some)):
@@ -315,11 +302,11 @@ def quantize(element: str) -> str:
     with f.shares(a.counter, a.rows) as row:
         base = f.mul(row, a.width)
         with f.loop(0, a.width, 16, carried=[(_V, "zeroinitializer")]) as loop:
-            size = f.each("fabs", f.get(a.x, f.add(base, loop.index)))
-            loop.values = [f.each("maxnum", loop.values[0], size, flags="nnan")]
+            size = f.each("fabs", _V, f.get(a.x, f.add(base, loop.index)))
+            loop.values = [f.each("maxnum", _V, loop.values[0], size, flags="nnan")]
         sizes = f"{_V} {loop.values[0]}"
         largest = f.call("float", "vector.reduce.fmax.v16f32", sizes, flags="nnan")
-        tiny = _constant(2.0**-126)
+        tiny = float_constant(2.0**-126)
         safe = f.call("float", "maxnum.f32", f"float {largest}", f"float {tiny}", flags="nnan")
         scale = f.op(f"fdiv float {safe}, 1.270000e+02")
         f.store("float", scale, f.at(a.scales, row, "float"), 4)
@@ -328,7 +315,7 @@ def quantize(element: str) -> str:
         with f.loop(0, a.width, 16) as loop:
             index = f.add(base, loop.index)
             scaled = f.op(f"fmul {_V} {f.get(a.x, index)}, {inverse}")
-            ints = f.op(f"fptosi {_V} {f.each('rint', scaled)} to <16 x i32>")
+            ints = f.op(f"fptosi {_V} {f.each('rint', _V, scaled)} to <16 x i32>")
             int8 = f.op(f"trunc <16 x i32> {ints} to <16 x i8>")
             if f.is_float:
                 int8 = f.op(f"xor <16 x i8> {int8}, splat (i8 -128)")

@@ -6,12 +6,10 @@ to bfloat16. Blocks are read as they lie in the file, a row of a weight after th
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
-from fly.execution.kernels.ir import PANEL, Function, Value, module
+from fly.execution.kernels.ir import PANEL, Function, float_constant, module
 
 _LINE = 32  # weights that are unpacked into one vector
 _LINE_BYTES = 64
@@ -75,8 +73,7 @@ class Unpacking:
                 else:
                     level = f.op(f"and {_INTS} {four}, splat (i32 {mask << 8 * byte})")
                 value = f.op(f"sitofp {_INTS} {level} to {_FLOATS}")
-                typed = (f"{_FLOATS} {each}" for each in (value, scales[byte], more))
-                values.append(f.call(_FLOATS, "fma.v16f32", *typed))
+                values.append(f.each("fma", _FLOATS, value, scales[byte], more))
             yield self._pair(f, values[0], values[1])
             yield self._pair(f, values[2], values[3])
 
@@ -110,8 +107,7 @@ class Unpacking:
         """Twice 16 signed bytes times a scale, less the minimum."""
         parts = []
         for bytes_, scale in zip(levels, scales):
-            ints = f.op(f"sext {_HALF_BYTES} {bytes_} to {_INTS}")
-            value = f.op(f"sitofp {_INTS} {ints} to {_FLOATS}")
+            value = f.op(f"sitofp {_HALF_BYTES} {bytes_} to {_FLOATS}")
             if minimum is None:
                 parts.append(f.op(f"fmul {_FLOATS} {value}, {scale}"))
             else:
@@ -141,8 +137,7 @@ def _rounded_bits(f: Function, values: str) -> str:
 
 
 def _times(f: Function, values: str, factor: float) -> str:
-    bits = struct.unpack("<Q", struct.pack("<d", factor))[0]
-    return f.op(f"fmul {_FLOATS} {values}, splat (float 0x{bits:016X})")
+    return f.op(f"fmul {_FLOATS} {values}, splat (float {float_constant(factor)})")
 
 
 def _dwords(f: Function, rows: list[str], offset: int, count: int) -> list[str]:
@@ -214,18 +209,7 @@ def _half(f: Function, at: str) -> str:
 def _less(f: Function, levels: str, scale: str, minimum: str) -> str:
     """levels * scale - minimum. The products are exact: scales have 17 bits, levels at most 5."""
     negative = f.op(f"fneg {_FLOATS} {minimum}")
-    typed = (f"{_FLOATS} {value}" for value in (levels, scale, negative))
-    return f.call(_FLOATS, "fma.v16f32", *typed)
-
-
-def _splat_at(f: Function, at: str) -> str:
-    return f.splat("float", 16, f.load("float", at, 4))
-
-
-def _nibbles(f: Function, bytes_: str, *, upper: bool) -> str:
-    if upper:
-        return f.op(f"lshr {_BYTES} {bytes_}, splat (i8 4)")
-    return f.op(f"and {_BYTES} {bytes_}, splat (i8 15)")
+    return f.each("fma", _FLOATS, levels, scale, negative)
 
 
 class _Blocks32(Unpacking):
@@ -329,8 +313,7 @@ class _Q4K(Unpacking):
         high = f.op(f"lshr {four} {f.shuffle(four, head, 'poison', (1, 1, 2, 2))}, splat (i32 2)")
         high = f.op(f"and {four} {high}, {constant(0, two, 0, two)}")
         six_bits = f.op(f"bitcast {four} {f.op(f'or {four} {low}, {high}')} to {_HALF_BYTES}")
-        ints = f.op(f"zext {_HALF_BYTES} {six_bits} to {_INTS}")
-        values = f.op(f"uitofp {_INTS} {ints} to {_FLOATS}")
+        values = f.op(f"uitofp {_HALF_BYTES} {six_bits} to {_FLOATS}")
         halves = f.op(f"bitcast {four} {head} to <8 x half>")
         factors = f.shuffle("<8 x half>", halves, "poison", [0] * 8 + [1] * 8)
         factors = f.op(f"fpext <16 x half> {factors} to {_FLOATS}")
@@ -367,33 +350,36 @@ class _Q4K(Unpacking):
     def _prepare_fifths(self, f: Function, rows: list[str], fifths: str) -> None:
         """Write lanes with a fifth bit of each weight, where a format has it."""
 
-    def _fours(self, f: Function, both: list[str], fifths: str, half: int) -> Any:
+    def _fours(self, f: Function, both: list[str], fifths: str, half: int) -> tuple[list[str], int]:
         """Lanes of four levels of 32 weights, and which bits of each byte they are."""
         return both, 240 if half else 15
 
     def lines(self, f: Function, block: str, scratch: str) -> list[str]:
-        lines = []
-        for pair in range(4):
-            bytes_ = f.load(_BYTES, f.at(block, 16 + 32 * pair), 1)
-            scale = [_splat_at(f, f.at(scratch, 4 * (2 * pair + i))) for i in range(2)]
-            minimum = [_splat_at(f, f.at(scratch, 32 + 4 * (2 * pair + i))) for i in range(2)]
-            if self._words:
-                lines += self._looked_up(f, bytes_, scale, minimum)
-            else:
-                for i in range(2):
-                    levels = _nibbles(f, bytes_, upper=bool(i))
-                    lines.append(self._scaled(f, _halves(f, levels), [scale[i]] * 2, minimum[i]))
-        return lines
+        if not self._words:
+            return [self._line(f, block, scratch, index) for index in range(8)]
+        return [line for pair in range(4) for line in self._look_up(f, block, scratch, pair)]
 
-    def _looked_up(
-        self, f: Function, bytes_: str, scales: list[str], minimums: list[str]
-    ) -> list[str]:
+    def _line(self, f: Function, block: str, scratch: str, index: int) -> str:
+        levels = self._levels(f, block, index)
+        scale, minimum = self._scales(f, scratch, index)
+        return self._scaled(f, _halves(f, levels), [scale] * 2, minimum)
+
+    def _scales(self, f: Function, scratch: str, index: int) -> list[str]:
+        """The scale and the minimum of 32 weights, as `prepare` wrote them."""
+        return [f.splat_at("float", 16, f.at(scratch, at + 4 * index), 4) for at in (0, 32)]
+
+    def _levels(self, f: Function, block: str, index: int) -> str:
+        bytes_ = f.load(_BYTES, f.at(block, self.bytes - 128 + 32 * (index // 2)), 1)
+        if index % 2:
+            return f.op(f"lshr {_BYTES} {bytes_}, splat (i8 4)")
+        return f.op(f"and {_BYTES} {bytes_}, splat (i8 15)")
+
+    def _look_up(self, f: Function, block: str, scratch: str, pair: int) -> list[str]:
         """Lower and upper nibbles of 32 bytes: 16 values of each, in one table of 32."""
+        bytes_ = f.load(_BYTES, f.at(block, 16 + 32 * pair), 1)
         levels = "<" + ", ".join(f"float {level}.0" for level in range(16)) + ">"
-        tables = []
-        for scale, minimum in zip(scales, minimums):
-            tables.append(_less(f, levels, scale, minimum))
-        table = self._round(f, *tables)
+        scales = [self._scales(f, scratch, 2 * pair + i) for i in range(2)]
+        table = self._round(f, *(_less(f, levels, *scale) for scale in scales))
         words = f.op(f"zext {_BYTES} {bytes_} to {_WORDS}")
         lower = f.op(f"and {_WORDS} {words}, splat (i16 15)")
         upper = f.op(f"lshr {_WORDS} {words}, splat (i16 4)")
@@ -414,7 +400,7 @@ class _Q5K(_Q4K):
         for index, four in enumerate(_dwords(f, rows, 16, 8)):
             f.store(_INTS, four, f.at(fifths, _LINE_BYTES * index), 64)
 
-    def _fours(self, f: Function, both: list[str], fifths: str, half: int) -> Any:
+    def _fours(self, f: Function, both: list[str], fifths: str, half: int) -> tuple[list[str], int]:
         levels = []
         for index, four in enumerate(both):
             at = f.at(fifths, _LINE_BYTES * index)
@@ -426,19 +412,14 @@ class _Q5K(_Q4K):
         return levels, 31
 
     def lines(self, f: Function, block: str, scratch: str) -> list[str]:
+        return [self._line(f, block, scratch, index) for index in range(8)]
+
+    def _levels(self, f: Function, block: str, index: int) -> str:
         fifth = f.load(_BYTES, f.at(block, 16), 1)
-        lines = []
-        for index in range(8):
-            bytes_ = f.load(_BYTES, f.at(block, 48 + 32 * (index // 2)), 1)
-            low = _nibbles(f, bytes_, upper=bool(index % 2))
-            bit = f.op(f"lshr {_BYTES} {fifth}, splat (i8 {index})")
-            bit = f.op(f"and {_BYTES} {bit}, splat (i8 1)")
-            bit = f.op(f"shl {_BYTES} {bit}, splat (i8 4)")
-            levels = f.op(f"or {_BYTES} {low}, {bit}")
-            scale = _splat_at(f, f.at(scratch, 4 * index))
-            minimum = _splat_at(f, f.at(scratch, 32 + 4 * index))
-            lines.append(self._scaled(f, _halves(f, levels), [scale] * 2, minimum))
-        return lines
+        bit = f.op(f"lshr {_BYTES} {fifth}, splat (i8 {index})")
+        bit = f.op(f"and {_BYTES} {bit}, splat (i8 1)")
+        bit = f.op(f"shl {_BYTES} {bit}, splat (i8 4)")
+        return f.op(f"or {_BYTES} {super()._levels(f, block, index)}, {bit}")
 
 
 class _Q6K(Unpacking):
@@ -451,29 +432,20 @@ class _Q6K(Unpacking):
 
     def prepare(self, f: Function, block: str, scratch: str) -> None:
         bytes_ = f.load(_HALF_BYTES, f.at(block, 192), 1)
-        ints = f.op(f"sext {_HALF_BYTES} {bytes_} to {_INTS}")
-        values = f.op(f"sitofp {_INTS} {ints} to {_FLOATS}")
+        values = f.op(f"sitofp {_HALF_BYTES} {bytes_} to {_FLOATS}")
         factor = f.splat("float", 16, _half(f, f.at(block, 208)))
         f.store(_FLOATS, f.op(f"fmul {_FLOATS} {values}, {factor}"), scratch, 64)
-        kind, words = "<64 x i8>", "<32 x i16>"
-
-        def bits(vector: str, operation: str, shift: int, mask: int) -> str:
-            """Bits of each byte, shifted as if they were of words, which is one instruction."""
-            if shift:
-                vector = f.op(f"bitcast {kind} {vector} to {words}")
-                vector = f.op(f"{operation} {words} {vector}, splat (i16 {shift})")
-                vector = f.op(f"bitcast {words} {vector} to {kind}")
-            return f.op(f"and {kind} {vector}, splat (i8 {mask})")
-
+        kind = "<64 x i8>"
         for half in range(2):
-            low = f.load(kind, f.at(block, 64 * half), 1)
+            low = f.load(_INTS, f.at(block, 64 * half), 1)
             high = f.load(_BYTES, f.at(block, 128 + 32 * half), 1)
             quarter = f.op(f"lshr {_BYTES} {high}, splat (i8 2)")
-            fourths = f.shuffle(_BYTES, high, quarter, range(64))
-            for part, (shift, way) in enumerate(((4, "shl"), (0, ""))):
-                nibbles = bits(low, "lshr", 4 * part, 15)
-                levels = f.op(f"or {kind} {nibbles}, {bits(fourths, way, shift, 48)}")
-                levels = f.op(f"sub {kind} {levels}, splat (i8 32)")
+            both = f.shuffle(_BYTES, high, quarter, range(64))
+            upper = f.op(f"bitcast {kind} {both} to {_INTS}")
+            for part in range(2):
+                nibbles, more = _bits(f, low, 4 * part, 15), _bits(f, upper, 4 * part - 4, 48)
+                both = f.op(f"bitcast {_INTS} {f.op(f'or {_INTS} {nibbles}, {more}')} to {kind}")
+                levels = f.op(f"sub {kind} {both}, splat (i8 32)")
                 f.store(kind, levels, f.at(scratch, 64 + 128 * half + 64 * part), 64)
 
     def write_pairs(self, f: Function, rows: list[str], factors: str, out: str) -> None:
@@ -511,7 +483,8 @@ class _Q6K(Unpacking):
         for index in range(8):
             at = f.at(scratch, 64 + _LINE * index)
             levels = [f.load(_HALF_BYTES, f.at(at, 16 * i), 16) for i in range(2)]
-            scales = [_splat_at(f, f.at(scratch, 8 * index + 4 * i)) for i in range(2)]
+            scales_at = (f.at(scratch, 8 * index + 4 * i) for i in range(2))
+            scales = [f.splat_at("float", 16, scale_at, 4) for scale_at in scales_at]
             lines.append(self._scaled(f, levels, scales, None))
         return lines
 
@@ -581,9 +554,9 @@ def unpack_panels(
     steps = unpacking.weights // 32
     row_bytes = f.mul(f.div(a.steps, steps), unpacking.bytes)
     block_at = f.mul(f.div(step, steps), unpacking.bytes)
-    with f.loop_if_any(panel, panel_end) as index:
-        start = f.at(a.w, f.add(f.mul(first_column(f, a, index), row_bytes), block_at))
-        to = f.at(unpacked, f.mul(f.sub(index, panel), 8 * _TILE))
+    with f.loop(panel, panel_end) as each:
+        start = f.at(a.w, f.add(f.mul(first_column(f, a, each.index), row_bytes), block_at))
+        to = f.at(unpacked, f.mul(f.sub(each.index, panel), 8 * _TILE))
         if steps > 1:
             with f.loop(0, PANEL, carried=[("ptr", start)]) as loop:
                 (at,) = loop.values
@@ -613,9 +586,8 @@ def unpack_columns(
     block_end: str,
     out: str,
     factors: str,
-    panel_bytes: Value = PANEL_BYTES,
 ) -> None:
-    """Unpack some blocks of `count` panels into the layout of vector.py, `panel_bytes` apart.
+    """Unpack some blocks of `count` panels into the layout of vector.py, PANEL_BYTES apart.
     factors: room for 48 vectors."""
     step_bytes = unpacking.weights // 2 * _LINE_BYTES
     row_bytes = f.mul(f.div(a.steps, unpacking.weights // 2), unpacking.bytes)
@@ -629,7 +601,7 @@ def unpack_columns(
         first = f.mul(f.add(panel, each.index), PANEL)
         columns = [f.min(f.add(first, column), last) for column in range(PANEL)]
         starts = [f.at(a.w, f.mul(column, row_bytes)) for column in columns]
-        to = f.at(out, f.mul(each.index, panel_bytes))
+        to = f.at(out, f.mul(each.index, PANEL_BYTES))
         with f.loop(block, block_end) as loop:
             block_at = f.mul(loop.index, unpacking.bytes)
             rows = [f.at(start, block_at) for start in starts]

@@ -13,20 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fly.execution.kernels import (
-    Bfloat16Linear,
-    _isa,
-    activation_dtype,
-    blocks,
-    build,
-    formats,
-    pad_columns,
-    panels_at_once,
-    tile_configurations,
-    why_not,
-)
+from fly.execution import kernels
+from fly.execution.kernels import blocks, build, formats
 from fly.execution.kernels.ir import PANEL
-from fly.models.gguf import GgufWeight
+from fly.models.gguf import GgufWeight, dequantize
 
 
 def takes(weight: GgufWeight) -> bool:
@@ -40,16 +30,16 @@ def why_not_format(form: str) -> str | None:
 
     A product is compared with that of the dequantised weights once.
     """
-    if (reason := why_not()) is not None:
+    if (reason := kernels.why_not()) is not None:
         return reason
     if form not in formats.FORMATS:
         return f"fly's kernels do not know {form}"
     raw = random_blocks(form, rows=40, width=512)
     dense = nn.Linear(512, 40, bias=False, device="meta")
-    dense.weight = nn.Parameter(dequantize(raw, form), requires_grad=False)
+    dense.weight = nn.Parameter(dequantize(raw, form).bfloat16(), requires_grad=False)
     kept = GgufProduct([GgufWeight(512, 40, form, raw, bias=None)])
-    plain = Bfloat16Linear(dense)
-    x = torch.sin(torch.arange(37 * 512)).view(37, 512).to(activation_dtype())
+    plain = kernels.Bfloat16Linear(dense)
+    x = torch.sin(torch.arange(37 * 512)).view(37, 512).to(kernels.activation_dtype())
     if all(torch.equal(plain(x[:rows]), kept(x[:rows])) for rows in (1, 5, 20, 37)):
         return None
     return f"fly's kernels compute wrongly with {form} here"
@@ -67,14 +57,6 @@ def random_blocks(form: str, rows: int, width: int) -> Tensor:
     return raw.flatten(1)
 
 
-def dequantize(raw: Tensor, form: str) -> Tensor:
-    """Rows of blocks as bfloat16, by the gguf package: the reference."""
-    import gguf
-
-    dense = gguf.dequantize(raw.numpy(), gguf.GGMLQuantizationType[form])
-    return torch.from_numpy(dense).bfloat16()
-
-
 def unpack(weight: GgufWeight, ids: Tensor | None = None) -> Tensor:
     """Rows of a weight, all by default, as bfloat16: ids [...] -> [..., in_features]."""
     ids = torch.arange(weight.out_features) if ids is None else ids.contiguous()
@@ -82,10 +64,10 @@ def unpack(weight: GgufWeight, ids: Tensor | None = None) -> Tensor:
         raise IndexError(f"an id is not among the {weight.out_features} of the embedding")
     out = torch.empty(*ids.shape, weight.in_features, dtype=torch.bfloat16)
     count = weight.in_features // formats.FORMATS[weight.format].weights
-    build.run(
-        build.unpack_rows(weight.format, _isa()), weight.blocks.data_ptr(), ids.data_ptr(),
-        out.data_ptr(), ids.numel(), count, weight.blocks.shape[1], 0, work=out.numel(),
-    )  # fmt: skip
+    function = build.unpacking_function("rows", weight.format, kernels._isa())
+    addresses = (weight.blocks.data_ptr(), ids.data_ptr(), out.data_ptr())
+    row_bytes = weight.blocks.shape[1]
+    build.run(function, *addresses, ids.numel(), count, row_bytes, 0, work=out.numel())
     return out
 
 
@@ -97,24 +79,20 @@ class GgufProduct(nn.Module):
     def __init__(self, linears: Sequence[GgufWeight], *, is_unpacked: bool = False) -> None:
         super().__init__()
         self.is_unpacked = is_unpacked
-        isa = _isa()
-        self.rounds_inputs = isa in build.ROUND_INPUTS
+        self.rounds_inputs = kernels._isa() in build.ROUND_INPUTS
         self.in_features = linears[0].in_features
         self.out_features = sum(linear.out_features for linear in linears)
-        self._is_amx = isa == "amx"
+        self._is_amx = kernels._isa() == "amx"
         self._parts = []
         column = 0
         for linear in linears:
-            bias = pad_columns(linear.bias, linear.out_features, torch.float32)
+            bias = kernels.pad_columns(linear.bias, linear.out_features, torch.float32)
             weight = _panels(linear) if is_unpacked else linear.blocks
-            form = None if is_unpacked else linear.format
-            products = [build.product(form=form, instructions=isa)]
-            if self._is_amx:
-                products.append(build.product_of_many(form=form))
+            products = kernels.products_of("bfloat16" if is_unpacked else linear.format)
             self._parts.append((weight, linear.out_features, bias, column, products))
             column += linear.out_features
         self._columns = column - column % -PANEL
-        self._dtype = activation_dtype()
+        self._dtype = kernels.activation_dtype()
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features).to(self._dtype)
@@ -133,12 +111,12 @@ class GgufProduct(nn.Module):
             scratch = torch.empty(torch.get_num_threads() * scratch_bytes, dtype=torch.uint8)
         for weight, columns, bias, column, products in self._parts if count else ():
             panels = bias.numel() // PANEL
+            grab = kernels.panels_at_once(panels, many_rows=is_many)
             build.run(
                 products[is_many], rows.data_ptr(), weight.data_ptr(), bias.data_ptr(),
                 out.data_ptr() + column * out.element_size(), steps, count, panels,
-                self._columns * out.element_size(), panels_at_once(panels, many_rows=is_many),
-                0, 0, 0, 0, tile_configurations(quantized=True).data_ptr(),
-                columns, line,
+                self._columns * out.element_size(), grab, 0, 0, 0, 0,
+                kernels.tile_configurations(quantized=True).data_ptr(), columns, line,
                 scratch.data_ptr(), scratch_bytes, 0,
             )  # fmt: skip
         return out[:, : self.out_features].view(*x.shape[:-1], self.out_features)
@@ -148,10 +126,9 @@ def _panels(weight: GgufWeight) -> Tensor:
     """[panels, in / 2, 16] pairs of bfloat16, as in a Bfloat16Linear without tiles."""
     panels, steps = -(-weight.out_features // PANEL), weight.in_features // 2
     out = torch.empty(panels, steps, PANEL, dtype=torch.int32)
-    build.run(
-        build.unpack_weight(weight.format, _isa()), weight.blocks.data_ptr(), out.data_ptr(),
-        steps, weight.out_features, panels, 0, work=out.numel(),
-    )  # fmt: skip
+    function = build.unpacking_function("panels", weight.format, kernels._isa())
+    addresses = (weight.blocks.data_ptr(), out.data_ptr())
+    build.run(function, *addresses, steps, weight.out_features, panels, 0, work=out.numel())
     return out
 
 

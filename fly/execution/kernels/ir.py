@@ -8,6 +8,7 @@ once, which take their shares of the work from a counter among the arguments (`F
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -22,6 +23,12 @@ PRODUCT = (
     "counter counter, ptr scale, ptr offset, ptr row_scale, ptr configurations, "
     "i64 columns, i64 x_line, ptr scratch, i64 scratch_bytes, counter threads"
 )
+
+
+def float_constant(value: float) -> str:
+    """A float32 as LLVM writes it: the bits of the same number as a double."""
+    single = struct.unpack("f", struct.pack("f", value))[0]
+    return f"0x{struct.unpack('<Q', struct.pack('<d', single))[0]:016X}"
 
 
 class Loop:
@@ -78,6 +85,11 @@ class Function:
         """Call one of LLVM's intrinsics with arguments such as `i64 %v3`; returns its `result`."""
         return self.op(f"call {flags} {self._intrinsic(result, name, arguments)}")
 
+    def each(self, name: str, kind: str, *values: str, flags: str = "") -> str:
+        """Call an intrinsic on each lane of vectors of float32, `<16 x float>` say."""
+        typed = (f"{kind} {value}" for value in values)
+        return self.call(kind, f"{name}.v{kind.split()[0][1:]}f32", *typed, flags=flags)
+
     def run(self, name: str, *arguments: str) -> None:
         """Call one of LLVM's intrinsics that gives no value."""
         self.do(f"call {self._intrinsic('void', name, arguments)}")
@@ -132,6 +144,10 @@ class Function:
         one = self.op(f"insertelement {vector} poison, {element} {value}, i32 0")
         return self.shuffle(vector, one, "poison", [0] * lanes)
 
+    def splat_at(self, element: str, lanes: int, pointer: str, align: int) -> str:
+        """A vector of `lanes` times the value in memory."""
+        return self.splat(element, lanes, self.load(element, pointer, align))
+
     def shuffle(self, kind: str, left: str, right: str, lanes: Iterable[int]) -> str:
         """A vector of these lanes of two vectors, counted through both."""
         chosen = [f"i32 {lane}" for lane in lanes]
@@ -184,26 +200,6 @@ class Function:
         ]
         done = self.compare("eq" if loop.step == 1 else "uge", following, end)
         self.do(f"br i1 {done}, label %{left}, label %{top}")
-        self._begin(left)
-
-    @contextmanager
-    def loop_if_any(self, start: Value, end: Value, step: int = 1) -> Iterator[str]:
-        """Repeat the block for start, start + step, ... while below `end`."""
-        before, test, body, left = (
-            self._block, self._new("test"), self._new("body"), self._new("left"),
-        )  # fmt: skip
-        self._jump(test)
-        self._begin(test)
-        index = self._new()
-        head = len(self._lines)
-        more = self.compare("ult", index, end)
-        self.do(f"br i1 {more}, label %{body}, label %{left}")
-        self._begin(body)
-        yield index
-        following = self.op(f"add nuw i64 {index}, {step}")
-        phi = f"{index} = phi i64 [{start}, %{before}], [{following}, %{self._block}]"
-        self._lines.insert(head, phi)
-        self._jump(test)
         self._begin(left)
 
     @contextmanager

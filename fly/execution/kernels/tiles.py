@@ -76,8 +76,7 @@ class TileFunction(Function):
         """What a row's int8 sums are multiplied by; unused for bfloat16."""
         if not self._int8:
             return ""
-        scale = self.load("float", self.at(a.row_scale, row, "float"), 4)
-        return self.splat("float", 16, scale)
+        return self.splat_at("float", 16, self.at(a.row_scale, row, "float"), 4)
 
     def finish(self, a: SimpleNamespace, sums: str, column: str, out: str, row_scale: str) -> None:
         """16 sums of one row to bfloat16 at `out`: scales (int8), bias, rounding."""

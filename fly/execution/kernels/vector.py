@@ -12,7 +12,7 @@ core that alone halved the time of a pass over 4 rows (docs/performance.md).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 from fly.execution.kernels.formats import PANEL_BYTES, Unpacking, unpack_columns
@@ -25,137 +25,102 @@ _FLOATS = f"<{PANEL} x float>"
 @dataclass(frozen=True)
 class Vectors:
     """lanes: 32-bit lanes of a register. registers: how many may hold sums. most_rows: of a
-    micro-kernel. dot: whether one instruction multiplies and adds the 32 bits of each lane: four
-    int8 (VNNI), or two bfloat16 (AVX512-BF16)."""
+    micro-kernel. has_dot: whether one instruction multiplies and adds the 32 bits of each lane:
+    four int8 (VNNI), or two bfloat16 (AVX512-BF16)."""
 
     lanes: int
     registers: int
     most_rows: int
-    dot: bool = False
+    has_dot: bool = False
+
+    def panels(self, rows: int) -> int:
+        """Panels that a micro-kernel for so many rows walks through side by side."""
+        return max(1, min(4, self.registers // (rows * (PANEL // self.lanes))))
 
 
 AVX2 = Vectors(lanes=8, registers=12, most_rows=6)
 AVX512 = Vectors(lanes=16, registers=24, most_rows=12)
-AVX512_DOT = Vectors(lanes=16, registers=24, most_rows=12, dot=True)
+AVX512_DOT = replace(AVX512, has_dot=True)
 
 
 class _Kind:
-    """Inputs and weights, and how they are multiplied.
+    """Inputs and weights, and how they are multiplied: here float32 by bfloat16, which is the upper
+    half of a float32.
 
     A step is what the loop over inputs takes at a time: step_bytes of a row's inputs, 32 bits of
-    every column's weights. sum: the type of a vector of sums. most_rows: of a micro-kernel.
+    every column's weights. sum: the type of a vector of sums.
     """
-
-    step_bytes: int
-
-    def __init__(self, vectors: Vectors) -> None:
-        self.lanes, self.most_rows = vectors.lanes, vectors.most_rows
-        self.sum = f"<{self.lanes} x float>"
-        self._registers, self._dot = vectors.registers, vectors.dot
-
-    def panels(self, rows: int) -> int:
-        """Panels that a micro-kernel for so many rows walks through side by side."""
-        return max(1, min(4, self._registers // (rows * (PANEL // self.lanes))))
-
-    def weights(self, f: Function, w: str, part: int) -> list[str]:
-        """What `step` takes of a step's weights, from column `part` of their panel on."""
-        return self.unpack(f, f.load(f"<{self.lanes} x i32>", f.at(w, 4 * part), 4))
-
-    def unpack(self, f: Function, loaded: str) -> list[str]:
-        raise NotImplementedError
-
-    def step(self, f: Function, x: str, weights: list[list[str]], sums: list[str]) -> list[str]:
-        """The sums, after adding the products of the inputs at x and the weights of each."""
-        raise NotImplementedError
-
-
-class _Bfloat16(_Kind):
-    """float32 inputs times bfloat16 weights: a bfloat16 is the upper half of a float32."""
 
     step_bytes = 8
 
+    def __init__(self, vectors: Vectors) -> None:
+        self.vectors, lanes = vectors, vectors.lanes
+        self.ints, self.floats = f"<{lanes} x i32>", f"<{lanes} x float>"
+        self.sum = self.floats
+
     def unpack(self, f: Function, loaded: str) -> list[str]:
-        """The even and the odd inputs' weights."""
-        ints = f"<{self.lanes} x i32>"
-        low = f.op(f"shl {ints} {loaded}, splat (i32 16)")
-        high = f.op(f"and {ints} {loaded}, splat (i32 -65536)")
-        return [f.op(f"bitcast {ints} {half} to {self.sum}") for half in (low, high)]
+        """What `step` takes of a step's weights: the even and the odd inputs'."""
+        low = f.op(f"shl {self.ints} {loaded}, splat (i32 16)")
+        high = f.op(f"and {self.ints} {loaded}, splat (i32 -65536)")
+        return [f.op(f"bitcast {self.ints} {half} to {self.floats}") for half in (low, high)]
 
     def step(self, f: Function, x: str, weights: list[list[str]], sums: list[str]) -> list[str]:
+        """The sums, after adding the products of the inputs at x and the weights of each."""
         for half in range(2):
-            one = f.load("float", f.at(x, 4 * half), 4)
-            value = f.splat("float", self.lanes, one)
+            value = f.splat_at("float", self.vectors.lanes, f.at(x, 4 * half), 4)
             sums = [
-                self._fma(f, value, halves[half], total) for halves, total in zip(weights, sums)
+                f.each("fma", self.sum, value, halves[half], total)
+                for halves, total in zip(weights, sums)
             ]
         return sums
 
-    def _fma(self, f: Function, *values: str) -> str:
-        typed = (f"{self.sum} {value}" for value in values)
-        return f.call(self.sum, f"fma.v{self.lanes}f32", *typed)
 
-
-class _Bfloat16Dot(_Kind):
-    """bfloat16 inputs times bfloat16 weights; the instruction adds up a pair in float32."""
+class _Dot(_Kind):
+    """A step's products of a row and a column are added up 32 bits by 32 bits."""
 
     step_bytes = 4
+    factors: str  # the type of a vector of inputs, and of weights
+
+    def unpack(self, f: Function, loaded: str) -> list[str]:
+        return [f.op(f"bitcast {self.ints} {loaded} to {self.factors}")]
+
+    def step(self, f: Function, x: str, weights: list[list[str]], sums: list[str]) -> list[str]:
+        inputs = f.splat_at("i32", self.vectors.lanes, x, 1)
+        value = f.op(f"bitcast {self.ints} {inputs} to {self.factors}")
+        return [self.add(f, total, value, w) for (w,), total in zip(weights, sums)]
+
+    def add(self, f: Function, total: str, value: str, weights: str) -> str:
+        raise NotImplementedError
+
+
+class _Bfloat16(_Dot):
+    """bfloat16 inputs times bfloat16 weights; the instruction adds up a pair in float32."""
 
     def __init__(self, vectors: Vectors) -> None:
         super().__init__(vectors)
-        self._pairs = f"<{2 * self.lanes} x bfloat>"
+        self.factors = f"<{2 * vectors.lanes} x bfloat>"
 
-    def unpack(self, f: Function, loaded: str) -> list[str]:
-        return [f.op(f"bitcast <{self.lanes} x i32> {loaded} to {self._pairs}")]
-
-    def step(self, f: Function, x: str, weights: list[list[str]], sums: list[str]) -> list[str]:
-        two = f.splat("i32", self.lanes, f.load("i32", x, 2))
-        value = f.op(f"bitcast <{self.lanes} x i32> {two} to {self._pairs}")
-        factor = f"{self._pairs} {value}"
-        return [
-            f.call(
-                self.sum,
-                "x86.avx512bf16.dpbf16ps.512",
-                f"{self.sum} {total}",
-                f"{self._pairs} {w}",
-                factor,
-            )
-            for (w,), total in zip(weights, sums)
-        ]
+    def add(self, f: Function, total: str, value: str, weights: str) -> str:
+        typed = (f"{self.sum} {total}", f"{self.factors} {weights}", f"{self.factors} {value}")
+        return f.call(self.sum, "x86.avx512bf16.dpbf16ps.512", *typed)
 
 
-class _Int8(_Kind):
+class _Int8(_Dot):
     """Unsigned int8 inputs, 128 being zero and scaled per row, times int8 weights, scaled per
     column. Weights stay within -64..63, so that AVX2's sums of two products fit into 16 bits."""
 
-    step_bytes = 4
-
     def __init__(self, vectors: Vectors) -> None:
         super().__init__(vectors)
-        self.sum = f"<{self.lanes} x i32>"
-        self._bytes = f"<{4 * self.lanes} x i8>"
+        self.sum, self.factors = self.ints, f"<{4 * vectors.lanes} x i8>"
 
-    def unpack(self, f: Function, loaded: str) -> list[str]:
-        return [f.op(f"bitcast {self.sum} {loaded} to {self._bytes}")]
-
-    def step(self, f: Function, x: str, weights: list[list[str]], sums: list[str]) -> list[str]:
-        four = f.splat("i32", self.lanes, f.load("i32", x, 1))
-        value = f.op(f"bitcast {self.sum} {four} to {self._bytes}")
-        return [self._added(f, value, w, total) for (w,), total in zip(weights, sums)]
-
-    def _added(self, f: Function, value: str, weights: str, total: str) -> str:
-        factors = (f"{self._bytes} {value}", f"{self._bytes} {weights}")
-        if self._dot:  # the vectors of bytes are this intrinsic's type from LLVM 22 on
-            return f.call(self.sum, "x86.avx512.vpdpbusd.512", f"{self.sum} {total}", *factors)
-        pairs = f.call("<16 x i16>", "x86.avx2.pmadd.ub.sw", *factors)
+    def add(self, f: Function, total: str, value: str, weights: str) -> str:
+        typed = (f"{self.factors} {value}", f"{self.factors} {weights}")
+        if self.vectors.has_dot:  # the vectors of bytes are this intrinsic's type from LLVM 22 on
+            return f.call(self.sum, "x86.avx512.vpdpbusd.512", f"{self.sum} {total}", *typed)
+        pairs = f.call("<16 x i16>", "x86.avx2.pmadd.ub.sw", *typed)
         ones = "<16 x i16> splat (i16 1)"
         fours = f.call(self.sum, "x86.avx2.pmadd.wd", f"<16 x i16> {pairs}", ones)
         return f.op(f"add {self.sum} {total}, {fours}")
-
-
-def _kind(vectors: Vectors, weights: str) -> _Kind:
-    if weights == "bfloat16":
-        return _Bfloat16Dot(vectors) if vectors.dot else _Bfloat16(vectors)
-    return _Int8(vectors)
 
 
 def product(vectors: Vectors, weights: str = "bfloat16", unpacking: Unpacking | None = None) -> str:
@@ -165,18 +130,21 @@ def product(vectors: Vectors, weights: str = "bfloat16", unpacking: Unpacking | 
     of a GGUF format are unpacked, so many of a few panels that they stay in the first cache, into
     the thread's part of `scratch`; sums wait in the results.
     """
-    kind = _kind(vectors, weights)
+    if weights == "int8":
+        kind: _Kind = _Int8(vectors)
+    else:
+        kind = _Bfloat16(vectors) if vectors.has_dot else _Kind(vectors)
     shapes = sorted(
         {
             (rows, panels)
-            for most in range(1, kind.most_rows + 1)
+            for most in range(1, vectors.most_rows + 1)
             for rows in (most, most - 1)
-            for panels in (1, kind.panels(most))
+            for panels in (1, vectors.panels(most))
             if rows
         }
     )
     # for so many rows a micro-kernel takes so many panels side by side
-    widths = [kind.panels(max(1, rows)) for rows in range(kind.most_rows + 1)]
+    widths = [vectors.panels(max(1, rows)) for rows in range(vectors.most_rows + 1)]
     table = ", ".join(f"i64 {width}" for width in widths)
     is_part = unpacking is not None
     micro = [_micro(kind, rows, panels, is_part=is_part) for rows, panels in shapes]
@@ -196,8 +164,7 @@ def _micro(kind: _Kind, rows: int, panels: int, *, is_part: bool) -> Function:
     is_part: of some inputs; the sums go on from those in the results, and are not finished. A
     function of its own: written into the product, it gets worse registers from LLVM.
     """
-    lanes = kind.lanes
-    ints, floats = f"<{lanes} x i32>", f"<{lanes} x float>"
+    lanes, ints, floats = kind.vectors.lanes, kind.ints, kind.floats
     parts = range(0, PANEL, lanes)  # first columns of the vectors of a panel
     cells = [PANEL * panel + part for panel in range(panels) for part in parts]
     f = Function(f"micro_{rows}_{panels}", _TYPED)
@@ -219,7 +186,7 @@ def _micro(kind: _Kind, rows: int, panels: int, *, is_part: bool) -> Function:
             w = f.at(w_panel, w_step)
             if not is_part:
                 f.prefetch(f.at(w, _PREFETCH), 3)
-            weights += [kind.weights(f, w, part) for part in parts]
+            weights += [kind.unpack(f, f.load(ints, f.at(w, 4 * part), 4)) for part in parts]
         for row, x_row in enumerate(x_rows):
             sums = slice(row * len(cells), (row + 1) * len(cells))
             loop.values[sums] = kind.step(f, f.at(x_row, x_step), weights, loop.values[sums])
@@ -234,23 +201,21 @@ def _micro(kind: _Kind, rows: int, panels: int, *, is_part: bool) -> Function:
         return [f.load(vector, f.at(field, column, "i32"), 4) for column in columns]
 
     bias = of_columns(a.bias, floats)
-    results = iter(zip(loop.values, places))
     if isinstance(kind, _Int8):
         scales, offsets = of_columns(a.scale, floats), of_columns(a.offset, ints)
         row_scales = []
         for row in range(rows):
-            scale = f.load("float", f.at(a.row_scale, f.add("%row", row), "float"), 4)
-            row_scales.append(f.splat("float", lanes, scale))
-    for row in range(rows):
-        for index in range(len(cells)):
-            y, place = next(results)
-            if isinstance(kind, _Int8):
-                y = f.op(f"sub {ints} {y}, {offsets[index]}")
-                y = f.op(f"sitofp {ints} {y} to {floats}")
-                y = f.op(f"fmul {floats} {y}, {scales[index]}")
-                y = f.op(f"fmul {floats} {y}, {row_scales[row]}")
-            y = f.op(f"fadd {floats} {y}, {bias[index]}")
-            f.store(floats, y, place, 2)
+            scale_at = f.at(a.row_scale, f.add("%row", row), "float")
+            row_scales.append(f.splat_at("float", lanes, scale_at, 4))
+    for index, (y, place) in enumerate(zip(loop.values, places)):
+        row, cell = divmod(index, len(cells))
+        if isinstance(kind, _Int8):
+            y = f.op(f"sub {ints} {y}, {offsets[cell]}")
+            y = f.op(f"sitofp {ints} {y} to {floats}")
+            y = f.op(f"fmul {floats} {y}, {scales[cell]}")
+            y = f.op(f"fmul {floats} {y}, {row_scales[row]}")
+        y = f.op(f"fadd {floats} {y}, {bias[cell]}")
+        f.store(floats, y, place, 2)
     return f
 
 
@@ -270,7 +235,7 @@ def _dispatch(shapes: list[tuple[int, int]]) -> Function:
 def _task(kind: _Kind, unpacking: Unpacking | None) -> Function:
     """Groups of panels from the counter; in a group, as many panels side by side as the rows allow;
     rows in chunks of even size, so that no chunk is much narrower than the others."""
-    most = kind.most_rows
+    most = kind.vectors.most_rows
     f = Function("product")
     a = f.arguments(PRODUCT)
     x_stride, panel_bytes = f.mul(a.steps, kind.step_bytes), f.mul(a.steps, 4 * PANEL)
