@@ -42,7 +42,7 @@ def judge_chains(
     """
     judges_all = rule.judges == "all"
     if not judges_all and all(sequence.request.sampling.is_plain for sequence in running):
-        return verify(draft_BK, length_B, raw_BKV, rule.gates, cost=rule.cost), raw_BKV
+        return verify(draft_BK, length_B, raw_BKV, rule), raw_BKV
     logits_BKV = raw_BKV.to(torch.float32, copy=True)
     target_BK1 = logits_BKV.argmax(dim=-1)
     matches_BK = draft_BK == target_BK1[:, :-1]
@@ -78,9 +78,7 @@ def judge_chains(
             stands, own = rule.judge(p_BNV, q_BKV, drafted_BK, noise)
             stands_BK[rows, :k], own_BK1[rows, : k + 1] = stands, own
             judged.update(slots)
-    found = verify(
-        draft_BK, length_B, logits_BKV, rule.gates, matches_BK, target_BK1, cost=rule.cost
-    )
+    found = verify(draft_BK, length_B, logits_BKV, rule, matches_BK, target_BK1)
     if judged:
         found = replace(found, stands_BK=stands_BK, own_BK1=own_BK1, judged=frozenset(judged))
     return found, logits_BKV

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from fly.execution.argmax import NotFiniteError, mask_nonfinite
 from fly.execution.model_runner import ModelRunner
 from fly.execution.oom import is_out_of_memory
 from fly.runs.records import Observer, RequestRecord
+from fly.settings import EntropyKind
 from fly.speculation.chains import judge_chains
 from fly.speculation.draft_length import DraftLength
 from fly.speculation.drafters.base import Drafter
@@ -25,9 +25,6 @@ from fly.speculation.rules.gates import entropy
 from fly.speculation.scheduler import Scheduler
 from fly.speculation.sequence import Request, Sequence, Verdict
 from fly.speculation.stop_strings import Decode, StopMatcher
-
-if TYPE_CHECKING:
-    from fly.settings import EntropyKind
 
 logger = logging.getLogger(__name__)
 

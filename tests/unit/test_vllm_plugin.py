@@ -84,9 +84,8 @@ def slow(rule_, served, draft, logits_NV):
         draft = draft[: draft.index(EOS) + 1]
     k = len(draft)
     judged = verify(
-        torch.tensor([draft]).view(1, k), torch.tensor([k]), logits_NV[None, : k + 1], rule_.gates,
-        cost=rule_.cost,
-    )  # fmt: skip
+        torch.tensor([draft]).view(1, k), torch.tensor([k]), logits_NV[None, : k + 1], rule_
+    )
     texts = Texts(Letters())
     sequence = Sequence(
         Request(tuple(served.prompt_token_ids), 99),
