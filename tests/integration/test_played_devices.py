@@ -18,6 +18,7 @@ from fly.settings import ExecutionSettings, Settings, TopKSettings, TypicalSetti
 from fly.speculation.drafters.block import BlockDrafter
 from fly.speculation.engine import Engine
 from fly.speculation.rules.base import Rule
+from fly.speculation.rules.block import BlockRule
 from fly.speculation.rules.top_k import TopKRule
 from fly.speculation.rules.typical import TypicalRule
 from fly.speculation.sampling import GREEDY, Sampling
@@ -39,6 +40,7 @@ RULES = {
     "top_k": TopKRule(TopKSettings()),
     "typical": TypicalRule(TypicalSettings()),
     "accept_all": Rule(Settings()),
+    "block": BlockRule(Settings()),
 }
 CAPTURE = {"graphs": True, "eager": None}
 K = 4
