@@ -189,8 +189,7 @@ class Engine:
         Also the logits that were judged, [B, K + 1, V].
         """
         raw_BKV = draft.score(self._target, [sequence.tokens[-1] for sequence in running])
-        draft_BK, length_B = draft.padded(raw_BKV.device)
-        judged, logits_BKV = judge_chains(running, draft, draft_BK, length_B, raw_BKV, self._rule)
+        judged, logits_BKV = judge_chains(running, draft, raw_BKV, self._rule)
         judged = replace(judged, target_BK1=mask_nonfinite(judged.target_BK1, raw_BKV))
         verdicts = []
         for slot, (sequence, of_sequence) in enumerate(zip(running, judged.split())):

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from fly.models.tokenizers import Texts
 from fly.settings import EntropyKind
 from fly.speculation.chains import judge_chains
+from fly.speculation.drafters.draft import DeviceDraft, Draft
 from fly.speculation.drafters.ngram import until_eos
 from fly.speculation.rules.base import Rule
 from fly.speculation.rules.gates import entropy
@@ -66,23 +67,6 @@ class _ServedSequence(Sequence):
         return [*verdict.draft[:accepted], verdict.target_tokens[accepted]]
 
 
-class _ServedChains:
-    """Of each request: the draft tokens that count, and what all were drawn from."""
-
-    def __init__(self, lengths: list[int], q: tuple[Tensor, ...] | None) -> None:
-        self._lengths, self._q = lengths, q
-
-    def width(self, slots: list[int]) -> int:
-        return max(self._lengths[slot] for slot in slots)
-
-    def is_drawn(self, slot: int) -> bool:
-        return self._q is not None
-
-    def probabilities(self, slots: list[int]) -> Tensor:
-        assert self._q is not None
-        return pad_sequence([self._q[s][: self._lengths[s]] for s in slots], batch_first=True)
-
-
 class Verifier:
     """Verifies the steps of one worker.
 
@@ -120,13 +104,12 @@ class Verifier:
         lengths = [max(0, min(k, s.remaining - 1)) for k, s in zip(counts, sequences)]
         draft_BK, logits_BKV = _padded(counts, draft_N, logits_MV)
         length_B = torch.tensor(lengths).to(draft_BK.device, non_blocking=True)
-        past_BK = torch.arange(draft_BK.shape[1], device=draft_BK.device) >= length_B[:, None]
-        draft_BK = draft_BK.masked_fill(past_BK, -1)
+        q_BKV = None if q_NV is None else pad_sequence(q_NV.split(counts), batch_first=True)
+        draft: Draft = DeviceDraft(draft_BK, length_B, q_BKV, [q_NV is not None] * len(counts))
+        if draft_BK.device.type == "cpu":  # each is judged by itself there, no wider than it is
+            draft, logits_BKV = draft.on_host(), logits_BKV[:, : max(lengths) + 1]
         # vLLM has applied the penalties
-        chains = _ServedChains(lengths, None if q_NV is None else q_NV.split(counts))
-        judged, logits_BKV = judge_chains(
-            [*sequences], chains, draft_BK, length_B, logits_BKV, self._rule
-        )
+        judged, logits_BKV = judge_chains([*sequences], draft, logits_BKV, self._rule)
         entropies = entropy(logits_BKV, self._traced).tolist() if self._traced else None
         blocks = []
         for slot, (request, sequence, own) in enumerate(zip(requests, sequences, judged.split())):
