@@ -146,10 +146,6 @@ class Lookup:
         choice = Choice(context.costs, context.sequences, learns=learns, has_model=has_model)
         return cls(context.settings, names, choice, context.eos_ids)
 
-    def admit(self, sequence: Sequence) -> None:
-        for source in self._sources:
-            source.admit(sequence)
-
     def propose(self, running: list[Sequence], limits: list[int]) -> list[Proposal | None]:
         """A proposal per sequence; None where a plain step or the draft model, which would draft
         `limits` tokens, is as good."""
