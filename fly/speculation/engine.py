@@ -69,7 +69,9 @@ class Engine:
         self._observer = observer
         self._reuse_prefixes = reuse_prefixes
         self._trace_entropy = trace_entropy
-        used = {*target.devices, *drafter.devices}
+        used = {*target.devices}
+        if drafter.runner is not None:
+            used.add(drafter.runner.device)
         self._timer = PhaseTimer([device for device in used if device.type == "cuda"])
         drafter.prefilling = lambda sequence: self._timer.timed("prefill", [sequence])
         drafter.keeps_q = rule.judges == "all"

@@ -61,7 +61,6 @@ class ModelDrafter(Drafter):
 
     def __init__(self, runner: ModelRunner, eos_ids: frozenset[int]) -> None:
         self.runner = runner
-        self.devices = (runner.device,)
         self._views = DraftViews(runner.intersection)
         self._eos_ids = eos_ids
         self._eos = torch.tensor(sorted(eos_ids), dtype=torch.long, device=runner.device)
@@ -183,9 +182,7 @@ class DraftSampler(Chooser):
         self, running: list[Sequence], steps: int, device: torch.device, keeps_q: bool = False
     ) -> None:
         samplings = [sequence.request.sampling for sequence in running]
-        is_one = len({*samplings}) == 1
-        all_rows = (samplings[0], [*range(len(running))], slice(None))
-        self._groups = [all_rows] if is_one else [*alike(samplings, device)]
+        self._groups = [*alike(samplings, device)]
         self._keeps_q = keeps_q
         self._drawn = [keeps_q or not sampling.is_greedy for sampling in samplings]
         if not all(sampling.is_greedy for sampling in samplings):
@@ -195,7 +192,7 @@ class DraftSampler(Chooser):
                     uniform_BK[slot] = sequence.noise(steps).draft
             self.inputs = (uniform_BK.to(device, non_blocking=True),)
         if keeps_q or not all(sampling.is_plain for sampling in samplings):
-            self.key = samplings[0] if is_one else None
+            self.key = samplings[0] if len({*samplings}) == 1 else None
         self._before: list[list[int]] = []
         if any(sampling.is_penalised for sampling in samplings):
             self.key, self._before = None, [sequence.tokens for sequence in running]

@@ -58,7 +58,6 @@ class Eagle3Drafter(Drafter):
 
     def __init__(self, runner: Eagle3Runner, eos_ids: frozenset[int]) -> None:
         self.runner = runner
-        self.devices = (runner.device,)
         self.wants_features = runner.head.layers_read
         self._vocabulary: DraftVocabulary = runner.head.vocabulary.to(runner.device)
         self._eos = torch.tensor(sorted(eos_ids), dtype=torch.long, device=runner.device)
