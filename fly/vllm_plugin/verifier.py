@@ -61,7 +61,7 @@ class _ServedSequence(Sequence):
 
     def block(self, verdict: Verdict) -> list[int]:
         """The tokens that the round adds to the output."""
-        accepted = verdict.accepted
+        accepted = verdict.resolution.accepted
         if verdict.resolution.rolled_back or verdict.resolution.spends_draft:  # as in `commit`
             self._skipped += len(verdict.draft) - accepted
         return [*verdict.draft[:accepted], verdict.target_tokens[accepted]]

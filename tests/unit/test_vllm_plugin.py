@@ -96,7 +96,8 @@ def slow(rule_, served, draft, logits_NV):
     sequence.tokens += served.output_token_ids
     (own,) = judged.split()
     verdict = sequence.judge(rule_, own)
-    return [*draft[: verdict.accepted], own.target_tokens[verdict.accepted]]
+    accepted = verdict.resolution.accepted
+    return [*draft[:accepted], own.target_tokens[accepted]]
 
 
 @hypothesis_settings(max_examples=60, deadline=None)
