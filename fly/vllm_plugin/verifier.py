@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from fly.errors import FlyError
 from fly.models.tokenizers import Texts
+from fly.runs.records import Observer
 from fly.settings import EntropyKind
 from fly.speculation.chains import judge_chains
 from fly.speculation.drafters.draft import DeviceDraft, Draft
@@ -153,6 +155,34 @@ def verdict_of(line: list[Any], drafted_by: str) -> Verdict:
     resolution = Resolution(accepted, tuple(deferred), rolled_back)
     by = drafted_by * len(draft)
     return Verdict(draft, matches, target_tokens, resolution, by, entropies)
+
+
+def replay(
+    sequence: Sequence,
+    output: list[int],
+    rounds: list[list[Any]],
+    drafted_by: str,
+    observer: Observer,
+) -> None:
+    """Commit the rounds of `Verifier.take_rounds` up to the end of the output, as fly's own engine
+    does: so counts, positions and traces are made by the same code.
+
+    output: vLLM's tokens, the first of which is the prefill's; a pass without a draft is in no
+    round and gave one token. drafted_by: a letter of fly.runs.records.SOURCES. Raises FlyError if
+    the rounds do not give the output.
+    """
+    sequence.begin_with(output[0])
+    noted = {line[0]: verdict_of(line, drafted_by) for line in rounds}
+    while sequence.is_open and (start := len(sequence.generated)) < len(output):
+        bare = Verdict([], [], [output[start]], Resolution(0), "")
+        verdict = noted.get(start, bare)
+        counts = sequence.commit(verdict)
+        observer(sequence.round_record(verdict, counts, start))
+    if sequence.is_open or sequence.generated != output[: len(sequence.generated)]:
+        raise FlyError(
+            f"--model vllm: the {len(rounds)} rounds of fly's plugin do not give the output of "
+            f"{len(output)} tokens: set vllm_verification=vllm, and report this"
+        )
 
 
 def _padded(counts: list[int], draft_N: Tensor, logits_MV: Tensor) -> tuple[Tensor, Tensor]:

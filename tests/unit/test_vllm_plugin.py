@@ -18,8 +18,7 @@ from fly.speculation.rules.base import verify
 from fly.speculation.sequence import Request, Sequence
 from fly.speculation.stop_strings import StopMatcher
 from fly.vllm_plugin import options
-from fly.vllm_plugin.replay import replay
-from fly.vllm_plugin.verifier import Verifier, verdict_of
+from fly.vllm_plugin.verifier import Verifier, replay, verdict_of
 
 VOCABULARY, EOS = 16, 15
 RULES = {
