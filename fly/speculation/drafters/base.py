@@ -23,8 +23,8 @@ class DrafterContext:
     sequences: int  # that run at most, in the whole run, of which a part may be there already
     settings: DrafterSettings
     eos_ids: frozenset[int]
-    # of the draft, with so many slots: a ModelRunner, or what the registry's `head` makes by
-    # `runner`; None for drafters that need no draft
+    # of the draft, with a slot per running sequence: a ModelRunner, or what the registry's `head`
+    # makes by `runner`; None for drafters that need no draft
     draft_runner: Any
     costs: PairCosts  # of both models' passes
     # what is drafted, and how much, may change a text (lossy rules; tokens drawn from a draft

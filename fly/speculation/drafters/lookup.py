@@ -99,8 +99,7 @@ class Choice:
 
         lengths = {len(proposal.tokens) for proposal in chosen if proposal is not None}
         widest = max({0, *lengths}, key=value_of)
-        cut = [proposal and proposal.cut(widest) for proposal in chosen]
-        return [proposal if proposal and proposal.tokens else None for proposal in cut]
+        return [proposal.cut(widest) if proposal and widest else None for proposal in chosen]
 
     def _expected(self, proposal: Proposal) -> list[float]:
         """Tokens of a round, with the target's own, by how many of the proposal's are drafted; for
