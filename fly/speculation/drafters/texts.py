@@ -73,17 +73,13 @@ class EarlierRuns(TextSource):
             self._followers[sequence] = [
                 Follower(tokens) for tokens in sequence.request.earlier[:_MOST_FOLLOWED]
             ]
-        generated = sequence.generated
-        best: tuple[int, list[int]] | None = None
+        generated, found = sequence.generated, list[Proposal]()
         for follower in self._followers[sequence]:
             place = follower.find(generated)
-            tokens = follower.following(place, count)
-            if tokens and (best is None or place.agreed > best[0]):
-                best = place.agreed, tokens
-        if best is None:
-            return None
-        agreed, tokens = best
-        return Proposal(EarlierRuns, agreed if generated else START, tokens)
+            if tokens := follower.following(place, count):
+                size = place.agreed if generated else START
+                found.append(Proposal(EarlierRuns, size, tokens))
+        return max(found, key=lambda proposal: proposal.size, default=None)
 
 
 class OwnText(TextSource):
