@@ -62,9 +62,7 @@ RULES = {
         "fly.speculation.rules.typical:TypicalRule", "fly.settings:TypicalSettings"
     ),
     "top_k": RuleEntry("fly.speculation.rules.top_k:TopKRule", "fly.settings:TopKSettings"),
-    "accept_all": RuleEntry(
-        "fly.speculation.rules.accept_all:AcceptAllRule", "fly.settings:PlaceSettings"
-    ),
+    "accept_all": RuleEntry("fly.speculation.rules.base:Rule", "fly.settings:PlaceSettings"),
     **{
         name: RuleEntry(
             f"fly.speculation.rules.{name}:{kind}Rule",

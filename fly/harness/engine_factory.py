@@ -84,7 +84,7 @@ class EngineFactory:
         draft = self.draft_runner(config, slots) if config.needs_draft_model else None
         costs = self._costs(config, wanted, target, draft)
         planned = self._planned(requests)
-        drafter = self._drafter(config, slots, planned, wanted, draft, costs)
+        drafter = self._drafter(config, planned, wanted, draft, costs)
         texts = tokenizers.Texts(self.pair.tokenizer)
         return Engine(
             target,
@@ -140,7 +140,6 @@ class EngineFactory:
     def _drafter(
         self,
         config: FlyConfig,
-        slots: int,
         planned: int,
         wanted: list[Request],
         draft: Any,
@@ -151,7 +150,6 @@ class EngineFactory:
         kind = registry.load(registry.DRAFTERS[config.drafter_name].where)
         drafter: Drafter = kind.create(
             DrafterContext(
-                slots,
                 planned,
                 config,
                 self.pair.eos_ids,

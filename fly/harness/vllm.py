@@ -57,7 +57,7 @@ from fly.speculation.sequence import Request, Sequence
 from fly.speculation.stop_strings import StopMatcher
 from fly.vllm_plugin import options
 from fly.vllm_plugin.register import register
-from fly.vllm_plugin.replay import replay
+from fly.vllm_plugin.verifier import replay
 
 logger = logging.getLogger(__name__)
 

@@ -3,56 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from fly.speculation.drafters.draft import Draft
 from fly.speculation.rules.base import JudgedBatch, Rule, verify
 from fly.speculation.sampling import Noise, alike, certain, draw, like, seen_tokens
 from fly.speculation.sequence import Sequence
 
 
-class Chains(Protocol):
-    """The drafted chains of the running sequences, by slot."""
-
-    def width(self, slots: list[int]) -> int:
-        """The longest of these chains, or more."""
-
-    def is_drawn(self, slot: int) -> bool:
-        """Whether it has `probabilities`."""
-
-    def probabilities(self, slots: list[int]) -> Tensor:
-        """What the tokens of these chains were drawn from, or are the likeliest of, if greedy:
-        [len(slots), K, V]."""
-
-
 def judge_chains(
-    running: list[Sequence],
-    chains: Chains,
-    draft_BK: Tensor,
-    length_B: Tensor,
-    raw_BKV: Tensor,
-    rule: Rule,
+    running: list[Sequence], draft: Draft, raw_BKV: Tensor, rule: Rule
 ) -> tuple[JudgedBatch, Tensor]:
     """(every position judged by itself, the logits that were judged, [B, K + 1, V]).
 
-    draft_BK: -1 past a chain's end, at length_B. Penalties and sampling are applied to the logits
-    of the sequences that have any.
+    Penalties and sampling are applied to the logits of the sequences that have any.
     """
+    draft_BK, length_B = draft.padded(raw_BKV.device)
     judges_all = rule.judges == "all"
     if not judges_all and all(sequence.request.sampling.is_plain for sequence in running):
-        return verify(draft_BK, length_B, raw_BKV, rule.gates, cost=rule.cost), raw_BKV
+        return verify(draft_BK, length_B, raw_BKV, rule), raw_BKV
     logits_BKV = raw_BKV.to(torch.float32, copy=True)
     target_BK1 = logits_BKV.argmax(dim=-1)
     matches_BK = draft_BK == target_BK1[:, :-1]
     stands_BK, own_BK1, judged = matches_BK.clone(), target_BK1.clone(), set[int]()
-    kinds = [(s.request.sampling, chains.is_drawn(slot)) for slot, s in enumerate(running)]
+    kinds = [(s.request.sampling, draft.is_drawn(slot)) for slot, s in enumerate(running)]
     for (sampling, is_drawn), slots, rows in alike(kinds, logits_BKV.device):
         is_judged = is_drawn if judges_all else rule.judges == "samples" and not sampling.is_greedy
         if sampling.is_plain and not is_judged:
             continue
-        k, seen_BNV = chains.width(slots), None
+        k, seen_BNV = draft.width(slots), None
         scores_BNV, drafted_BK = raw_BKV[rows, : k + 1], draft_BK[rows, :k]
         if sampling.is_penalised:
             before = [running[slot].tokens for slot in slots]
@@ -62,7 +43,7 @@ def judge_chains(
         equal_BK, noise = drafted_BK == own_BN[:, :k], None
         if is_judged or not sampling.is_greedy:
             p_BNV = torch.softmax(scores_BNV, dim=-1)
-            q_BKV = chains.probabilities(slots) if is_drawn else None
+            q_BKV = draft.probabilities(slots) if is_drawn else None
         if not sampling.is_greedy:
             noise = Noise.together([running[slot].noise(k) for slot in slots], own_BN.device)
             if rule.decides_alone:
@@ -78,9 +59,7 @@ def judge_chains(
             stands, own = rule.judge(p_BNV, q_BKV, drafted_BK, noise)
             stands_BK[rows, :k], own_BK1[rows, : k + 1] = stands, own
             judged.update(slots)
-    found = verify(
-        draft_BK, length_B, logits_BKV, rule.gates, matches_BK, target_BK1, cost=rule.cost
-    )
+    found = verify(draft_BK, length_B, logits_BKV, rule, matches_BK, target_BK1)
     if judged:
         found = replace(found, stands_BK=stands_BK, own_BK1=own_BK1, judged=frozenset(judged))
     return found, logits_BKV

@@ -60,9 +60,8 @@ class AdaptiveLength(DraftLength):
 
 def best_length(spd_k: int, sequences: int, acceptance: float, costs: PairCosts) -> int:
     """The K from 0 to spd_k with the most expected tokens per cost; 0 unless drafting gains."""
-    alone = value(0, sequences, acceptance, costs)
     best = max(range(spd_k + 1), key=lambda k: value(k, sequences, acceptance, costs))
-    return best if value(best, sequences, acceptance, costs) > GAIN * alone else 0
+    return best if pays(best, sequences, acceptance, costs) else 0
 
 
 def pays(spd_k: int, sequences: int, acceptance: float, costs: PairCosts) -> bool:

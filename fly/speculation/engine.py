@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from fly.execution.argmax import NotFiniteError, mask_nonfinite
 from fly.execution.model_runner import ModelRunner
 from fly.execution.oom import is_out_of_memory
 from fly.runs.records import Observer, RequestRecord
+from fly.settings import EntropyKind
 from fly.speculation.chains import judge_chains
 from fly.speculation.draft_length import DraftLength
 from fly.speculation.drafters.base import Drafter
@@ -25,9 +25,6 @@ from fly.speculation.rules.gates import entropy
 from fly.speculation.scheduler import Scheduler
 from fly.speculation.sequence import Request, Sequence, Verdict
 from fly.speculation.stop_strings import Decode, StopMatcher
-
-if TYPE_CHECKING:
-    from fly.settings import EntropyKind
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +69,9 @@ class Engine:
         self._observer = observer
         self._reuse_prefixes = reuse_prefixes
         self._trace_entropy = trace_entropy
-        used = {*target.devices, *drafter.devices}
+        used = {*target.devices}
+        if drafter.runner is not None:
+            used.add(drafter.runner.device)
         self._timer = PhaseTimer([device for device in used if device.type == "cuda"])
         drafter.prefilling = lambda sequence: self._timer.timed("prefill", [sequence])
         drafter.keeps_q = rule.judges == "all"
@@ -192,8 +191,7 @@ class Engine:
         Also the logits that were judged, [B, K + 1, V].
         """
         raw_BKV = draft.score(self._target, [sequence.tokens[-1] for sequence in running])
-        draft_BK, length_B = draft.padded(raw_BKV.device)
-        judged, logits_BKV = judge_chains(running, draft, draft_BK, length_B, raw_BKV, self._rule)
+        judged, logits_BKV = judge_chains(running, draft, raw_BKV, self._rule)
         judged = replace(judged, target_BK1=mask_nonfinite(judged.target_BK1, raw_BKV))
         verdicts = []
         for slot, (sequence, of_sequence) in enumerate(zip(running, judged.split())):

@@ -75,10 +75,6 @@ class Verdict:
     entropy: list[float] | None = None
 
     @property
-    def accepted(self) -> int:
-        return self.resolution.accepted
-
-    @property
     def leading_matches(self) -> int:
         return [*self.matches, False].index(False)
 
@@ -86,7 +82,8 @@ class Verdict:
     def earned(self) -> int:
         """Draft tokens that speak for the draft: those that matched, where an earlier deferral took
         the round back, else those that stand."""
-        return self.leading_matches if self.resolution.rolls_back_earlier else self.accepted
+        resolution = self.resolution
+        return self.leading_matches if resolution.rolls_back_earlier else resolution.accepted
 
 
 @dataclass(frozen=True)

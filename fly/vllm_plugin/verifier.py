@@ -14,9 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from fly.errors import FlyError
 from fly.models.tokenizers import Texts
+from fly.runs.records import Observer
 from fly.settings import EntropyKind
 from fly.speculation.chains import judge_chains
+from fly.speculation.drafters.draft import DeviceDraft, Draft
 from fly.speculation.drafters.ngram import until_eos
 from fly.speculation.rules.base import Rule
 from fly.speculation.rules.gates import entropy
@@ -60,27 +63,10 @@ class _ServedSequence(Sequence):
 
     def block(self, verdict: Verdict) -> list[int]:
         """The tokens that the round adds to the output."""
-        accepted = verdict.accepted
+        accepted = verdict.resolution.accepted
         if verdict.resolution.rolled_back or verdict.resolution.spends_draft:  # as in `commit`
             self._skipped += len(verdict.draft) - accepted
         return [*verdict.draft[:accepted], verdict.target_tokens[accepted]]
-
-
-class _ServedChains:
-    """Of each request: the draft tokens that count, and what all were drawn from."""
-
-    def __init__(self, lengths: list[int], q: tuple[Tensor, ...] | None) -> None:
-        self._lengths, self._q = lengths, q
-
-    def width(self, slots: list[int]) -> int:
-        return max(self._lengths[slot] for slot in slots)
-
-    def is_drawn(self, slot: int) -> bool:
-        return self._q is not None
-
-    def probabilities(self, slots: list[int]) -> Tensor:
-        assert self._q is not None
-        return pad_sequence([self._q[s][: self._lengths[s]] for s in slots], batch_first=True)
 
 
 class Verifier:
@@ -120,13 +106,12 @@ class Verifier:
         lengths = [max(0, min(k, s.remaining - 1)) for k, s in zip(counts, sequences)]
         draft_BK, logits_BKV = _padded(counts, draft_N, logits_MV)
         length_B = torch.tensor(lengths).to(draft_BK.device, non_blocking=True)
-        past_BK = torch.arange(draft_BK.shape[1], device=draft_BK.device) >= length_B[:, None]
-        draft_BK = draft_BK.masked_fill(past_BK, -1)
+        q_BKV = None if q_NV is None else pad_sequence(q_NV.split(counts), batch_first=True)
+        draft: Draft = DeviceDraft(draft_BK, length_B, q_BKV, [q_NV is not None] * len(counts))
+        if draft_BK.device.type == "cpu":  # each is judged by itself there, no wider than it is
+            draft, logits_BKV = draft.on_host(), logits_BKV[:, : max(lengths) + 1]
         # vLLM has applied the penalties
-        chains = _ServedChains(lengths, None if q_NV is None else q_NV.split(counts))
-        judged, logits_BKV = judge_chains(
-            [*sequences], chains, draft_BK, length_B, logits_BKV, self._rule
-        )
+        judged, logits_BKV = judge_chains([*sequences], draft, logits_BKV, self._rule)
         entropies = entropy(logits_BKV, self._traced).tolist() if self._traced else None
         blocks = []
         for slot, (request, sequence, own) in enumerate(zip(requests, sequences, judged.split())):
@@ -170,6 +155,34 @@ def verdict_of(line: list[Any], drafted_by: str) -> Verdict:
     resolution = Resolution(accepted, tuple(deferred), rolled_back)
     by = drafted_by * len(draft)
     return Verdict(draft, matches, target_tokens, resolution, by, entropies)
+
+
+def replay(
+    sequence: Sequence,
+    output: list[int],
+    rounds: list[list[Any]],
+    drafted_by: str,
+    observer: Observer,
+) -> None:
+    """Commit the rounds of `Verifier.take_rounds` up to the end of the output, as fly's own engine
+    does: so counts, positions and traces are made by the same code.
+
+    output: vLLM's tokens, the first of which is the prefill's; a pass without a draft is in no
+    round and gave one token. drafted_by: a letter of fly.runs.records.SOURCES. Raises FlyError if
+    the rounds do not give the output.
+    """
+    sequence.begin_with(output[0])
+    noted = {line[0]: verdict_of(line, drafted_by) for line in rounds}
+    while sequence.is_open and (start := len(sequence.generated)) < len(output):
+        bare = Verdict([], [], [output[start]], Resolution(0), "")
+        verdict = noted.get(start, bare)
+        counts = sequence.commit(verdict)
+        observer(sequence.round_record(verdict, counts, start))
+    if sequence.is_open or sequence.generated != output[: len(sequence.generated)]:
+        raise FlyError(
+            f"--model vllm: the {len(rounds)} rounds of fly's plugin do not give the output of "
+            f"{len(output)} tokens: set vllm_verification=vllm, and report this"
+        )
 
 
 def _padded(counts: list[int], draft_N: Tensor, logits_MV: Tensor) -> tuple[Tensor, Tensor]:

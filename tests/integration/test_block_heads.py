@@ -268,7 +268,7 @@ def test_what_a_head_cannot_do_is_refused_at_once(target, heads):
         settings = DrafterSettings(**{"spd_k": 5, **keys})
         ends = frozenset({tiny.EOS})
         runner = head.runner(target, 1, 512)
-        context = DrafterContext(1, 1, settings, ends, runner, tiny.COSTS, False, ())
+        context = DrafterContext(1, settings, ends, runner, tiny.COSTS, False, ())
         return BlockDrafter.create(context)
 
     assert create().wants_features == (1, 2)

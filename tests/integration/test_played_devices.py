@@ -18,7 +18,8 @@ from fly.settings import ExecutionSettings, Settings, TopKSettings, TypicalSetti
 from fly.speculation.drafters import cascade
 from fly.speculation.drafters.block import BlockDrafter
 from fly.speculation.engine import Engine
-from fly.speculation.rules.accept_all import AcceptAllRule
+from fly.speculation.rules.base import Rule
+from fly.speculation.rules.block import BlockRule
 from fly.speculation.rules.top_k import TopKRule
 from fly.speculation.rules.typical import TypicalRule
 from fly.speculation.sampling import GREEDY, Sampling
@@ -39,7 +40,8 @@ RULES = {
     "fly-across": tiny.relaxed(2, 0.3, across=True),
     "top_k": TopKRule(TopKSettings()),
     "typical": TypicalRule(TypicalSettings()),
-    "accept_all": AcceptAllRule(Settings()),
+    "accept_all": Rule(Settings()),
+    "block": BlockRule(Settings()),
 }
 CAPTURE = {"graphs": True, "eager": None}
 K = 4

@@ -31,9 +31,10 @@ def scan(tokens, pending, count, min_size, max_size):
 )
 def test_a_match_equals_a_scan(tokens, pending, count, min_size, max_size):
     index = NgramIndex(min_size, max_size)
-    index.extend(tokens[: len(tokens) // 2])
-    sequence = SimpleNamespace(tokens=[*tokens, *pending[:1]], final_length=len(tokens))
-    _, found = index.match_in(sequence, pending[1:], count)
+    sequence = SimpleNamespace(tokens=[*tokens, *pending[:1]], final_length=len(tokens) // 2)
+    index.match(sequence, (), count)
+    sequence.final_length = len(tokens)
+    _, found = index.match(sequence, pending[1:], count)
     assert found == scan(tokens, pending, count, min_size, max_size)
 
 

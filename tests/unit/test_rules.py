@@ -155,7 +155,8 @@ def test_the_entropy_rule_accepts_with_the_probability_that_is_claimed():
     expected = sum(min(q, p / bar) for p, q in zip(P.tolist(), Q.tolist()))
     rule = made("entropy_ratio")
     assert outputs(rule.judge)[1] == pytest.approx(expected, abs=0.01)
-    rule.alpha /= math.log(2)  # the mutant takes the entropy in bits
+    bits = {"posterior_alpha": 0.4 / math.log(2)}  # the mutant takes the entropy in bits
+    rule.settings = rule.settings.model_copy(update=bits)
     assert outputs(rule.judge)[1] != pytest.approx(expected, abs=0.01)
 
 
@@ -206,7 +207,7 @@ def test_greedy_ensemble_takes_the_likeliest_of_v(weight, stands, own):
 
 def test_greedy_cascade_is_a_ratio():
     rule = made("cascade", cascade_alpha=0.45)
-    found = verify(torch.tensor([[1, 2]]), torch.tensor([2]), P.log().expand(1, 3, 4), rule.gates)
+    found = verify(torch.tensor([[1, 2]]), torch.tensor([2]), P.log().expand(1, 3, 4), rule)
     assert found.deferrable_BK.tolist() == [[True, False]]  # 0.3 >= 0.55 * 0.5 > 0.15
 
 
@@ -224,7 +225,7 @@ def test_greedy_cascade_is_a_ratio():
 def test_mars(logits, token, passes):
     found = verify(
         torch.tensor([[token]]), torch.tensor([1]), torch.tensor([[logits, logits]]),
-        made("mars").gates,
+        made("mars"),
     )  # fmt: skip
     assert found.deferrable_BK.item() is passes
 
@@ -280,7 +281,7 @@ def test_asd_counts_over_a_request():
 def test_the_cost_is_carried_to_the_host():
     rule, logits = made("asd"), torch.tensor([[[3.0, 1.5], [2.0, 0.0], [0.0, 1.0]]])
     draft, length = torch.tensor([[1, -1]]), torch.tensor([1])
-    (found,) = verify(draft, length, logits, rule.gates, cost=rule.cost).split()
+    (found,) = verify(draft, length, logits, rule).split()
     assert found == JudgedDraft([1], [False], [True], [0, 0], cost=[1.5])
 
 

@@ -18,8 +18,7 @@ from fly.speculation.rules.base import verify
 from fly.speculation.sequence import Request, Sequence
 from fly.speculation.stop_strings import StopMatcher
 from fly.vllm_plugin import options
-from fly.vllm_plugin.replay import replay
-from fly.vllm_plugin.verifier import Verifier, verdict_of
+from fly.vllm_plugin.verifier import Verifier, replay, verdict_of
 
 VOCABULARY, EOS = 16, 15
 RULES = {
@@ -84,9 +83,8 @@ def slow(rule_, served, draft, logits_NV):
         draft = draft[: draft.index(EOS) + 1]
     k = len(draft)
     judged = verify(
-        torch.tensor([draft]).view(1, k), torch.tensor([k]), logits_NV[None, : k + 1], rule_.gates,
-        cost=rule_.cost,
-    )  # fmt: skip
+        torch.tensor([draft]).view(1, k), torch.tensor([k]), logits_NV[None, : k + 1], rule_
+    )
     texts = Texts(Letters())
     sequence = Sequence(
         Request(tuple(served.prompt_token_ids), 99),
@@ -97,7 +95,8 @@ def slow(rule_, served, draft, logits_NV):
     sequence.tokens += served.output_token_ids
     (own,) = judged.split()
     verdict = sequence.judge(rule_, own)
-    return [*draft[: verdict.accepted], own.target_tokens[verdict.accepted]]
+    accepted = verdict.resolution.accepted
+    return [*draft[:accepted], own.target_tokens[accepted]]
 
 
 @hypothesis_settings(max_examples=60, deadline=None)

@@ -16,7 +16,7 @@ from fly.models.tokenizers import Texts
 from fly.speculation.rules import rule_of
 from fly.speculation.sequence import Request, Sequence
 from fly.speculation.stop_strings import StopMatcher
-from fly.vllm_plugin.replay import replay
+from fly.vllm_plugin.verifier import replay
 from tests import tiny
 from tests.vllm.test_vllm_engine import ENVIRONMENT
 

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fly.execution.pass_costs import PairCosts
@@ -21,12 +20,11 @@ from fly.speculation.sequence import Sequence, Verdict
 class DrafterContext:
     """What a drafter is made from."""
 
-    slots: int  # how many sequences run at most
-    sequences: int  # the same for the whole run, of which a part may be there already
+    sequences: int  # that run at most, in the whole run, of which a part may be there already
     settings: DrafterSettings
     eos_ids: frozenset[int]
-    # of the draft, with so many slots: a ModelRunner, or what the registry's `head` makes by
-    # `runner`; None for drafters that need no draft
+    # of the draft, with a slot per running sequence: a ModelRunner, or what the registry's `head`
+    # makes by `runner`; None for drafters that need no draft
     draft_runner: Any
     costs: PairCosts  # of both models' passes
     # what is drafted, and how much, may change a text (lossy rules; tokens drawn from a draft
@@ -40,19 +38,18 @@ class Drafter:
 
     This one has no state: a drafter overrides what it needs.
 
-    devices: where it leaves work that the host has not waited for. wants_features: numbers of the
-    target's hidden states that it reads (fly.execution.model_runner); `admit` and `commit` get them
-    side by side, [.., F]. Prefixes are then computed, not copied. runner: the draft's, which
-    follows the slots; None without one. longest: drafts that cost no pass may have so many tokens,
-    whatever the limits. prefilling: what a prefill that `admit` put off has to run within, so that
-    its seconds are that sequence's prefill, not drafting. keeps_q: greedy drafts, too, come with
-    the draft's probabilities, at temperature 1 and without filters.
+    wants_features: numbers of the target's hidden states that it reads
+    (fly.execution.model_runner); `admit` and `commit` get them side by side, [.., F]. Prefixes are
+    then computed, not copied. runner: the draft's, which follows the slots; None without one.
+    longest: drafts that cost no pass may have so many tokens, whatever the limits. prefilling: what
+    a prefill that `admit` put off has to run within, so that its seconds are that sequence's
+    prefill, not drafting. keeps_q: greedy drafts, too, come with the draft's probabilities, at
+    temperature 1 and without filters.
     """
 
     prefilling: Callable[[Sequence], AbstractContextManager[None]] = staticmethod(
         lambda sequence: nullcontext()
     )
-    devices: tuple[torch.device, ...] = ()
     wants_features: tuple[int, ...] = ()
     runner: SlotRunner | None = None
     longest: int = 0

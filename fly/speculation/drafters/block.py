@@ -41,7 +41,6 @@ class BlockDrafter(Drafter):
     ) -> None:
         self.runner = runner
         self.wants_features = runner.spec.layers
-        self.devices = (runner.device,)
         self._eos = torch.tensor(sorted(eos_ids), dtype=torch.long, device=runner.device)
         self._confidence = confidence
 
@@ -61,10 +60,8 @@ class BlockDrafter(Drafter):
         limits = [min(limit, room) for limit, room in zip(limits, rooms)]
         if not (steps := max(limits)):
             return HostDraft([[] for _ in running])
-        last, sampler = (
-            [s.tokens[-1] for s in running],
-            DraftSampler(running, steps, self._eos.device, self.keeps_q),
-        )
+        last = [sequence.tokens[-1] for sequence in running]
+        sampler = DraftSampler(running, limits, self._eos, self.keeps_q)
         states_BKD = self.runner.draft(last)[:, :steps]
         logits_BKD = self.runner.logits(states_BKD)
         before_B = torch.tensor(last).to(self._eos.device, non_blocking=True)
@@ -77,7 +74,7 @@ class BlockDrafter(Drafter):
             drafted.append(sampler(logits_BV, step, *sampler.inputs))
             before_B = drafted[-1].tokens.clamp(min=0)
         is_sure_BK = torch.stack(is_sure, dim=1) if is_sure else None
-        return sampler.draft(Drafted.together(drafted), limits, self._eos, is_sure_BK)
+        return sampler.draft(Drafted.together(drafted), is_sure_BK)
 
     def commit(
         self, running: list[Sequence], verdicts: list[Verdict], features: Tensor | None = None

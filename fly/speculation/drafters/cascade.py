@@ -17,7 +17,7 @@ from fly.speculation.drafters.base import Drafter, DrafterContext
 from fly.speculation.drafters.draft import Draft
 from fly.speculation.drafters.draft_model import CATCH_UP, ModelDrafter
 from fly.speculation.drafters.lookup import Lookup
-from fly.speculation.drafters.ngram import NgramIndex, ngram_sizes
+from fly.speculation.drafters.ngram import NgramIndex
 from fly.speculation.drafters.texts import OwnText
 from fly.speculation.sequence import Sequence, Verdict
 
@@ -61,16 +61,18 @@ class CascadeDrafter(ModelDrafter):
     Else the draft model drafts, with guesses from the sequence's own text that it verifies, until K
     draft tokens stand. Without a match it just takes a step: filler tokens are never verified.
 
-    lookup: the texts; without it every draft is the draft model's. guesses: sizes of the n-grams
-    that it verifies (see ngram.ngram_sizes); None for no guesses.
+    lookup: the texts; without it every draft is the draft model's. guesses: shortest and longest
+    suffix of those that it verifies, and their most tokens; None for no guesses.
     """
 
     @classmethod
     def create(cls, context: DrafterContext) -> Drafter:
+        keys = context.settings
+        guesses = keys.min_ngram_size, keys.max_ngram_size, keys.num_ngram_pred_tokens
         return cls(
             context.draft_runner,
             context.eos_ids,
-            ngram_sizes(context.settings) if "own" in context.text_sources else None,
+            guesses if "own" in context.text_sources else None,
             Lookup.create(context, has_model=True),
         )
 
@@ -95,9 +97,6 @@ class CascadeDrafter(ModelDrafter):
     ) -> None:
         # while an earlier output is followed, the draft model has nothing to do
         super().admit(slot, sequence, features, soon=soon and not sequence.request.earlier)
-        self._indexes[sequence] = NgramIndex(*self._sizes)
-        if self._lookup is not None:
-            self._lookup.admit(sequence)
 
     def reserve(self, longest: int, spd_k: int) -> None:
         # a sequence that texts were drafted for is fed what the draft model lacks, with a guess
@@ -127,7 +126,8 @@ class CascadeDrafter(ModelDrafter):
             size, guess = 0, list[int]()
             if chain.is_open and room > 0 and self._count:
                 most = min(room, self._count)
-                size, guess = self._indexes[sequence].match_in(sequence, chain.tokens, most)
+                index = self._indexes.setdefault(sequence, NgramIndex(*self._sizes))
+                size, guess = index.match(sequence, chain.tokens, most)
                 guess = guess[: len(self._views.speakable(guess))]
             self._matched_sizes[slot] = size
             guesses.append(guess)

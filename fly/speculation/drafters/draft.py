@@ -109,7 +109,7 @@ class HostDraft(Draft):
 
 
 class DeviceDraft(Draft):
-    """The draft model's own tokens. draft_BK: the first length_B[b] are sequence b's. q_BKV: of the
+    """Tokens on the device. draft_BK: the first length_B[b] are sequence b's. q_BKV: of the
     sequences whose tokens were `drawn`."""
 
     def __init__(

@@ -61,7 +61,6 @@ class ModelDrafter(Drafter):
 
     def __init__(self, runner: ModelRunner, eos_ids: frozenset[int]) -> None:
         self.runner = runner
-        self.devices = (runner.device,)
         self._views = DraftViews(runner.intersection)
         self._eos_ids = eos_ids
         self._eos = torch.tensor(sorted(eos_ids), dtype=torch.long, device=runner.device)
@@ -83,12 +82,14 @@ class ModelDrafter(Drafter):
         self._chains = [
             Chain(self._within_context(sequence, limit)) for sequence, limit in zip(running, limits)
         ]
-        if (draft := self._on_device(running)) is not None:
-            return draft
+        limits = [chain.limit for chain in self._chains]
+        if self.drafts_alone and self.runner.chains and max(limits):
+            # the whole loop on the device, where the tokens stay
+            feeds = [self._unseen(slot, sequence) for slot, sequence in enumerate(running)]
+            sampler = DraftSampler(running, limits, self._eos, self.keeps_q)
+            return sampler.draft(self.runner.chain(feeds, max(limits), sampler))
         while any(chain.is_open for chain in self._chains):
-            self._pass(
-                running, [self._unseen(slot, sequence) for slot, sequence in enumerate(running)]
-            )
+            self._pass(running)
         return HostDraft(
             [chain.tokens for chain in self._chains],
             by=[chain.by for chain in self._chains],
@@ -97,16 +98,6 @@ class ModelDrafter(Drafter):
 
     def _within_context(self, sequence: Sequence, limit: int) -> int:
         return min(limit, max(0, self.runner.max_length - len(self._views.ids(sequence))))
-
-    def _on_device(self, running: list[Sequence]) -> Draft | None:
-        """The whole draft loop, its tokens left on the device; None where the host takes part."""
-        limits = [chain.limit for chain in self._chains]
-        steps = max(limits)
-        if not (self.drafts_alone and self.runner.chains and steps):
-            return None
-        feeds = [self._unseen(slot, sequence) for slot, sequence in enumerate(running)]
-        sampler = DraftSampler(running, steps, self.runner.device, self.keeps_q)
-        return sampler.draft(self.runner.chain(feeds, steps, sampler), limits, self._eos)
 
     def _unseen(self, slot: int, sequence: Sequence) -> list[int]:
         """What the draft model has not been fed yet of the sequence, drafted tokens too."""
@@ -121,7 +112,8 @@ class ModelDrafter(Drafter):
             self.runner.catch_up(slot, ids[:-1])
         return (ids + self._views.speakable(chain.tokens))[self.runner.lengths[slot] :]
 
-    def _pass(self, running: list[Sequence], unseen: list[list[int]]) -> None:
+    def _pass(self, running: list[Sequence]) -> None:
+        unseen = [self._unseen(slot, sequence) for slot, sequence in enumerate(running)]
         guesses = self._guess(running, unseen)
         feeds = [fed + self._views.speakable(guess) for fed, guess in zip(unseen, guesses)]
         logits_BQV = self.runner.extend(feeds)
@@ -173,29 +165,28 @@ class ModelDrafter(Drafter):
 
 class DraftSampler(Chooser):
     """Takes every sequence's token of a step from the draft's logits, greedy or drawn as its
-    request says; for one draft of up to `steps` tokens.
+    request says; for one draft of at most limits[b] tokens of sequence b, up to EOS.
 
     Sequences that all sample in one way may share a graph, unless a penalty looks at their tokens.
     keeps_q: the drafter's.
     """
 
     def __init__(
-        self, running: list[Sequence], steps: int, device: torch.device, keeps_q: bool = False
+        self, running: list[Sequence], limits: list[int], eos: Tensor, keeps_q: bool
     ) -> None:
         samplings = [sequence.request.sampling for sequence in running]
-        is_one = len({*samplings}) == 1
-        all_rows = (samplings[0], [*range(len(running))], slice(None))
-        self._groups = [all_rows] if is_one else [*alike(samplings, device)]
+        self._limits, self._eos = limits, eos
+        self._groups = [*alike(samplings, eos.device)]
         self._keeps_q = keeps_q
         self._drawn = [keeps_q or not sampling.is_greedy for sampling in samplings]
         if not all(sampling.is_greedy for sampling in samplings):
-            uniform_BK = torch.zeros(len(running), steps, dtype=torch.float64)
+            uniform_BK = torch.zeros(len(running), max(limits), dtype=torch.float64)
             for slot, sequence in enumerate(running):
                 if not samplings[slot].is_greedy:
-                    uniform_BK[slot] = sequence.noise(steps).draft
-            self.inputs = (uniform_BK.to(device, non_blocking=True),)
+                    uniform_BK[slot] = sequence.noise(max(limits)).draft
+            self.inputs = (uniform_BK.to(eos.device, non_blocking=True),)
         if keeps_q or not all(sampling.is_plain for sampling in samplings):
-            self.key = samplings[0] if is_one else None
+            self.key = samplings[0] if len({*samplings}) == 1 else None
         self._before: list[list[int]] = []
         if any(sampling.is_penalised for sampling in samplings):
             self.key, self._before = None, [sequence.tokens for sequence in running]
@@ -226,22 +217,17 @@ class DraftSampler(Chooser):
             token_B[rows] = own_M
         return Drafted(mask_nonfinite(token_B, logits_BV), q_BV)
 
-    def draft(
-        self,
-        drafted: Drafted,
-        limits: list[int],
-        eos: Tensor,
-        is_sure_BK: Tensor | None = None,
-    ) -> Draft:
-        """At most limits[b] tokens of sequence b, up to EOS, before the first that is not sure."""
-        limit_B = torch.tensor(limits).to(eos.device, non_blocking=True)
-        is_end_BK = torch.isin(drafted.tokens, eos)
+    def draft(self, drafted: Drafted, is_sure_BK: Tensor | None = None) -> Draft:
+        """is_sure_BK: a draft ends before the first token that is not sure."""
+        device = self._eos.device
+        limit_B = torch.tensor(self._limits).to(device, non_blocking=True)
+        is_end_BK = torch.isin(drafted.tokens, self._eos)
         is_past_BK = is_end_BK.cumsum(dim=1) > is_end_BK.long()
         if is_sure_BK is not None:
             is_past_BK |= (~is_sure_BK).cumsum(dim=1) > 0
         length_B = (~is_past_BK).sum(dim=1).minimum(limit_B)
         found = DeviceDraft(drafted.tokens, length_B, drafted.q, self._drawn)
-        return found.on_host() if eos.device.type == "cpu" else found
+        return found.on_host() if device.type == "cpu" else found
 
 
 def _own_draws(

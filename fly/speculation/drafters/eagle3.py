@@ -53,12 +53,10 @@ class Eagle3Drafter(Drafter):
 
     @classmethod
     def create(cls, context: DrafterContext) -> Drafter:
-        runner: Eagle3Runner = context.draft_runner
-        return cls(runner, context.eos_ids)
+        return cls(context.draft_runner, context.eos_ids)
 
     def __init__(self, runner: Eagle3Runner, eos_ids: frozenset[int]) -> None:
         self.runner = runner
-        self.devices = (runner.device,)
         self.wants_features = runner.head.layers_read
         self._vocabulary: DraftVocabulary = runner.head.vocabulary.to(runner.device)
         self._eos = torch.tensor(sorted(eos_ids), dtype=torch.long, device=runner.device)
@@ -93,7 +91,7 @@ class Eagle3Drafter(Drafter):
         limits = [self._limit(sequence, limit) for sequence, limit in zip(running, limits)]
         if not (steps := max(limits)):
             return HostDraft([[] for _ in running])
-        sampler = DraftSampler(running, steps, self._eos.device, self.keeps_q)
+        sampler = DraftSampler(running, limits, self._eos, self.keeps_q)
         drafted = list[Drafted]()
         logits_BD, states_BH = self.runner.extend(*self._true_pairs(running, limits))
         ended_B = torch.zeros(len(running), dtype=torch.bool, device=self._eos.device)
@@ -107,7 +105,7 @@ class Eagle3Drafter(Drafter):
                 ended_B |= torch.isin(drafted[-1].tokens, self._eos)
                 if all(limit <= step + 1 or end for limit, end in zip(limits, ended_B.tolist())):
                     break
-        return sampler.draft(Drafted.together(drafted), limits, self._eos)
+        return sampler.draft(Drafted.together(drafted))
 
     def _limit(self, sequence: Sequence, limit: int) -> int:
         """Nothing is drafted after a text's first token, before which no features are."""

@@ -23,11 +23,6 @@ class TextDrafter(Drafter):
         self._lookup = lookup
         self.longest = lookup.longest
 
-    def admit(
-        self, slot: int, sequence: Sequence, features: Tensor | None = None, *, soon: bool = True
-    ) -> None:
-        self._lookup.admit(sequence)
-
     def propose(self, running: list[Sequence], limits: list[int]) -> Draft:
         found = self._lookup.propose(running, limits)
         return HostDraft(

@@ -99,8 +99,7 @@ class Choice:
 
         lengths = {len(proposal.tokens) for proposal in chosen if proposal is not None}
         widest = max({0, *lengths}, key=value_of)
-        cut = [proposal and proposal.cut(widest) for proposal in chosen]
-        return [proposal if proposal and proposal.tokens else None for proposal in cut]
+        return [proposal.cut(widest) if proposal and widest else None for proposal in chosen]
 
     def _expected(self, proposal: Proposal) -> list[float]:
         """Tokens of a round, with the target's own, by how many of the proposal's are drafted; for
@@ -145,10 +144,6 @@ class Lookup:
             return None
         choice = Choice(context.costs, context.sequences, learns=learns, has_model=has_model)
         return cls(context.settings, names, choice, context.eos_ids)
-
-    def admit(self, sequence: Sequence) -> None:
-        for source in self._sources:
-            source.admit(sequence)
 
     def propose(self, running: list[Sequence], limits: list[int]) -> list[Proposal | None]:
         """A proposal per sequence; None where a plain step or the draft model, which would draft

@@ -4,56 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from fly.settings import DrafterSettings
 from fly.speculation.sequence import Sequence
 
 
 class NgramIndex:
-    """Where each n-gram of a growing token list was last followed by another token.
+    """Where each n-gram of a growing sequence was last followed by another token.
 
-    `extend` costs one dictionary write per size and token; `match` costs at most one read per
-    size, however long the text is.
+    A new token costs one dictionary write per size, a match at most one read per size, however
+    long the text is.
     """
 
     def __init__(self, min_size: int, max_size: int) -> None:
         self._sizes = range(max_size, min_size - 1, -1)
         self._last: dict[tuple[int, ...], int] = {}
-        self._tokens: list[int] = []
+        self._count = 0  # of the sequence's tokens that are in the index
 
-    def extend(self, tokens: Seq[int]) -> None:
-        """Append tokens; an n-gram is entered once the token after it is known."""
-        for token in tokens:
-            end = len(self._tokens)
-            for size in self._sizes:
-                if size <= end:
-                    self._last[tuple(self._tokens[end - size :])] = end
-            self._tokens.append(token)
-
-    def match_in(self, sequence: Sequence, drafted: Seq[int], count: int) -> tuple[int, list[int]]:
-        """`match` in the sequence's own text, of which the index takes in what is final. drafted:
-        tokens behind it."""
-        tokens, final = sequence.tokens, sequence.final_length
-        self.extend(tokens[len(self._tokens) : final])
-        return self.match([*tokens[final:], *drafted], count)
-
-    def match(self, pending: Seq[int], count: int) -> tuple[int, list[int]]:
+    def match(self, sequence: Sequence, drafted: Seq[int], count: int) -> tuple[int, list[int]]:
         """(size of the longest suffix found, up to `count` tokens after its most recent match).
 
-        The suffix is that of the text so far plus `pending` (draft tokens, not yet in the index).
+        The suffix is that of the sequence's tokens and of those drafted behind them; it is looked
+        for in what is final.
         """
+        tokens, final = sequence.tokens, sequence.final_length
+        for end in range(self._count, final):
+            for size in self._sizes:
+                if size <= end:
+                    self._last[tuple(tokens[end - size : end])] = end
+        self._count = final
         longest = self._sizes.start
-        suffix = [*self._tokens[-longest:], *pending][-longest:]
+        suffix = [*tokens[-longest:], *drafted][-longest:]
         for size in self._sizes:
             if size > len(suffix):
                 continue
             if (start := self._last.get(tuple(suffix[-size:]))) is not None:
-                return size, self._tokens[start : start + count]
+                return size, tokens[start : min(start + count, final)]
         return 0, []
-
-
-def ngram_sizes(settings: DrafterSettings) -> tuple[int, int, int]:
-    """(shortest suffix, longest suffix, most tokens of a proposal)."""
-    return settings.min_ngram_size, settings.max_ngram_size, settings.num_ngram_pred_tokens
 
 
 def until_eos(tokens: list[int], eos_ids: frozenset[int]) -> list[int]:

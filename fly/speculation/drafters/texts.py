@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 from fly.settings import DrafterSettings, TextSourceName
 from fly.speculation.acceptance import START, Speaker
 from fly.speculation.drafters.follower import Follower
-from fly.speculation.drafters.ngram import NgramIndex, ngram_sizes
+from fly.speculation.drafters.ngram import NgramIndex
 from fly.speculation.sequence import Sequence
 
 _MOST_FOLLOWED = 8  # earlier outputs of one document
@@ -54,9 +54,6 @@ class TextSource:
     def __init__(self, settings: DrafterSettings) -> None:
         """`settings`: sizes of n-grams."""
 
-    def admit(self, sequence: Sequence) -> None:
-        """A sequence starts, or starts again after memory ran out."""
-
     def match(self, sequence: Sequence, count: int) -> Proposal | None:
         """Up to `count` tokens that may come next."""
         raise NotImplementedError
@@ -69,27 +66,20 @@ class EarlierRuns(TextSource):
     is_weighed = True
 
     def __init__(self, settings: DrafterSettings) -> None:
-        # by sequence: one that goes on after memory ran out goes on from its place in them
         self._followers: WeakKeyDictionary[Sequence, list[Follower]] = WeakKeyDictionary()
 
-    def admit(self, sequence: Sequence) -> None:
+    def match(self, sequence: Sequence, count: int) -> Proposal | None:
         if sequence not in self._followers:
             self._followers[sequence] = [
                 Follower(tokens) for tokens in sequence.request.earlier[:_MOST_FOLLOWED]
             ]
-
-    def match(self, sequence: Sequence, count: int) -> Proposal | None:
-        generated = sequence.generated
-        best: tuple[int, list[int]] | None = None
+        generated, found = sequence.generated, list[Proposal]()
         for follower in self._followers[sequence]:
             place = follower.find(generated)
-            tokens = follower.following(place, count)
-            if tokens and (best is None or place.agreed > best[0]):
-                best = place.agreed, tokens
-        if best is None:
-            return None
-        agreed, tokens = best
-        return Proposal(EarlierRuns, agreed if generated else START, tokens)
+            if tokens := follower.following(place, count):
+                size = place.agreed if generated else START
+                found.append(Proposal(EarlierRuns, size, tokens))
+        return max(found, key=lambda proposal: proposal.size, default=None)
 
 
 class OwnText(TextSource):
@@ -99,14 +89,13 @@ class OwnText(TextSource):
     is_weighed = False
 
     def __init__(self, settings: DrafterSettings) -> None:
-        *self._sizes, self._most = ngram_sizes(settings)
+        self._sizes = settings.min_ngram_size, settings.max_ngram_size
+        self._most = settings.num_ngram_pred_tokens
         self._indexes: WeakKeyDictionary[Sequence, NgramIndex] = WeakKeyDictionary()
 
-    def admit(self, sequence: Sequence) -> None:
-        self._indexes[sequence] = NgramIndex(*self._sizes)
-
     def match(self, sequence: Sequence, count: int) -> Proposal | None:
-        size, tokens = self._indexes[sequence].match_in(sequence, (), min(count, self._most))
+        index = self._indexes.setdefault(sequence, NgramIndex(*self._sizes))
+        size, tokens = index.match(sequence, (), min(count, self._most))
         return Proposal(OwnText, size, tokens) if tokens else None
 
 

@@ -29,24 +29,22 @@ class AsdRule(Rule):
     requests = "greedy"
     decides_alone = False
     cost = staticmethod(regret)
-
-    def __init__(self, settings: AsdSettings) -> None:
-        self.gates = (AnyGate(),)
-        self.budget, self.most = settings.asd_budget, settings.asd_max_mismatches
-        self.per_value = math.inf if settings.asd_gap is None else settings.asd_gap
+    gates = (AnyGate(),)
+    settings: AsdSettings
 
     def resolve(self, judged: JudgedDraft) -> Resolution:
         """Its state is what the request has spent so far."""
-        spent, deferred = judged.state or 0.0, list[int]()
+        keys, spent, deferred = self.settings, judged.state or 0.0, list[int]()
+        gap = math.inf if keys.asd_gap is None else keys.asd_gap
         for position, matches in enumerate(judged.matches):
             if matches:
                 continue
             assert judged.cost is not None
             cost, left = judged.cost[position], len(judged.draft) - position
-            is_too_dear = spent + cost > self.budget or cost > self.per_value * left
+            is_too_dear = spent + cost > keys.asd_budget or cost > gap * left
             if (
                 is_too_dear
-                or len(deferred) >= self.most
+                or len(deferred) >= keys.asd_max_mismatches
                 or not judged.deferrable[position]
                 or self.places.are_exact(judged, position)
             ):

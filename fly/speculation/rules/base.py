@@ -27,15 +27,18 @@ from fly.speculation.sampling import Noise, Sampling, rejection_sample
 
 
 class Rule:
-    """Which draft tokens stand. This one: those that match, and mismatches that pass all gates.
+    """Which draft tokens stand: those that match, and mismatches that pass all gates. This one has
+    no gates, so that whatever is drafted stands (verification=accept_all).
 
-    A rule is made from its settings, which fly/registry.py names with it.
+    settings: the rule's keys, of the class that fly/registry.py names with it; a rule with an
+    `__init__` of its own takes from them what it needs.
     gates: what a mismatch must pass; None lets no mismatch in. decides_alone: under sampling the
     gates alone decide, and the rejection sampler is not asked. judges: which requests' drafts
     `judge` is asked about; `all` needs the draft's probabilities even of greedy drafts. places:
     where it decides as exact verification does.
     """
 
+    gates: tuple[Gate, ...] | None = ()
     decides_alone = True
     judges: Literal["none", "samples", "all"] = "none"
     requests: Literal["all", "greedy", "samples"] = "all"  # that it is made for
@@ -44,7 +47,7 @@ class Rule:
     places = Places()
 
     def __init__(self, settings: Settings) -> None:
-        self.gates: tuple[Gate, ...] | None = ()
+        self.settings = settings
 
     def check(self, sampling: Sampling) -> None:
         """Raise FlyError if requests that are decoded so are not what the rule is made for."""
@@ -110,18 +113,16 @@ class JudgedBatch:
 
     def split(self) -> list[JudgedDraft]:
         """One judged draft per sequence, on the host, in one copy from the device."""
-        cost = None if self.cost_BK is None else self.cost_BK.float().view(torch.int32)
         parts = {
             "draft": self.draft_BK, "matches": self.matches_BK, "deferrable": self.deferrable_BK,
             "target_tokens": self.target_BK1, "stands": self.stands_BK, "own_tokens": self.own_BK1,
-            "cost": cost, "length": self.length_B[:, None],
+            "cost": self.cost_BK, "length": self.length_B[:, None],
         }  # fmt: skip
         there = {name: part for name, part in parts.items() if part is not None}
-        on_host = torch.cat([part.long() for part in there.values()], dim=1).cpu()
+        # float64 holds tokens, truth values and float32 costs as they are
+        on_host = torch.cat([part.double() for part in there.values()], dim=1).cpu()
         columns = on_host.split([part.shape[1] for part in there.values()], dim=1)
-        as_was = {"cost": lambda column: column.int().view(torch.float32)}
-        as_was |= dict.fromkeys(("matches", "deferrable", "stands"), Tensor.bool)
-        values = [as_was.get(n, Tensor.long)(c).tolist() for n, c in zip(there, columns)]
+        values = [c.to(part.dtype).tolist() for c, part in zip(columns, there.values())]
         found = []
         for row, (*own, (length,)) in enumerate(zip(*values)):
             draft = JudgedDraft(**dict(zip(there, own))).first(length)
@@ -134,16 +135,14 @@ def verify(
     draft_BK: Tensor,
     length_B: Tensor,
     logits_BKV: Tensor,
-    gates: tuple[Gate, ...] | None,
+    rule: Rule,
     matches_BK: Tensor | None = None,
     target_BK1: Tensor | None = None,
-    cost: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> JudgedBatch:
-    """Judge every position by itself.
+    """Judge every position by itself, with the rule's gates and cost.
 
-    draft_BK: padded past `length_B`. logits_BKV: K + 1 positions. gates: None lets nothing be
-    deferred. matches_BK, target_BK1: given where sequences sample; else `draft == argmax` and the
-    argmax. cost: the rule's.
+    draft_BK: padded past `length_B`. logits_BKV: K + 1 positions. matches_BK, target_BK1: given
+    where sequences sample; else `draft == argmax` and the argmax.
     """
     k = draft_BK.shape[1]
     if target_BK1 is None:
@@ -153,11 +152,12 @@ def verify(
         matches_BK = draft_BK == target_BK1[:, :k]
     matches_BK = matches_BK & valid_BK
     deferrable_BK = torch.zeros_like(matches_BK)
-    if gates is not None and k > 0:
-        deferrable_BK = _gate(logits_BKV[:, :k], draft_BK, valid_BK & ~matches_BK, gates)
+    if rule.gates is not None and k > 0:
+        deferrable_BK = _gate(logits_BKV[:, :k], draft_BK, valid_BK & ~matches_BK, rule.gates)
     cost_BK = None
-    if cost is not None and k > 0:
-        cost_BK = cost(logits_BKV[:, :k].flatten(0, 1), draft_BK.flatten()).view(draft_BK.shape)
+    if rule.cost is not None and k > 0:
+        logits_MV = logits_BKV[:, :k].flatten(0, 1)
+        cost_BK = rule.cost(logits_MV, draft_BK.flatten()).view(draft_BK.shape)
     return JudgedBatch(draft_BK, length_B, matches_BK, deferrable_BK, target_BK1, cost_BK=cost_BK)
 
 

@@ -46,7 +46,8 @@ class BlockRule(ExactRule):
         p_BV = p_BNV.take_along_dim(tau_B1[..., None], 1)[:, 0]
         rest_BV = torch.where(rest_BV.sum(-1, keepdim=True) > 0, rest_BV, p_BV)
         drawn_B = draw(rest_BV, noise.target.take_along_dim(tau_B1, 1)[:, 0])
-        return matches_BK, pad(draft_BK, (0, 1)).scatter(1, tau_B1, drawn_B[:, None])
+        own_BN = pad(token_BK1[..., 0], (0, 1))  # what lies past tau means nothing, but is a token
+        return matches_BK, own_BN.scatter(1, tau_B1, drawn_B[:, None])
 
     def resolve(self, judged: JudgedDraft) -> Resolution:
         return replace(super().resolve(judged), spends_draft=True)

@@ -16,12 +16,10 @@ from fly.speculation.rules.settings import CactusSettings
 
 class CactusRule(RevisedRule):
     requests = "samples"
-
-    def __init__(self, settings: CactusSettings) -> None:
-        super().__init__(settings)
-        self.delta = settings.cactus_delta
+    settings: CactusSettings
 
     def revise(self, p_BKV: Tensor, q_BKV: Tensor, token_BK1: Tensor) -> Tensor:
         p_BK1 = p_BKV.gather(-1, token_BK1)
-        bonus_BK1 = (2 * self.delta * p_BK1 * (1 - p_BK1)).clamp(min=0).sqrt()
+        delta = self.settings.cactus_delta
+        bonus_BK1 = (2 * delta * p_BK1 * (1 - p_BK1)).clamp(min=0).sqrt()
         return replace_token(p_BKV, token_BK1, (p_BK1 + bonus_BK1).clamp(max=1))

@@ -18,10 +18,8 @@ from fly.speculation.rules.settings import EnsembleSettings
 
 class EnsembleRule(RevisedRule):
     judges = "all"
-
-    def __init__(self, settings: EnsembleSettings) -> None:
-        super().__init__(settings)
-        self.weight = settings.assistant_ensemble_weight
+    settings: EnsembleSettings
 
     def revise(self, p_BKV: Tensor, q_BKV: Tensor, token_BK1: Tensor) -> Tensor:
-        return self.weight * p_BKV + (1 - self.weight) * q_BKV
+        weight = self.settings.assistant_ensemble_weight
+        return weight * p_BKV + (1 - weight) * q_BKV

@@ -19,14 +19,12 @@ from fly.speculation.rules.settings import EntropyRatioSettings
 
 class EntropyRatioRule(RevisedRule):
     requests = "samples"
-
-    def __init__(self, settings: EntropyRatioSettings) -> None:
-        super().__init__(settings)
-        self.threshold, self.alpha = settings.posterior_threshold, settings.posterior_alpha
+    settings: EntropyRatioSettings
 
     def revise(self, p_BKV: Tensor, q_BKV: Tensor, token_BK1: Tensor) -> Tensor:
         """p but for the draft's token: where that is rejected p(d) < q(d), so that it is not in
         what is left of v, either."""
         entropy_BK1 = torch.special.entr(p_BKV).sum(-1, keepdim=True)
-        bar_BK1 = (-self.alpha * entropy_BK1).exp().clamp(max=self.threshold)
+        alpha, threshold = self.settings.posterior_alpha, self.settings.posterior_threshold
+        bar_BK1 = (-alpha * entropy_BK1).exp().clamp(max=threshold)
         return p_BKV.scatter(-1, token_BK1, p_BKV.gather(-1, token_BK1) / bar_BK1)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from fly.settings import Settings
 from fly.speculation.rules.base import Rule
 
 
 class ExactRule(Rule):
     decides_alone = False
-
-    def __init__(self, settings: Settings) -> None:
-        self.gates = None
+    gates = None

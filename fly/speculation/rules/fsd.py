@@ -23,13 +23,11 @@ from fly.speculation.rules.settings import FsdSettings
 
 class FsdRule(RevisedRule):
     judges = "all"
-
-    def __init__(self, settings: FsdSettings) -> None:
-        super().__init__(settings)
-        self.threshold, self.kind = settings.fsd_div_threshold, settings.fsd_div_type
+    settings: FsdSettings
 
     def revise(self, p_BKV: Tensor, q_BKV: Tensor, token_BK1: Tensor) -> Tensor:
-        is_close_BK = divergence(p_BKV, q_BKV, self.kind) <= self.threshold
+        div_BK = divergence(p_BKV, q_BKV, self.settings.fsd_div_type)
+        is_close_BK = div_BK <= self.settings.fsd_div_threshold
         always_BKV = q_BKV.scatter(-1, token_BK1, 1.0)  # whatever q gave is what follows then
         return torch.where(is_close_BK[..., None], always_BKV, p_BKV)
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from fly.settings import EntropyKind
+from fly.settings import EntropyKind
 
 
 class Gate(Protocol):
@@ -29,10 +28,7 @@ def top_k_entropy(logits: Tensor, k: int) -> Tensor:
     """Entropy of the k largest probabilities, in nats, not renormalised. [..., V] -> [...].
 
     FLy's gate (arXiv 2511.22972 sec. 3.2; the reference code and vLLM use k = 3).
-    Raises ValueError if k exceeds the vocabulary.
     """
-    if k > logits.shape[-1]:
-        raise ValueError(f"k={k} exceeds the vocabulary of {logits.shape[-1]}")
     logits = logits.float()
     log_p = torch.topk(logits, k, dim=-1).values - torch.logsumexp(logits, dim=-1, keepdim=True)
     return torch.special.entr(log_p.exp()).sum(-1)  # entr(0) = 0: top-p leaves zeros

@@ -22,9 +22,8 @@ class JudgedDraft:
     # verification says
     stands: list[bool] | None = None
     own_tokens: list[int] | None = None
-    cost: list[float] | None = (
-        None  # of letting each token stand, where a rule counts (`Rule.cost`)
-    )
+    # of letting each token stand, where a rule counts (`Rule.cost`)
+    cost: list[float] | None = None
     state: Any = None  # what the rule kept of the sequence's round before; None in the first
     eos_ids: frozenset[int] = frozenset()  # of the target
     # finds how many draft tokens complete the first stop string, if all stand; None without
@@ -34,7 +33,6 @@ class JudgedDraft:
     start: int = 0  # tokens of the output before the draft
     # of the prompt and of the output, if these tokens follow; special tokens are line breaks there
     texts: Callable[[list[int]], tuple[str, str]] = lambda tokens: ("", "")
-
     # the last token before the draft, prompt included, that is one of these; None without one
     last_of: Callable[[tuple[int, ...]], int | None] = lambda ids: None
 

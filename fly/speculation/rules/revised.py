@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fly.settings import Settings
 from fly.speculation.rules.base import Rule
+from fly.speculation.rules.gates import Gate
 from fly.speculation.sampling import Noise, rejection_sample
 
 
@@ -21,10 +21,8 @@ class RevisedRule(Rule):
     """Only what a rule revises is its own; sampling and the recovered tokens are as ever."""
 
     decides_alone = False
+    gates: tuple[Gate, ...] | None = None
     judges: Literal["none", "samples", "all"] = "samples"
-
-    def __init__(self, settings: Settings) -> None:
-        self.gates = None
 
     def revise(self, p_BKV: Tensor, q_BKV: Tensor, token_BK1: Tensor) -> Tensor:
         """v, which need not be normalised. token_BK1: the draft's."""

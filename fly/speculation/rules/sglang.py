@@ -19,11 +19,7 @@ from fly.speculation.sampling import Noise, certain
 
 class SglangRule(RevisedRule):
     requests = "samples"
-
-    def __init__(self, settings: SglangSettings) -> None:
-        super().__init__(settings)
-        self.single = settings.speculative_accept_threshold_single
-        self.accumulated = settings.speculative_accept_threshold_acc
+    settings: SglangSettings
 
     def judge(
         self, p_BNV: Tensor, q_BKV: Tensor, draft_BK: Tensor, noise: Noise | None
@@ -31,7 +27,9 @@ class SglangRule(RevisedRule):
         return super().judge(p_BNV, certain(draft_BK, p_BNV), draft_BK, noise)
 
     def revise(self, p_BKV: Tensor, q_BKV: Tensor, token_BK1: Tensor) -> Tensor:
+        single = self.settings.speculative_accept_threshold_single
+        accumulated = self.settings.speculative_accept_threshold_acc
         p_BK1 = p_BKV.gather(-1, token_BK1)
-        chance_BK1 = (p_BK1 / max(self.accumulated, 1e-9)).clamp(max=1)
-        chance_BK1 = torch.where(p_BK1 >= self.single, 1.0, chance_BK1)
+        chance_BK1 = (p_BK1 / max(accumulated, 1e-9)).clamp(max=1)
+        chance_BK1 = torch.where(p_BK1 >= single, 1.0, chance_BK1)
         return replace_token(p_BKV, token_BK1, chance_BK1)
