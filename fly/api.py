@@ -46,6 +46,7 @@ def compare(
     """
     from fly.analysis import compare as comparison
     from fly.analysis import scores
+    from fly.analysis.alignment import pair_by_document
     from fly.analysis.statistics import Demand
     from fly.harness.arguments import check_flags
     from fly.runs import reader
@@ -55,7 +56,9 @@ def compare(
         raise FlyError("fly.compare: give at least two runs")
     named = [reader.named(str(run)) for run in runs]
     measured = [scores.measure(run) for run in read_runs(named)]
-    first, others = comparison.split_baseline(measured, baseline, pair_by)
+    if pair_by == "document":
+        measured = pair_by_document(measured)
+    first, others = comparison.split_baseline(measured, baseline)
     return comparison.compare(first, others, Demand(min_recovery, confidence), metrics)
 
 

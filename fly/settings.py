@@ -46,7 +46,8 @@ EXACT_PATTERNS = {
 def _as_tuple(value: Any) -> Any:
     """A list in the JSON, or what the command line has: `a,b`, `[a,b]` or one name."""
     if isinstance(value, str):
-        parts = (part.strip(" '\"") for part in value.strip("[]").split(","))
+        listed = value[1:-1] if value[:1] + value[-1:] == "[]" else value
+        parts = (part.strip(" '\"") for part in listed.split(","))
         return tuple(part for part in parts if part)
     return tuple(value) if isinstance(value, list) else value
 
@@ -245,8 +246,8 @@ class PlaceSettings(Settings):
     exact verification's then."""
     think_tokens: Annotated[
         tuple[Annotated[str, Field(min_length=1)], ...],
-        BeforeValidator(_as_tuple, json_schema_input_type=list[str] | str),
         Field(min_length=2, max_length=2),
+        BeforeValidator(_as_tuple, json_schema_input_type=list[str] | str),
     ] = ("<think>", "</think>")
     """What opens and what closes a thought, for relax_in: tokens of the target, or texts."""
 

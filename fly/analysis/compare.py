@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from fly.analysis import statistics
-from fly.analysis.alignment import pair_by_document
 from fly.analysis.comparability import Reason, Severity, Subject, check_comparable
 from fly.analysis.gates import FLAGS, Gate, GateRow
 from fly.analysis.gates import judge as judge_gate
@@ -160,12 +159,9 @@ def choose_baseline(runs: Sequence[Measured], name: str | None = None) -> Measur
 
 
 def split_baseline(
-    runs: Sequence[Measured], name: str | None = None, pair_by: str = "prompt"
+    runs: Sequence[Measured], name: str | None = None
 ) -> tuple[Measured, list[Measured]]:
-    """(`choose_baseline`, the others). pair_by: `document` for runs whose prompts differ in form
-    (`alignment.pair_by_document`)."""
-    if pair_by == "document":
-        runs = pair_by_document(runs)
+    """(`choose_baseline`, the others)."""
     baseline = choose_baseline(runs, name)
     return baseline, [run for run in runs if run is not baseline]
 

@@ -45,7 +45,8 @@ def print_result(result: Result, categories: Categories = ()) -> None:
     """A table of scores per task, one of speeds, and the notes. 100 columns suffice. categories:
     what `categories.rows` gives."""
     scores, *others = _tables(result, categories)
-    print_tables([*scores.groups(), *others], _notes(result), heading=scores.title)
+    heading = scores.title if scores.rows else ""
+    print_tables([*scores.groups(), *others], _notes(result), heading=heading)
 
 
 def markdown(result: Result, categories: Categories = ()) -> str:
@@ -215,6 +216,13 @@ def _short_rows(result: Result) -> Iterator[list[str]]:
             shown = with_drafts(other.name, speed is not None and speed.from_earlier_runs)
             ratios = (speed.decode, speed.end_to_end) if speed else (None, None)
             yield ["", shown, score, *map(ratio_text, ratios), _length(speed)]
+    scored = {row.task for other in result.others for row in other.all_rows}
+    for label, name, speed in _by_task(result):
+        if speed.task not in scored:
+            ratios = [ratio_text(speed.decode), ratio_text(speed.end_to_end)]
+            of_run = ["1", "1"] if name == result.baseline else ratios
+            shown = with_drafts(name, speed.from_earlier_runs)
+            yield [label, shown, "-", *of_run, _length(speed)]
 
 
 def _solved(mean: float, count: int) -> str:

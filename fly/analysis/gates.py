@@ -85,9 +85,11 @@ def judge(
         name = "decode" if gate.kind == "decoding x" else "end_to_end"
         seconds = [(getattr(theirs, name), getattr(ours, name)) for theirs, ours in pairs]
         value = compare_rates(seconds, tails=tails)
-    if value is None or value.interval is None or len(pairs) < _FEWEST:
+    if len(pairs) < _FEWEST:
         why = f"{len(pairs)} of at least {_FEWEST} documents with records"
         return GateRow(gate, value, "not enough evidence", why)
+    if value is None or value.interval is None:
+        return GateRow(gate, value, "not enough evidence", "the records do not tell it")
     if value.interval.low >= gate.least:
         return GateRow(gate, value, "held")
     if value.interval.high < gate.least:

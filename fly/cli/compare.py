@@ -87,10 +87,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--baseline-run", metavar="NAME", help="default: target-only, else the first"
     )
-    group.add_argument(
-        "--baseline", type=Path, metavar="FILE", help="a stored target-only run instead of one"
-    )
-    group.add_argument("--save-baseline", type=Path, metavar="FILE", help="store the baseline")
+    outputs.add_file(group, "--baseline", "a stored target-only run instead of one")
+    outputs.add_file(group, "--save-baseline", "store the baseline")
     group.add_argument(
         "--with-outputs",
         action="store_true",
@@ -149,9 +147,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         group.add_argument(
             flag, nargs="+", metavar="[TASK=]VALUE", help=f"least {what}, in all tasks or in one"
         )
-    group.add_argument(
-        "--history", type=Path, metavar="FILE", help="append the runs there (fly history FILE)"
-    )
+    outputs.add_file(group, "--history", "append the runs there (fly history FILE)")
     group.add_argument(
         "--link", metavar="URL", help="where the report will lie, for the links of --markdown"
     )
@@ -159,7 +155,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--details", action="store_true", help="all tables and notes, also on a terminal"
     )
     for name in _FILES:
-        group.add_argument(f"--{name}", type=Path, metavar="FILE", help=f"write {name} there")
+        outputs.add_file(group, f"--{name}", f"write {name} there")
     outputs.add_force(group)
 
 
@@ -194,6 +190,7 @@ def exit_with(verdict: Verdict, args: argparse.Namespace, *, is_gate: bool = Fal
 
 def _execute(args: argparse.Namespace) -> None:
     from fly.analysis import (
+        alignment,
         categories,
         comment,
         comparability,
@@ -224,12 +221,14 @@ def _execute(args: argparse.Namespace) -> None:
     ]
     loaded = _load(args, stored)
     found = [measured for _, measured in loaded]
+    runs = [stored, *found] if stored else found
+    if args.pair_by == "document":
+        runs = alignment.pair_by_document(runs)
     measured_noise = None
     if args.noise_floor:
-        measured_noise, found = noise.take_noise(found)
-    runs = [stored, *found] if stored else found
+        measured_noise, runs = noise.take_noise(runs)
     name = stored.name if stored else args.baseline_run
-    baseline, others = compare.split_baseline(runs, name, args.pair_by)
+    baseline, others = compare.split_baseline(runs, name)
     if stored:
         for run in others:
             comparability.check_reusable(args.baseline, baseline, run)
@@ -344,7 +343,7 @@ def _load(args: argparse.Namespace, stored: Measured | None = None) -> list[tupl
 
 def _check_finished(args: argparse.Namespace, stored: Measured | None) -> None:
     """Refuse flags that say how runs are made: these are; and a run without another."""
-    makes = ("model_args", "modes", "mode", "rules", "drafters")
+    makes = ("model_args", "modes", "mode", "rules", "drafters", "output_path", "log_samples")
     given = [f"--{name}" for name in makes if getattr(args, name)]
     given += [word for word in _run_flags(args) if word.startswith("-") and word not in args.runs]
     if given:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fly.cli import outputs
@@ -31,10 +30,8 @@ def add_command(subparsers: Any) -> None:
         metavar="DIR_OR_FILE",
         help="folders or results files of finished runs; files of fly compare --history FILE",
     )
-    parser.add_argument(
-        "--output", default="history.html", metavar="FILE", help="default: %(default)s"
-    )
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the runs' numbers there")
+    outputs.add_file(parser, "--output", "default: %(default)s", default="history.html")
+    outputs.add_file(parser, "--csv", "write the runs' numbers there")
     parser.add_argument(
         "--good",
         metavar="RUN",
@@ -51,20 +48,19 @@ def _history(args: argparse.Namespace) -> None:
     from fly.analysis.tables import as_csv
 
     demand = read_demand(args, "fly history")
-    output = expanded(args.output)
-    outputs.check(args, {"--output": output, "--csv": args.csv})
+    outputs.check(args, {"--output": args.output, "--csv": args.csv})
     lines = [line for path in args.paths for line in _lines(path)]
     series = history.group(lines, args.good, demand)
     if not series:
         raise FlyError(f"{args.paths[0]}: holds no runs with scores")
-    write_output(output, write.history_page(series), "--output")
+    write_output(args.output, write.history_page(series), "--output")
     if args.csv:
         write_output(args.csv, as_csv(history.as_rows(series)), "--csv")
         print(f"csv: {args.csv}")
     for each in series:
         count = f"{len(each.lines)} run{'s' if len(each.lines) > 1 else ''}"
         print(f"{each.title}, {count}: {each.trend.verdict}: {history.trend_in_words(each)}")
-    print(f"history: {output}")
+    print(f"history: {args.output}")
     exit_with(compare.weakest(each.trend.verdict for each in series), args)
 
 

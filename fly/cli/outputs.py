@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fly.errors import FlyError
+from fly.paths import expanded
 from fly.runs import context
 
 # How what each flag writes begins. No file of a run does, nor does a pair's JSON.
@@ -22,6 +23,18 @@ _BEGINNINGS = {
     "--output": rb"<!doctype html>\n(<.*>\n){3}<meta http-equiv=\"Content-Security-Policy\"",
 }
 _LONGEST = 1000  # bytes of these
+
+
+def add_file(parser: Any, flag: str, help: str, **more: Any) -> None:
+    """Add a flag that names a file; `~` is the user's home folder, also in `--csv=~/x.csv`."""
+    parser.add_argument(flag, type=_path, metavar="FILE", help=help, **more)
+
+
+def _path(text: str) -> Path:
+    try:
+        return expanded(text)
+    except FlyError as error:  # argparse says which flag it is
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_force(parser: Any) -> None:

@@ -27,9 +27,7 @@ def add_command(subparsers: Any) -> None:
         metavar="RUN",
         help="folder or results file of a finished run; NAME=PATH names it",
     )
-    parser.add_argument(
-        "--output", default="report.html", metavar="FILE", help="default: %(default)s"
-    )
+    outputs.add_file(parser, "--output", "default: %(default)s", default="report.html")
     parser.add_argument("--by", metavar="FIELD", help="as in fly compare")
     outputs.add_force(parser)
     parser.add_argument(
@@ -40,7 +38,7 @@ def add_command(subparsers: Any) -> None:
         help="documents whose traces the page holds, those that changed first "
         "(default: %(default)s); the charts use all",
     )
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the documents' table there")
+    outputs.add_file(parser, "--csv", "write the documents' table there")
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
     parser.add_argument(
         "--watch",
@@ -65,17 +63,16 @@ def _report(args: argparse.Namespace) -> None:
         return
     if not args.runs:
         raise FlyError("fly report: name a finished RUN, or use --watch DIR (`fly report --help`)")
-    output = expanded(args.output)
-    outputs.check(args, {"--output": output, "--csv": args.csv})
+    outputs.check(args, {"--output": args.output, "--csv": args.csv})
     loaded = reader.load_all(args.runs)
     page = report.page(loaded, max_traces=args.traces, by=args.by)
-    write_output(output, page, "--output")
+    write_output(args.output, page, "--output")
     if args.csv:
         write_output(args.csv, report.csv(loaded), "--csv")
         print(f"csv: {args.csv}")
-    print(f"report: {output} ({len(page) / 1e6:.1f} MB)")
+    print(f"report: {args.output} ({len(page) / 1e6:.1f} MB)")
     if args.open:
-        show(output.resolve().as_uri())
+        show(args.output.resolve().as_uri())
 
 
 def _watch(args: argparse.Namespace, folder: Path) -> None:

@@ -14,7 +14,7 @@ from fly.harness.task_data import DATA_DIR
 from fly.models.fingerprint import hash_files
 from fly.paths import data_dir, expanded
 
-_WRITTEN = ("json", "markdown", "junit", "csv", "save_baseline", "baseline")  # flags
+_WRITTEN = ("json", "markdown", "junit", "csv", "save_baseline", "baseline", "history")  # flags
 
 
 def hash_inputs(args: argparse.Namespace, output: Path, samples: Any) -> dict[str, dict[str, str]]:
