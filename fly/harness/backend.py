@@ -132,6 +132,11 @@ class Backend(TemplateLM):
         """The target's defaults for generation (transformers.GenerationConfig)."""
         return self.model.generation_config
 
+    def encode_prompt(self, text: str, room: int) -> list[int]:
+        """A prompt's token ids, truncated on the left to `room` as lm-eval does (it warns)."""
+        ids, _ = self.tok_batch_encode([text], left_truncate_len=room, truncation=self.truncation)
+        return ids[0].tolist()
+
     def decode(
         self, missing: list[Request], wanted: list[Request], observer: Observer
     ) -> Iterator[RequestRecord]:
@@ -175,14 +180,14 @@ class Backend(TemplateLM):
                 "flag out"
             )
         generate = partial(self._generate, disable_tqdm=disable_tqdm)
-        return turns.answer_all(requests, generate, lambda: self._render, most)
+        return turns.answer_all(requests, generate, self._render, most)
 
-    @property
-    def _render(self) -> turns.Render | None:
-        """The chat template behind lm-eval's system message; None if lm-eval applies none."""
-        if (system := self._system) is None:
+    def _render(self, messages: list[dict[str, str]]) -> str | None:
+        """The prompt of a chat behind lm-eval's system message; None if lm-eval applies no chat
+        template."""
+        if self._system is None:
             return None
-        return lambda messages: self.apply_chat_template([*system, *messages])
+        return self.apply_chat_template([*self._system, *messages])
 
     def _generate(self, requests: list[Instance], disable_tqdm: bool) -> list[str]:
         """One text per request, in order. All requests are checked before the first is decoded."""
@@ -262,7 +267,7 @@ class Backend(TemplateLM):
         """Raises FlyError if there is none."""
         self.note_system(args[0] if args else kwargs["chat_history"])
         try:
-            text: str = super().apply_chat_template(*args, **kwargs)
+            return super().apply_chat_template(*args, **kwargs)
         except ValueError as error:
             if getattr(self.tokenizer, "chat_template", None) is not None:
                 raise
@@ -270,7 +275,6 @@ class Backend(TemplateLM):
                 f"--apply_chat_template: target_model_path={self.fly_config.target_model_path} has "
                 f"no chat template ({reason_of(error)}): leave the flag out"
             ) from None
-        return text
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Raises FlyError for a name that the target has no template of; lm-eval takes another."""
@@ -281,8 +285,7 @@ class Backend(TemplateLM):
                 f"--apply_chat_template {chat_template}: the target's chat templates are: "
                 f"{', '.join(names) or 'none'}"
             )
-        found: str | None = super().chat_template(chat_template)
-        return found
+        return super().chat_template(chat_template)
 
     def build_requests(self, instances: list[Instance]) -> list[Request]:
         """All requests, checked; equal ones (repeats of a document) get seeds of their own."""

@@ -76,7 +76,6 @@ class ServerLM(Backend):
     given as well; the rest is the server's own affair."""
 
     engine_name = "server"
-    truncation = False
     generation_config: Any = None
     target_dtype = "not told"
     device = torch.device("cpu")  # of this process; the server's is not told
@@ -179,16 +178,13 @@ class ServerLM(Backend):
         special = not has_bos_prefix(string, self.tokenizer.bos_token)
         return self.tokenizer.encode(string, add_special_tokens=special)
 
-    def tok_batch_encode(
-        self, strings: list[str], left_truncate_len: int | None = None, **_: Any
-    ) -> tuple[torch.Tensor, None]:
-        """Of a single text. Raises FlyError for one that the server's context has no room for:
-        whether and where a server cuts it is not known."""
-        (text,) = strings
+    def encode_prompt(self, text: str, room: int) -> list[int]:
+        """Raises FlyError for a text that the server's context has no room for: whether and where
+        a server cuts it is not known."""
         ids = self.tok_encode(text)
-        if left_truncate_len is not None and len(ids) > left_truncate_len:
+        if len(ids) > room:
             raise self._too_long(len(ids), "its output")
-        return torch.tensor([ids]), None
+        return ids
 
     def _too_long(self, tokens: int, output: str) -> FlyError:
         return FlyError(
@@ -196,10 +192,6 @@ class ServerLM(Backend):
             f"{output} in the server's context of {self.max_length}: start the server with a "
             "longer context, or lower max_gen_toks"
         )
-
-    def tok_decode(self, tokens: Any, skip_special_tokens: bool = True) -> str:
-        text: str = self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
-        return text
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True

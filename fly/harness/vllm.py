@@ -91,7 +91,6 @@ class FlyVLLM(Backend, VLLM):
     """
 
     engine_name = "vllm"
-    truncation = False
     generation_config: Any = None
 
     def __init__(
@@ -209,16 +208,8 @@ class FlyVLLM(Backend, VLLM):
 
     # ---------------------------------------------------------------- what requests are made of
 
-    def tok_batch_encode(
-        self, strings: list[str], left_truncate_len: int | None = None, **_: Any
-    ) -> tuple[torch.Tensor, None]:
-        """Of a single text, as HFLM's: its last `left_truncate_len` tokens."""
-        (text,) = strings
-        ids = self.tok_encode(text)
-        return torch.tensor([ids[-left_truncate_len:] if left_truncate_len else ids]), None
-
-    def tok_decode(self, tokens: Any, skip_special_tokens: bool = True) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+    def encode_prompt(self, text: str, room: int) -> list[int]:
+        return self.tok_encode(text)[-room:]
 
     @property
     def device(self) -> torch.device:
