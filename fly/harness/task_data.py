@@ -36,23 +36,24 @@ def human_eval() -> Dataset:
 def turns(names: Sequence[str], hub: tuple[str, str] | None = None) -> dict[str, Dataset]:
     """Prompts of one turn or several, by category, as `from_data_dir_or_hub`. What the user says
     after the first answer is in the documents' `further_turns` (fly.harness.turns)."""
-    found = from_data_dir_or_hub(names, ("category", "turns"), hub, "test")
+    found = from_data_dir_or_hub(names, ("category", "turns"), hub)
     return {"test": found.map(lambda row: {"further_turns": row["turns"][1:]})}
 
 
 def from_data_dir_or_hub(
-    names: Sequence[str], fields: Sequence[str], hub: tuple[str, str] | None, split: str
+    names: Sequence[str], fields: Sequence[str], hub: tuple[str, str] | None
 ) -> Dataset:
-    """The first of `names` (also with .gz) in FLY_DATA_DIR if that is set, else the hub's split.
+    """The first of `names` (also with .gz) in FLY_DATA_DIR if that is set, else the test split on
+    the hub.
 
     Raises FlyError with the fix if the folder, the file or the hub is not there.
     """
     folder = os.environ.get(DATA_DIR)
-    if not folder and hub is None:
-        raise FlyError(f"{names[0]} is not on the hub: set {DATA_DIR} to a folder that holds it")
     if not folder:
-        assert hub is not None
-        return _from_hub(*hub, split, names[0])
+        if hub is None:
+            missing = f"{names[0]} is not on the hub"
+            raise FlyError(f"{missing}: set {DATA_DIR} to a folder that holds it")
+        return _from_hub(*hub, names[0])
     if not Path(folder).is_dir():
         raise FlyError(f"{DATA_DIR}={folder}: no such folder: set it to one that holds {names[0]}")
     for name in names:
@@ -62,11 +63,11 @@ def from_data_dir_or_hub(
     raise FlyError(f"{DATA_DIR}={folder}: holds no {' or '.join(names)} (.gz also works)")
 
 
-def _from_hub(repository: str, name: str, split: str, file: str) -> Dataset:
+def _from_hub(repository: str, name: str, file: str) -> Dataset:
     import datasets
 
     try:
-        return datasets.load_dataset(repository, name, split=split)
+        return datasets.load_dataset(repository, name, split="test")
     except Exception as error:  # offline, gated, gone: the fix is the same
         raise FlyError(
             f"{repository} cannot be loaded from the hub ({type(error).__name__}): "
