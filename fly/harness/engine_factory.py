@@ -33,11 +33,11 @@ _WIDE = 63  # draft tokens from texts that memory is kept for
 _LOSSY_ACCEPTANCE = 0.87  # of draft tokens, assumed where no count of the run may decide
 
 
-def captures_graphs(config: FlyConfig, model: PreTrainedModel) -> bool:
-    """Whether a model's passes are captured as CUDA graphs."""
+def captures_graphs(config: FlyConfig, model: PreTrainedModel) -> bool | None:
+    """True if a model's passes are captured as CUDA graphs, else None, as passes' `capture`."""
     # a CPU's model is packed by now, perhaps to float32, which would not be packed again
     on_gpu = model.device.type == "cuda"
-    return on_gpu and passes_for(model, config)[0] in ("graphs", "inductor")
+    return (on_gpu and passes_for(model, config)[0] in ("graphs", "inductor")) or None
 
 
 @dataclass(frozen=True)
@@ -116,14 +116,14 @@ class EngineFactory:
             vocabulary=self.pair.target.config.get_text_config().vocab_size,
             intersection=intersection,
         )
-        captures = captures_graphs(config, model)
+        capture = captures_graphs(config, model)
         role = "target" if model is self.pair.target else "draft"
         on_failure = partial(self.pair.packed.eager.__setitem__, role)
         if self.pair.packed.uniform and role == "target":
-            runner.use_uniform_passes(capture=captures or None, on_failure=on_failure)
-        elif captures:
+            runner.use_uniform_passes(capture=capture, on_failure=on_failure)
+        elif capture:
             compiles = config.compile == "inductor"
-            runner.use_static_passes(capture=True, compiles=compiles, on_failure=on_failure)
+            runner.use_static_passes(capture=capture, compiles=compiles, on_failure=on_failure)
         return runner
 
     def _drafter(self, slots: int, draft: Any, costs: PairCosts) -> Drafter:

@@ -33,22 +33,18 @@ def run_tasks(
     model: Any,
     tasks: Sequence[str],
     *,
-    limit: int | None = None,
-    samples: dict[str, list[int]] | None = None,
+    samples: dict[str, list[int]] | None,
     chat: bool = False,
     gen_kwargs: str | None = None,
     num_fewshot: int | None = None,
     include_path: str | None = None,
     confirm_run_unsafe_code: bool = False,
 ) -> dict[str, Any]:
-    """lm-eval's results, samples included; fly's tasks go before lm-eval's, the user's before both.
-
-    limit: the first so many documents of every task; samples: these, by task.
-    """
+    """lm-eval's results of these documents by task, or of all, samples included. fly's tasks go
+    before lm-eval's, the user's before both."""
     return simple_evaluate(
         model=model,
         tasks=list(tasks),
-        limit=limit,
         samples=samples,
         task_manager=_manager_of(tasks, include_path),
         num_fewshot=num_fewshot,

@@ -31,6 +31,7 @@ from fly.harness import progress
 from fly.harness.backend import Backend
 from fly.harness.engine_factory import EngineFactory, LoadedPair, captures_graphs
 from fly.harness.ranks import Ranks
+from fly.harness.requests import place_of
 from fly.models import compatibility, gguf, loading, sources, tokenizers
 from fly.models.heads.checkpoint import TargetShape, read
 from fly.models.token_intersection import TokenIntersection
@@ -135,9 +136,9 @@ class FlyLM(Backend, HFLM):
             and draft_model.device.type != "cpu"
             and not isinstance(draft_model, Head)
         ):
-            capture = captures_graphs(config, draft_model) or None
+            capture = captures_graphs(config, draft_model)
             self_check.check_cache_agrees(draft_model, "pretrained", capture=capture)
-        capture = captures_graphs(config, self.model) or None
+        capture = captures_graphs(config, self.model)
         self_check.check_cache_agrees(
             self.model, "target_model_path", uniform=packed.uniform, capture=capture
         )
@@ -300,14 +301,13 @@ class FlyLM(Backend, HFLM):
         try:
             yield from self.engine(missing, wanted, observer).run(missing)
         except NotFiniteError as error:
-            instance = error.request.tag
             models = {
                 "target": f"target_model_path={self.fly_config.target_model_path}",
                 "draft": f"pretrained={self.fly_config.draft_model_path}",
             }
             raise FlyError(
-                f"{models[error.role]}: its logits are not finite (NaN or infinite) in task "
-                f"{instance.task_name}, doc {instance.doc_id}, after {error.at} new tokens: "
+                f"{models[error.role]}: its logits are not finite (NaN or infinite) in "
+                f"{place_of(error.request.tag)}, after {error.at} new tokens: "
                 f"{self_check.NOT_FINITE}"
             ) from error
 

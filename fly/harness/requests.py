@@ -98,7 +98,7 @@ def build_request(instance: Instance, lm: Asked, nth: int = 0) -> Request:
     nth: how many requests came before it with the same document and prompt (repeats).
     """
     context, gen_kwargs = instance.args
-    where = f"task {instance.task_name}, doc {instance.doc_id}"
+    where = place_of(instance)
     check_gen_kwargs(gen_kwargs, f"gen_kwargs, {where}")
     kwargs: dict[str, Any] = dict(normalize_gen_kwargs(gen_kwargs, lm.max_gen_toks))
     settings = sampling(kwargs, gen_kwargs, lm, where)
@@ -130,6 +130,11 @@ def build_request(instance: Instance, lm: Asked, nth: int = 0) -> Request:
     return Request(
         tuple(prompt), budget, tuple(stops), instance, settings, _seed(instance, lm, nth), nth
     )
+
+
+def place_of(instance: Instance) -> str:
+    """Names the document in errors."""
+    return f"task {instance.task_name}, doc {instance.doc_id}"
 
 
 @functools.cache

@@ -30,6 +30,7 @@ from fly import launch, reading
 from fly.config import FlyConfig
 from fly.errors import FlyError, reason_of
 from fly.harness.backend import Backend
+from fly.harness.requests import place_of
 from fly.harness.server_client import Answer, Endpoint, ServerArgs, Told
 from fly.harness.server_scores import PROBE_TEXT, ask_scores, probe_scores
 from fly.models import sources
@@ -180,13 +181,12 @@ class ServerLM(Backend):
             raise FlyError(
                 "--apply_chat_template: the tokenizer has no chat template: use api=chat"
             )
-        text: str = self.tokenizer.apply_chat_template(
+        return self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )
-        return text
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         return "" if self.api == "chat" else super().chat_template(chat_template)
@@ -302,7 +302,7 @@ class ServerLM(Backend):
         and where it reads other tokens than were meant."""
         kinds = {(request.sampling, request.stops): request for request in requests}
         for request in kinds.values():
-            where = f"probe, {_place(request)}"
+            where = f"probe, {place_of(request.tag)}"
             answer = await self._try(client, request, where)
             if None in (answer.prompt_tokens, answer.completion_tokens):
                 raise FlyError(
@@ -366,7 +366,7 @@ class ServerLM(Backend):
         return {**found, "extra_body": more}
 
     async def _answer(self, client: AsyncOpenAI, request: Request) -> RequestRecord:
-        where = _place(request)
+        where = place_of(request.tag)
         clock, started = self.server.clock, time.perf_counter()
         joined = clock.read(change=1)
         try:
@@ -456,16 +456,11 @@ class ServerLM(Backend):
         }
 
 
-def _place(request: Request) -> str:
-    return f"task {request.tag.task_name}, doc {request.tag.doc_id}"
-
-
 def _messages(context: str) -> list[dict[str, str]]:
     """Messages as `apply_chat_template` wrote them; any other prompt is the user's one message."""
     if context.startswith('[{"role": '):
         try:
-            found: list[dict[str, str]] = json.loads(context)
-            return found
+            return json.loads(context)
         except ValueError:
             pass
     return [{"role": "user", "content": context}]

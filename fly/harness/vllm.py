@@ -39,6 +39,7 @@ from fly import reading
 from fly.config import FlyConfig
 from fly.errors import FlyError, reason_of
 from fly.harness.backend import Backend
+from fly.harness.requests import place_of
 from fly.harness.vllm_config import (
     METHODS,
     Installed,
@@ -308,10 +309,9 @@ class FlyVLLM(Backend, VLLM):
     ) -> RequestRecord:
         request, completion = state.request, output.outputs[0]
         if completion.finish_reason not in ("stop", "length"):
-            instance = request.tag
             raise FlyError(
-                f"--model vllm: task {instance.task_name}, doc {instance.doc_id}: vLLM ended it "
-                f"with {completion.finish_reason!r}"
+                f"--model vllm: {place_of(request.tag)}: vLLM ended it with "
+                f"{completion.finish_reason!r}"
             )
         tokens, ended = list(completion.token_ids), completion.finish_reason
         matcher = StopMatcher(self._stops(request), Texts(self.tokenizer).decode)
