@@ -64,12 +64,10 @@ _UNAPPLIED_SAMPLING: dict[str, tuple[Any, ...]] = {
     "eta_cutoff": (0,),
     "top_h": (),
 }
-_FILTERS = ("top_k", "top_p", "min_p")
 _KNOWN = (
     "until", "max_gen_toks", "max_length", "max_new_tokens",
-    "do_sample", "temperature", "repetition_penalty", *_FILTERS,
+    "do_sample", "temperature", "repetition_penalty", "top_k", "top_p", "min_p",
 )  # fmt: skip
-_SAMPLING_ONLY = ("typical_p",)  # greedy decoding does not look at them
 
 
 class Asked(Protocol):
@@ -264,7 +262,7 @@ def _unapplied(generation_config: Any, is_sampling: bool) -> list[str]:
 
 
 def _refuse_unsupported(kwargs: dict[str, Any], settings: Sampling, where: str) -> None:
-    ignored = (*_KNOWN, *_SAMPLING_ONLY) if settings.is_greedy else _KNOWN
+    ignored = (*_KNOWN, "typical_p") if settings.is_greedy else _KNOWN
     for key, value in kwargs.items():
         if key not in ignored and value not in _INERT.get(key, ()) and value is not None:
             raise FlyError(

@@ -203,7 +203,7 @@ class ServerLM(Backend):
         found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
 
         async def probe(client: AsyncOpenAI) -> None:
-            await probe_scores(self.server, client, self.tok_encode(PROBE_TEXT), "probe")
+            await probe_scores(self.server, client, self.tok_encode(PROBE_TEXT))
 
         async def score(client: AsyncOpenAI, number: int) -> int:
             _, context, continuation = requests[number]

@@ -48,30 +48,25 @@ def from_data_dir_or_hub(
 
     Raises FlyError with the fix if the folder, the file or the hub is not there.
     """
-    folder = os.environ.get(DATA_DIR)
-    if not folder:
-        if hub is None:
-            missing = f"{names[0]} is not on the hub"
-            raise FlyError(f"{missing}: set {DATA_DIR} to a folder that holds it")
-        return _from_hub(*hub, names[0])
-    if not Path(folder).is_dir():
-        raise FlyError(f"{DATA_DIR}={folder}: no such folder: set it to one that holds {names[0]}")
-    for name in names:
-        for candidate in (Path(folder) / name, Path(folder) / f"{name}.gz"):
-            if candidate.is_file():
-                return _read_jsonl(candidate, fields)
-    raise FlyError(f"{DATA_DIR}={folder}: holds no {' or '.join(names)} (.gz also works)")
-
-
-def _from_hub(repository: str, name: str, file: str) -> Dataset:
     import datasets
 
+    if folder := os.environ.get(DATA_DIR):
+        if not Path(folder).is_dir():
+            missing = f"{DATA_DIR}={folder}: no such folder"
+            raise FlyError(f"{missing}: set it to one that holds {names[0]}")
+        for name in names:
+            for candidate in (Path(folder) / name, Path(folder) / f"{name}.gz"):
+                if candidate.is_file():
+                    return _read_jsonl(candidate, fields)
+        raise FlyError(f"{DATA_DIR}={folder}: holds no {' or '.join(names)} (.gz also works)")
+    if hub is None:
+        raise FlyError(f"{names[0]} is not on the hub: set {DATA_DIR} to a folder that holds it")
     try:
-        return datasets.load_dataset(repository, name, split="test")
+        return datasets.load_dataset(*hub, split="test")
     except Exception as error:  # offline, gated, gone: the fix is the same
         raise FlyError(
-            f"{repository} cannot be loaded from the hub ({type(error).__name__}): "
-            f"set {DATA_DIR} to a folder that holds {file}, or check the network"
+            f"{hub[0]} cannot be loaded from the hub ({type(error).__name__}): "
+            f"set {DATA_DIR} to a folder that holds {names[0]}, or check the network"
         ) from error
 
 
