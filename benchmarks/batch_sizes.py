@@ -53,7 +53,7 @@ def main() -> None:
     records: list[dict[str, Any]] = []
     names = list(MODES)
     for turn, size in enumerate(args.batch_sizes):
-        lm.engines.batch_size = size
+        lm.batch_size_per_gpu = size
         shift = turn % len(names)
         for mode in names[shift:] + names[:shift]:
             lm.fly_config = fly_config.build({**base, **MODES[mode]}, mode)
@@ -70,7 +70,7 @@ def main() -> None:
                     "batch_size": size,
                     "mode": mode,
                     "stats": lm.stats.as_dict(),
-                    "draft_length": lm.engines.draft_length,
+                    "draft_length": lm.draft_length,
                 }
             )
             print(f"batch size {size}, {mode}: done", flush=True)

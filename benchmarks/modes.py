@@ -24,7 +24,7 @@ from provenance import commit
 
 from fly import config as fly_config
 from fly.execution.device import device_facts
-from fly.harness.evaluate import evaluate, load_task
+from fly.harness.evaluate import evaluate, load_tasks
 from fly.harness.hf import FlyLM
 from fly.models import sources
 from fly.runs.environment import versions
@@ -54,7 +54,8 @@ class CountingHF(HFLM):
 
 def chosen_filter(args: argparse.Namespace) -> str:
     """The task's filter whose scores count; before models load, as only the task decides."""
-    filters = [part.name for part in load_task(args.tasks)._filters]
+    (task,) = load_tasks([args.tasks]).values()
+    filters = [part.name for part in task._filters]
     chosen: str = args.filter or filters[0]
     if chosen not in filters or (len(filters) > 1 and not args.filter):
         sys.exit(f"--filter {args.filter}: choose from {', '.join(filters)}")

@@ -56,7 +56,7 @@ def worker(args: argparse.Namespace) -> None:
         "batch_invariant": is_invariant,
     }
     lm = FlyLM(config_path=args.config, device="cpu", batch_size=1, **execution)
-    models = {"target": lm.model, "draft": lm.draft_model}
+    models = {"target": lm.model, "draft": lm.pair.draft}
     passes: dict[str, dict[int, float]] = {}
     for role, model in models.items():
         runner = ModelRunner(model, 1, 4096, reuse_prefixes=False)

@@ -245,7 +245,7 @@ def run(args: argparse.Namespace, settings: dict[str, dict[str, Any]], path: Pat
             continue
         own = dict(settings[setting])
         sampled = own.pop("gen_kwargs", None)
-        lm.engines.batch_size = own.pop("batch_size", args.batch_size)
+        lm.batch_size_per_gpu = own.pop("batch_size", args.batch_size)
         lm.fly_config = fly_config.build({**base, **own}, setting)
         lm.stats = RunStats()
         how = TASKS[task]
@@ -262,7 +262,7 @@ def run(args: argparse.Namespace, settings: dict[str, dict[str, Any]], path: Pat
             "task": task,
             "pair": args.config,
             "config": settings[setting],
-            "batch_size": lm.engines.batch_size,
+            "batch_size": lm.batch_size,
             "max_gen_toks": args.max_gen_toks,
             "commit": commit(),
             "stats": lm.stats.as_dict(),

@@ -219,10 +219,10 @@ def _short_rows(result: Result) -> Iterator[list[str]]:
     scored = {row.task for other in result.others for row in other.all_rows}
     for label, name, speed in _by_task(result):
         if speed.task not in scored:
-            ratios = [ratio_text(speed.decode), ratio_text(speed.end_to_end)]
-            of_run = ["1", "1"] if name == result.baseline else ratios
+            cells = [ratio_text(speed.decode), ratio_text(speed.end_to_end)]
+            cells = ["1", "1"] if name == result.baseline else cells
             shown = with_drafts(name, speed.from_earlier_runs)
-            yield [label, shown, "-", *of_run, _length(speed)]
+            yield [label, shown, "-", *cells, _length(speed)]
 
 
 def _solved(mean: float, count: int) -> str:

@@ -38,7 +38,6 @@ from fly.paths import expanded
 from fly.runs.resume import parse_pairs
 
 HF_NAMES = [name for name, engine in registry.IN_PLACE_OF.items() if engine == "fly"]
-_MODEL_ARGS_FLAGS = ("--model_args", "-a")
 _JSON_FLAGS = ("--model_args", "-a", "--gen_kwargs", "--metadata", "--samples", "-E")
 
 
@@ -305,7 +304,7 @@ def bracket_lists(arguments: Sequence[str]) -> list[str]:
     flag, result = "", []
     for argument in arguments:
         flag = argument if argument.startswith("-") else flag
-        if flag in _MODEL_ARGS_FLAGS and not argument.lstrip().startswith("{"):
+        if flag in ("--model_args", "-a") and not argument.lstrip().startswith("{"):
             argument = fly_config.bracket_lists(argument)
         elif argument.startswith("--model_args="):
             name, _, text = argument.partition("=")

@@ -62,15 +62,18 @@ class Backend(TemplateLM):
     eos_ids: frozenset[int]
     engine_name = "fly"
     processes = Ranks()
+    _same_target: bool | None = None  # whether the earlier runs are of this target; None: not known
 
     def use_config(self, config: FlyConfig) -> None:
         """Start with this configuration. Raises FlyError if a trace has no folder, and for earlier
         runs that cannot be read."""
         registration.extend_evaluate()
         self.fly_config = config
-        self.run_context = context.unreported()  # lm-eval makes the model: it cannot be handed over
-        self.earlier = _earlier_outputs(config, self.run_context)
-        self._same_target: bool | None = None
+        self.run_context = run = context.unreported()  # lm-eval makes the model: it cannot be given
+        self.earlier: EarlierOutputs | None = None
+        if config.earlier_runs:  # a run is not its own draft
+            own = (run.output_dir, run.started) if run.output_dir is not None else None
+            self.earlier = EarlierOutputs.read(config.earlier_runs, own)
         self._matched = Counter[str]()  # requests, by what earlier runs have for them
         self._unshared_matched = Counter[str]()
         self.samplings: set[Sampling] = set()
@@ -78,7 +81,7 @@ class Backend(TemplateLM):
         self._unshared = RunStats()  # counts that the other processes do not know of yet
         # the system messages of the chats that lm-eval has made; None without chats
         self._system: list[dict[str, str]] | None = None
-        if config.trace and self.run_context.output_dir is None:
+        if config.trace and run.output_dir is None:
             raise FlyError(
                 "trace=true: traces are written beside the samples: add --output_path DIR"
             )
@@ -86,6 +89,7 @@ class Backend(TemplateLM):
     def with_config(self, config: FlyConfig) -> Self:
         """The same loaded models under another configuration, with statistics of their own."""
         other = copy.copy(self)
+        other._same_target = None
         other.use_config(config)
         return other
 
@@ -134,6 +138,11 @@ class Backend(TemplateLM):
         """The target's defaults for generation (transformers.GenerationConfig)."""
         return self.model.generation_config
 
+    def encode_prompt(self, text: str, room: int) -> list[int]:
+        """A prompt's token ids, truncated on the left to `room` as lm-eval does (it warns)."""
+        ids, _ = self.tok_batch_encode([text], left_truncate_len=room, truncation=self.truncation)
+        return ids[0].tolist()
+
     def decode(
         self, missing: list[Request], wanted: list[Request], observer: Observer
     ) -> Iterator[RequestRecord]:
@@ -177,19 +186,19 @@ class Backend(TemplateLM):
                 "flag out"
             )
         generate = partial(self._generate, disable_tqdm=disable_tqdm)
-        return turns.answer_all(requests, generate, lambda: self._render, most)
+        return turns.answer_all(requests, generate, self._render, most)
 
-    @property
-    def _render(self) -> turns.Render | None:
-        """The chat template behind lm-eval's system message; None if lm-eval applies none."""
-        if (system := self._system) is None:
+    def _render(self, messages: list[dict[str, str]]) -> str | None:
+        """The prompt of a chat behind lm-eval's system message; None if lm-eval applies no chat
+        template."""
+        if self._system is None:
             return None
-        return lambda messages: self.apply_chat_template([*system, *messages])
+        return self.apply_chat_template([*self._system, *messages])
 
     def _generate(self, requests: list[Instance], disable_tqdm: bool) -> list[str]:
         """One text per request, in order. All requests are checked before the first is decoded."""
         if self.run_context.is_reported and self.processes.size == 1:
-            self._begin_evaluation()
+            self.use_config(self.fly_config)  # each evaluation has statistics of its own
         wanted = self.build_requests(requests)
         order = {id(request): index for index, request in enumerate(wanted)}
         texts = self._finished_texts(wanted)
@@ -238,12 +247,6 @@ class Backend(TemplateLM):
             self._share()
         return [texts[index] for index in range(len(wanted))]
 
-    def _begin_evaluation(self) -> None:
-        """Python code may evaluate a model again: each evaluation has statistics of its own."""
-        same_target = self._same_target
-        self.use_config(self.fly_config)
-        self._same_target = same_target
-
     @property
     def is_cached(self) -> bool:
         """Whether lm-eval answers requests from its cache (--use_cache), and asks for the rest."""
@@ -260,11 +263,13 @@ class Backend(TemplateLM):
         """A chat template is applied: further turns get it as well, behind this system message."""
         self._system = [message for message in history if message["role"] == "system"]
 
-    def apply_chat_template(self, *args: Any, **kwargs: Any) -> str:
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
         """Raises FlyError if there is none."""
-        self.note_system(args[0] if args else kwargs["chat_history"])
+        self.note_system(chat_history)
         try:
-            text: str = super().apply_chat_template(*args, **kwargs)
+            return super().apply_chat_template(chat_history, add_generation_prompt)
         except ValueError as error:
             if getattr(self.tokenizer, "chat_template", None) is not None:
                 raise
@@ -272,7 +277,6 @@ class Backend(TemplateLM):
                 f"--apply_chat_template: target_model_path={self.fly_config.target_model_path} has "
                 f"no chat template ({reason_of(error)}): leave the flag out"
             ) from None
-        return text
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Raises FlyError for a name that the target has no template of; lm-eval takes another."""
@@ -283,30 +287,24 @@ class Backend(TemplateLM):
                 f"--apply_chat_template {chat_template}: the target's chat templates are: "
                 f"{', '.join(names) or 'none'}"
             )
-        found: str | None = super().chat_template(chat_template)
-        return found
+        return super().chat_template(chat_template)
 
     def build_requests(self, instances: list[Instance]) -> list[Request]:
-        """All requests, checked; equal ones (repeats of a document) get seeds of their own."""
+        """All requests, checked, under their documents' own numbers; equal ones (repeats of a
+        document) get seeds of their own."""
         seen: Counter[tuple[Any, ...]] = Counter()
         wanted = []
-        for instance in self._number_by_document(instances):
+        for instance in instances:
+            chosen = (self.run_context.samples or {}).get(str(instance.task_name))
+            if chosen and instance.doc_id is not None:  # lm-eval counts chosen documents anew
+                instance = copy.copy(instance)
+                instance.doc_id = chosen[instance.doc_id]
             key = (instance.task_name, instance.doc_id, instance.idx, instance.args[0])
             wanted.append(build_request(instance, self, seen[key]))
             seen[key] += 1
         self.samplings.update(request.sampling for request in wanted)
         check_decoding(wanted, self)
         return wanted if self.earlier is None else self._with_earlier(wanted, self.earlier)
-
-    def _number_by_document(self, instances: list[Instance]) -> Iterator[Instance]:
-        """Requests under their documents' own numbers, as in lm-eval's samples: where documents are
-        chosen (--samples), lm-eval counts its requests anew."""
-        for instance in instances:
-            chosen = (self.run_context.samples or {}).get(str(instance.task_name))
-            if chosen and instance.doc_id is not None:
-                instance = copy.copy(instance)
-                instance.doc_id = chosen[instance.doc_id]
-            yield instance
 
     def _with_earlier(self, wanted: list[Request], earlier: EarlierOutputs) -> list[Request]:
         """The requests with what earlier runs wrote for the same documents and prompts."""
@@ -316,7 +314,12 @@ class Backend(TemplateLM):
             instance = request.tag
             prompt = hash_string(instance.args[0])
             outputs = matcher.outputs(instance.task_name, instance.doc_id, prompt, request.budget)
-            found.append(self._drafting_from(request, outputs))
+            seed = request.seed
+            # these may be drawn with the same numbers, and whether a draft model drafts must not
+            # depend on the numbers to come
+            if outputs and self.fly_config.needs_draft_model and not request.sampling.is_greedy:
+                seed = seed_after(seed, outputs)
+            found.append(replace(request, earlier=outputs, seed=seed))
         counts = matcher.counts
         logger.info(
             "draft_runs: earlier outputs for %d of %d requests (%d with another prompt, %d of "
@@ -329,17 +332,6 @@ class Backend(TemplateLM):
         )
         self._unshared_matched.update(counts)
         return found
-
-    def _drafting_from(self, request: Request, outputs: tuple[tuple[int, ...], ...]) -> Request:
-        """The request with these earlier outputs.
-
-        A sampled one with a draft model gets other random numbers: they may be those that the
-        earlier outputs were drawn with, and who drafts must not depend on the numbers to come.
-        """
-        seed = request.seed
-        if outputs and self.fly_config.needs_draft_model and not request.sampling.is_greedy:
-            seed = seed_after(seed, outputs)
-        return replace(request, earlier=outputs, seed=seed)
 
     def _finished_texts(self, wanted: list[Request]) -> dict[int, str]:
         """By index: the texts that the run's records hold already; lm-eval's cache gets them."""
@@ -437,19 +429,10 @@ class Backend(TemplateLM):
         return {"runs": runs, **counts, "same_target": self._same_target}
 
     def get_model_info(self) -> dict[str, Any]:
-        """lm-eval's facts, if its class has any, plus `fly`: configuration, versions, device,
-        statistics."""
+        """lm-eval's facts, if its class has any, plus `fly`, the results entry."""
         of_lm_eval: dict[str, Any] = getattr(super(), "get_model_info", dict)()
         self.run_context.is_reported = True
         return {**of_lm_eval, "fly": self.results_entry()}
-
-
-def _earlier_outputs(config: FlyConfig, run: context.RunContext) -> EarlierOutputs | None:
-    """What `draft_runs` names; None if nothing is drafted from it. A run is not its own draft."""
-    if not config.earlier_runs:
-        return None
-    own = (run.output_dir, run.started) if run.output_dir is not None else None
-    return EarlierOutputs.read(config.earlier_runs, own)
 
 
 def _report_interruption(log: JsonLines, total: int, finished: int, resume_hint: str) -> None:

@@ -26,31 +26,25 @@ def evaluate(model: Any, task: str, documents: list[int], **settings: Any) -> li
     settings: of `run_tasks`; here the chat template is applied and programs are run by default.
     """
     settings = {"chat": True, "confirm_run_unsafe_code": True, **settings}
-    result = run_tasks(model, [task], samples={task: documents}, **settings)
-    samples: list[dict[str, Any]] = result["samples"][task]
-    return samples
+    return run_tasks(model, [task], samples={task: documents}, **settings)["samples"][task]
 
 
 def run_tasks(
     model: Any,
     tasks: Sequence[str],
     *,
-    limit: int | None = None,
-    samples: dict[str, list[int]] | None = None,
+    samples: dict[str, list[int]] | None,
     chat: bool = False,
     gen_kwargs: str | None = None,
     num_fewshot: int | None = None,
     include_path: str | None = None,
     confirm_run_unsafe_code: bool = False,
 ) -> dict[str, Any]:
-    """lm-eval's results, samples included; fly's tasks go before lm-eval's, the user's before both.
-
-    limit: the first so many documents of every task; samples: these, by task.
-    """
-    result: Any = simple_evaluate(
+    """lm-eval's results of these documents by task, or of all, samples included. fly's tasks go
+    before lm-eval's, the user's before both."""
+    return simple_evaluate(
         model=model,
         tasks=list(tasks),
-        limit=limit,
         samples=samples,
         task_manager=_manager_of(tasks, include_path),
         num_fewshot=num_fewshot,
@@ -60,26 +54,12 @@ def run_tasks(
         confirm_run_unsafe_code=confirm_run_unsafe_code,
         bootstrap_iters=0,
     )
-    found: dict[str, Any] = result
-    return found
 
 
-def load_task(name: str, include_path: str | None = None) -> Task:
-    """One task, with its documents. Raises FlyError if it does not exist or cannot be loaded."""
-    manager = _manager_of([name], include_path)
-    if name not in manager.all_subtasks:
-        raise no_such_task(name, include_path)
-    (task,) = _load(manager, name).values()
-    return task
+def load_tasks(names: Sequence[str], include_path: str | None = None) -> dict[str, Task]:
+    """What these tasks, groups, tags or tasks' files mean: tasks with their documents, by name.
 
-
-def check_generation(
-    names: Sequence[str], include_path: str | None, confirm_run_unsafe_code: bool
-) -> dict[str, int]:
-    """Load tasks, groups, tags or tasks' files whose texts are to be decoded; how many documents
-    each task has.
-
-    Raises FlyError if one does not exist or cannot be loaded or run, or if none generates text.
+    Raises FlyError if one does not exist or cannot be loaded.
     """
     manager = _manager_of(names, include_path)
     tasks: dict[str, Task] = {}
@@ -87,6 +67,17 @@ def check_generation(
         if name not in manager.all_tasks and not Path(name).is_file():
             raise no_such_task(name, include_path)
         tasks |= _load(manager, name)
+    return tasks
+
+
+def check_generation(
+    names: Sequence[str], include_path: str | None, confirm_run_unsafe_code: bool
+) -> dict[str, int]:
+    """Load what is to be decoded, as `load_tasks`; how many documents each task has.
+
+    Raises FlyError if one cannot be loaded or run, or if none generates text.
+    """
+    tasks = load_tasks(names, include_path)
     for name, task in tasks.items():
         check_scoring(name, task, confirm_run_unsafe_code)
     if all(task.OUTPUT_TYPE != "generate_until" for task in tasks.values()):
@@ -189,8 +180,7 @@ def _resolve(manager: TaskManager, name: str) -> list[str]:
     """What lm-eval takes this for: tasks, groups and tags, by wildcards too, or tasks' files."""
     if name.endswith(".yaml"):
         return sorted(glob.glob(str(Path(name).absolute())))
-    found: list[str] = manager.match_tasks([name])
-    return found
+    return manager.match_tasks([name])
 
 
 def no_such_task(name: str, include_path: str | None = None) -> FlyError:
@@ -203,7 +193,7 @@ def no_such_task(name: str, include_path: str | None = None) -> FlyError:
 def _manager_of(names: Sequence[str], include_path: str | None) -> TaskManager:
     """Knows these; lm-eval's own tasks, which take seconds to find, only if one may be of them."""
     own = _manager(include_path, include_defaults=False)
-    if registration.are_own(names, own):
+    if all(name in own.all_subtasks for name in names):
         return own
     return _manager(include_path, include_defaults=True)
 

@@ -31,10 +31,12 @@ from fly.harness import progress
 from fly.harness.backend import Backend
 from fly.harness.engine_factory import EngineFactory, LoadedPair, captures_graphs
 from fly.harness.ranks import Ranks
+from fly.harness.requests import place_of
 from fly.models import compatibility, gguf, loading, sources, tokenizers
 from fly.models.heads.checkpoint import TargetShape, read
 from fly.models.token_intersection import TokenIntersection
 from fly.runs.records import Observer, RequestRecord
+from fly.speculation.engine import Engine
 from fly.speculation.sequence import Request
 
 logger = logging.getLogger(__name__)
@@ -62,6 +64,8 @@ class FlyLM(Backend, HFLM):
     HFLM's and apply to the target. `model` only names the run in lm-eval's output path.
     """
 
+    draft_length: dict[str, Any] | None = None  # how that of the last engine was decided
+
     def __init__(
         self,
         pretrained: str | None = None,
@@ -69,8 +73,7 @@ class FlyLM(Backend, HFLM):
         model: str | None = None,
         **kwargs: Any,
     ) -> None:
-        given = {**kwargs, **({"pretrained": pretrained} if pretrained is not None else {})}
-        own, hf_args = fly_config.split_model_args(given)
+        own, hf_args = fly_config.split_model_args({"pretrained": pretrained, **kwargs})
         config = fly_config.resolve(config_path, own)
         self.check(config, hf_args)
         self.use_config(config)
@@ -87,7 +90,6 @@ class FlyLM(Backend, HFLM):
         self._decide_use_ngram()
         self.eos_ids = self.pair.eos_ids
         self.stats.seconds["compile"] = self.pair.packed.seconds
-        self.engines = EngineFactory(self.pair, self.batch_size, self.max_batch_size)
         self.join_run(hf_args)
 
     def use_config(self, config: fly_config.FlyConfig) -> None:
@@ -134,9 +136,9 @@ class FlyLM(Backend, HFLM):
             and draft_model.device.type != "cpu"
             and not isinstance(draft_model, Head)
         ):
-            capture = captures_graphs(config, draft_model) or None
+            capture = captures_graphs(config, draft_model)
             self_check.check_cache_agrees(draft_model, "pretrained", capture=capture)
-        capture = captures_graphs(config, self.model) or None
+        capture = captures_graphs(config, self.model)
         self_check.check_cache_agrees(
             self.model, "target_model_path", uniform=packed.uniform, capture=capture
         )
@@ -155,10 +157,6 @@ class FlyLM(Backend, HFLM):
         """Of the weights: on CPUs without bfloat16 instructions fly computes with these in float32,
         and the packed model says so of itself."""
         return f"torch.{self._loaded_dtype}"
-
-    @property
-    def draft_model(self) -> transformers.PreTrainedModel | None:
-        return self.pair.draft
 
     def _processes(self) -> Ranks:
         """The processes of the run, once torch has them connected; corrects what HFLM takes for
@@ -300,26 +298,36 @@ class FlyLM(Backend, HFLM):
         self, missing: list[Request], wanted: list[Request], observer: Observer
     ) -> Iterator[RequestRecord]:
         """Raises FlyError where a model's logits are not finite."""
-        config = self.fly_config
-        engine = self.engines.engine(
-            config, missing, wanted, observer, requests=self.requests_of_run(wanted)
-        )
         try:
-            yield from engine.run(missing)
+            yield from self.engine(missing, wanted, observer).run(missing)
         except NotFiniteError as error:
-            instance = error.request.tag
             models = {
-                "target": f"target_model_path={config.target_model_path}",
-                "draft": f"pretrained={config.draft_model_path}",
+                "target": f"target_model_path={self.fly_config.target_model_path}",
+                "draft": f"pretrained={self.fly_config.draft_model_path}",
             }
             raise FlyError(
-                f"{models[error.role]}: its logits are not finite (NaN or infinite) in task "
-                f"{instance.task_name}, doc {instance.doc_id}, after {error.at} new tokens: "
+                f"{models[error.role]}: its logits are not finite (NaN or infinite) in "
+                f"{place_of(error.request.tag)}, after {error.at} new tokens: "
                 f"{self_check.NOT_FINITE}"
             ) from error
 
+    def engine(self, missing: list[Request], wanted: list[Request], observer: Observer) -> Engine:
+        """The engine for these requests, as for `decode`."""
+        factory = EngineFactory(
+            self.pair,
+            self.fly_config,
+            missing,
+            wanted,
+            self.requests_of_run(wanted),
+            self.batch_size,
+            self.max_batch_size,
+        )
+        engine = factory.engine(observer)
+        self.draft_length = factory.draft_length
+        return engine
+
     def engine_facts(self) -> dict[str, Any]:
-        draft, shared = self.draft_model, self.pair.intersection
+        draft, shared = self.pair.draft, self.pair.intersection
         models = [self.model, *([draft] if draft is not None else [])]
         used = {tensor.device for model in models for tensor in model.parameters()}
         gpus = sum(device.type != "cpu" for device in used)
@@ -331,7 +339,7 @@ class FlyLM(Backend, HFLM):
             "draft_num_parameters": None if draft is None else self.pair.packed.draft_parameters,
             "preparation": self.pair.packed.as_dict(),
             "draft_vocabulary_share": None if shared is None else round(shared.share, 4),
-            "draft_length": self.engines.draft_length,
+            "draft_length": self.draft_length,
         }
 
     def get_model_info(self) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lm_eval.api import registry as of_lm_eval
 
@@ -19,9 +19,6 @@ from fly import registry
 from fly.config import FlyConfig
 from fly.paths import data_dir
 from fly.runs import context
-
-if TYPE_CHECKING:
-    from lm_eval.tasks import TaskManager
 
 _theirs = of_lm_eval.get_model
 
@@ -77,15 +74,10 @@ def extend_tasks() -> None:
     logging.getLogger("lm_eval.tasks._index").addFilter(_not_about_our_tasks)
 
 
-def are_own(names: Iterable[Any], own: TaskManager) -> bool:
-    """Whether all of these are tasks that `own` knows, which has fly's and the user's alone: then
-    lm-eval's need not be found, which takes seconds."""
-    return all(name in own.all_subtasks for name in names)
-
-
 @functools.cache
 def extend_command_line() -> None:
-    """From now on a command line looks for lm-eval's own tasks only if it may mean one."""
+    """From now on a command line looks for lm-eval's own tasks, which takes seconds, only if it may
+    mean one."""
     from lm_eval import tasks
     from lm_eval.config.evaluate_config import EvaluatorConfig
 
@@ -95,7 +87,7 @@ def extend_command_line() -> None:
         given: Any = [config.tasks] if isinstance(config.tasks, str) else config.tasks
         names = [name for part in given or () for name in str(part).split(",")]
         own = manager(include_path=config.include_path, include_defaults=False)
-        has_defaults = not are_own(names, own)
+        has_defaults = not all(name in own.all_subtasks for name in names)
         tasks.TaskManager = functools.partial(manager, include_defaults=has_defaults)
         try:
             return original(config, *args)

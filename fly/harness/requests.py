@@ -64,12 +64,10 @@ _UNAPPLIED_SAMPLING: dict[str, tuple[Any, ...]] = {
     "eta_cutoff": (0,),
     "top_h": (),
 }
-_FILTERS = ("top_k", "top_p", "min_p")
 _KNOWN = (
     "until", "max_gen_toks", "max_length", "max_new_tokens",
-    "do_sample", "temperature", "repetition_penalty", *_FILTERS,
+    "do_sample", "temperature", "repetition_penalty", "top_k", "top_p", "min_p",
 )  # fmt: skip
-_SAMPLING_ONLY = ("typical_p",)  # greedy decoding does not look at them
 
 
 class Asked(Protocol):
@@ -77,28 +75,19 @@ class Asked(Protocol):
 
     fly_config: FlyConfig
     tokenizer: Any
-    cache_hook: Any
-    truncation: bool
     think_end_token: str | int | None
+    max_gen_toks: int
+    max_length: int
+    prefix_token_id: int
+    eot_token_id: int | None
 
     @property
     def generation_config(self) -> Any: ...
 
     @property
-    def max_gen_toks(self) -> int: ...
+    def is_cached(self) -> bool: ...
 
-    @property
-    def max_length(self) -> int: ...
-
-    @property
-    def prefix_token_id(self) -> int: ...
-
-    @property
-    def eot_token_id(self) -> int | None: ...
-
-    def tok_batch_encode(self, strings: Any, *args: Any, **kwargs: Any) -> Any: ...
-
-    def tok_decode(self, tokens: Any, skip_special_tokens: bool = True) -> str: ...
+    def encode_prompt(self, text: str, room: int) -> list[int]: ...
 
 
 def build_request(instance: Instance, lm: Asked, nth: int = 0) -> Request:
@@ -107,7 +96,7 @@ def build_request(instance: Instance, lm: Asked, nth: int = 0) -> Request:
     nth: how many requests came before it with the same document and prompt (repeats).
     """
     context, gen_kwargs = instance.args
-    where = f"task {instance.task_name}, doc {instance.doc_id}"
+    where = place_of(instance)
     check_gen_kwargs(gen_kwargs, f"gen_kwargs, {where}")
     kwargs: dict[str, Any] = dict(normalize_gen_kwargs(gen_kwargs, lm.max_gen_toks))
     settings = sampling(kwargs, gen_kwargs, lm, where)
@@ -119,7 +108,8 @@ def build_request(instance: Instance, lm: Asked, nth: int = 0) -> Request:
             f"max_gen_toks={budget} ({where}): leaves no room for a prompt in the target's "
             f"context of {lm.max_length} tokens: lower it, or raise max_length"
         )
-    prompt = encode_prompt(context, lm, room)
+    # an empty prompt becomes the prefix token, as in lm-eval's loglikelihood
+    prompt = (lm.encode_prompt(context, room) if context else []) or [lm.prefix_token_id]
     if "max_length" in kwargs:  # transformers' prompt + generation; max_gen_toks is preferred
         if kwargs["max_length"] > lm.max_length:
             _say_once(
@@ -138,6 +128,11 @@ def build_request(instance: Instance, lm: Asked, nth: int = 0) -> Request:
     return Request(
         tuple(prompt), budget, tuple(stops), instance, settings, _seed(instance, lm, nth), nth
     )
+
+
+def place_of(instance: Instance) -> str:
+    """Names the document in errors."""
+    return f"task {instance.task_name}, doc {instance.doc_id}"
 
 
 @functools.cache
@@ -223,17 +218,6 @@ def _number(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
 
 
-def encode_prompt(context: str, lm: Asked, room: int) -> list[int]:
-    """Token ids, truncated on the left to `room` as lm-eval does (it warns).
-
-    An empty prompt becomes the prefix token (BOS, else EOS), as in lm-eval's loglikelihood.
-    """
-    if not context:
-        return [lm.prefix_token_id]
-    ids, _ = lm.tok_batch_encode([context], left_truncate_len=room, truncation=lm.truncation)
-    return ids[0].tolist() or [lm.prefix_token_id]
-
-
 def check_decoding(requests: list[Request], lm: Asked) -> None:
     """Say what is easily overlooked; raise FlyError where lm-eval would score the wrong texts."""
     sampled = [request for request in requests if not request.sampling.is_greedy]
@@ -259,8 +243,7 @@ def check_decoding(requests: list[Request], lm: Asked) -> None:
         )
     for request in sampled:
         # lm-eval's cache is not asked for requests that say do_sample, and for no others
-        caches = getattr(lm.cache_hook, "dbdict", None) is not None
-        if caches and not request.tag.args[1].get("do_sample"):
+        if lm.is_cached and not request.tag.args[1].get("do_sample"):
             raise FlyError(
                 f"--use_cache with temperature={request.sampling.temperature}: lm-eval would give "
                 "all repeats one text: add --gen_kwargs do_sample=True, or leave --use_cache out"
@@ -279,7 +262,7 @@ def _unapplied(generation_config: Any, is_sampling: bool) -> list[str]:
 
 
 def _refuse_unsupported(kwargs: dict[str, Any], settings: Sampling, where: str) -> None:
-    ignored = (*_KNOWN, *_SAMPLING_ONLY) if settings.is_greedy else _KNOWN
+    ignored = (*_KNOWN, "typical_p") if settings.is_greedy else _KNOWN
     for key, value in kwargs.items():
         if key not in ignored and value not in _INERT.get(key, ()) and value is not None:
             raise FlyError(
@@ -294,12 +277,14 @@ def response_text(record: RequestRecord, lm: Asked) -> str:
     if isinstance(think_end, int) and think_end in tokens:
         last = len(tokens) - 1 - tokens[::-1].index(think_end)
         tokens = tokens[last + 1 :]
-    text = lm.tok_decode(tokens) if record.text is None else record.text
+    text = record.text
+    if text is None:
+        text = lm.tokenizer.decode(tokens, skip_special_tokens=True)
     if isinstance(think_end, int):
         text = text.lstrip()
     eos = None
     if lm.eot_token_id is not None:  # not every tokenizer has one
-        eos = lm.tok_decode(lm.eot_token_id, skip_special_tokens=False)
+        eos = lm.tokenizer.decode(lm.eot_token_id, skip_special_tokens=False)
     return postprocess_generated_text(
         generation=text,
         stop=handle_stop_sequences(list(record.request.stops), eos=eos),

@@ -12,10 +12,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict
 from queue import SimpleQueue
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -23,16 +23,15 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import has_bos_prefix
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from openai import AsyncOpenAI
-from pydantic import Field, PositiveFloat, PositiveInt
 from tqdm import tqdm
-from typing_extensions import NotRequired, TypedDict
 
 from fly import config as fly_config
 from fly import launch, reading
 from fly.config import FlyConfig
 from fly.errors import FlyError, reason_of
 from fly.harness.backend import Backend
-from fly.harness.server_client import Answer, Endpoint, Told
+from fly.harness.requests import place_of
+from fly.harness.server_client import Answer, Endpoint, ServerArgs, Told
 from fly.harness.server_scores import PROBE_TEXT, ask_scores, probe_scores
 from fly.models import sources
 from fly.runs.records import Counts, Observer, RequestRecord, zero_seconds
@@ -55,28 +54,12 @@ _STOPS = 4  # stop strings that OpenAI's endpoints take
 _UNTOLD = 2**31  # tokens of context, where neither the server nor the tokenizer tells
 
 
-class ServerArgs(TypedDict):
-    """model_args of `--model server`; docs/server.md explains them."""
-
-    base_url: Annotated[str, Field(pattern=r"^https?://[^@\s]+$")]
-    model: NotRequired[str | None]
-    tokenizer: NotRequired[str | None]
-    api: NotRequired[Literal["completions", "chat"]]
-    num_concurrent: NotRequired[PositiveInt]
-    api_key_env: NotRequired[str | None]
-    timeout: NotRequired[PositiveFloat]
-    retries: NotRequired[Annotated[int, Field(ge=0)]]
-    max_length: NotRequired[PositiveInt | None]
-    think_end_token: NotRequired[str | None]
-
-
 @register_model("server")
 class ServerLM(Backend):
     """`fly --model server`. Keys of a pair's JSON that say how to sample and what to record may be
     given as well; the rest is the server's own affair."""
 
     engine_name = "server"
-    truncation = False
     generation_config: Any = None
     target_dtype = "not told"
     device = torch.device("cpu")  # of this process; the server's is not told
@@ -95,20 +78,13 @@ class ServerLM(Backend):
         config, arguments = fly_config.of_model_args(kwargs)
         self.check(config, arguments)
         self.use_config(config)
-        self.api = arguments.get("api", "completions")
-        self.think_end_token = arguments.get("think_end_token")
-        self.num_concurrent = arguments.get("num_concurrent", 8)
-        self.server = Endpoint(
-            trim_url(arguments["base_url"]),
-            config.target_model_path,
-            api=self.api,
-            key_env=arguments.get("api_key_env"),
-            timeout=arguments.get("timeout", 600.0),
-            retries=arguments.get("retries", 10),
-        )
-        self._load_tokenizer(arguments.get("tokenizer"))
+        args = ServerArgs(**arguments)
+        self.api, self.num_concurrent = args.api, args.num_concurrent
+        self.think_end_token = args.think_end_token
+        self.server = Endpoint(args, config.target_model_path)
+        self._load_tokenizer(args.tokenizer)
         told = self.server.facts.context or self.tokenizer.model_max_length
-        self.max_length = arguments.get("max_length") or min(told, _UNTOLD)
+        self.max_length = args.max_length or min(told, _UNTOLD)
         self.eos_ids = frozenset({self.tokenizer.eos_token_id} - {None})
         self._counters = self.server.counters()
         self._fingerprints: set[str] = set()
@@ -123,7 +99,7 @@ class ServerLM(Backend):
         """Refuse arguments that a server's run does not have. Raises FlyError."""
         if launch.processes() > 1:
             raise FlyError("--model server: works in one process: raise num_concurrent instead")
-        known = ServerArgs.__annotations__
+        known = ServerArgs.model_fields
         if {"api_key", "key", "token"} & {*model_args}:
             raise FlyError("model_args: a key would be written down: give api_key_env=NAME of it")
         for key in model_args:
@@ -179,16 +155,13 @@ class ServerLM(Backend):
         special = not has_bos_prefix(string, self.tokenizer.bos_token)
         return self.tokenizer.encode(string, add_special_tokens=special)
 
-    def tok_batch_encode(
-        self, strings: list[str], left_truncate_len: int | None = None, **_: Any
-    ) -> tuple[torch.Tensor, None]:
-        """Of a single text. Raises FlyError for one that the server's context has no room for:
-        whether and where a server cuts it is not known."""
-        (text,) = strings
+    def encode_prompt(self, text: str, room: int) -> list[int]:
+        """Raises FlyError for a text that the server's context has no room for: whether and where
+        a server cuts it is not known."""
         ids = self.tok_encode(text)
-        if left_truncate_len is not None and len(ids) > left_truncate_len:
+        if len(ids) > room:
             raise self._too_long(len(ids), "its output")
-        return torch.tensor([ids]), None
+        return ids
 
     def _too_long(self, tokens: int, output: str) -> FlyError:
         return FlyError(
@@ -196,10 +169,6 @@ class ServerLM(Backend):
             f"{output} in the server's context of {self.max_length}: start the server with a "
             "longer context, or lower max_gen_toks"
         )
-
-    def tok_decode(self, tokens: Any, skip_special_tokens: bool = True) -> str:
-        text: str = self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
-        return text
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -212,13 +181,12 @@ class ServerLM(Backend):
             raise FlyError(
                 "--apply_chat_template: the tokenizer has no chat template: use api=chat"
             )
-        text: str = self.tokenizer.apply_chat_template(
+        return self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )
-        return text
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         return "" if self.api == "chat" else super().chat_template(chat_template)
@@ -235,7 +203,7 @@ class ServerLM(Backend):
         found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
 
         async def probe(client: AsyncOpenAI) -> None:
-            await probe_scores(self.server, client, self.tok_encode(PROBE_TEXT), "probe")
+            await probe_scores(self.server, client, self.tok_encode(PROBE_TEXT))
 
         async def score(client: AsyncOpenAI, number: int) -> int:
             _, context, continuation = requests[number]
@@ -287,50 +255,54 @@ class ServerLM(Backend):
     ) -> Iterator[Found]:
         """Every item's answer as it comes, `num_concurrent` of them under way. What had come before
         an error is given first."""
-        client = self.server.open()
-        # in a thread of its own: a notebook has a loop that runs in this one
-        loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=loop.run_forever, daemon=True)
-        thread.start()
-
-        def run(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-            return asyncio.run_coroutine_threadsafe(coroutine, loop)
-
-        answered: SimpleQueue[Found | Exception] = SimpleQueue()
+        answered: SimpleQueue[Found | BaseException] = SimpleQueue()
+        running: list[tuple[asyncio.AbstractEventLoop, Any]] = []
         left = iter(items)
 
-        async def work() -> None:
+        async def work(client: AsyncOpenAI) -> None:
             try:
                 for item in left:
                     answered.put(await answer(client, item))
             except Exception as error:
                 answered.put(error)
 
+        async def ask() -> None:
+            running.append((asyncio.get_running_loop(), asyncio.current_task()))
+            async with self.server.open() as client:
+                await probe(client)
+                await asyncio.gather(*(work(client) for _ in range(self.num_concurrent)))
+
+        def run() -> None:
+            try:
+                asyncio.run(ask())
+            except BaseException as error:
+                answered.put(error)
+
+        # a notebook has a loop that runs in this thread
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
         try:
-            run(probe(client)).result()
-            for _ in range(min(self.num_concurrent, len(items))):
-                run(work())
             for _ in items:
                 found = answered.get()
-                if isinstance(found, Exception):
+                if isinstance(found, BaseException):
                     while not answered.empty():  # what came with it is not lost
-                        if not isinstance(other := answered.get_nowait(), Exception):
+                        if not isinstance(other := answered.get_nowait(), BaseException):
                             yield other
                     raise found
                 yield found
             self.server.check_same()
         finally:
-            run(_end(client)).result()
-            loop.call_soon_threadsafe(loop.stop)
+            for loop, task in running:
+                with suppress(RuntimeError):  # it has ended
+                    loop.call_soon_threadsafe(task.cancel)
             thread.join()
-            loop.close()
 
     async def _probe(self, client: AsyncOpenAI, requests: Iterable[Request]) -> None:
         """A few tokens for one request of each kind. Raises FlyError for what the server refuses,
         and where it reads other tokens than were meant."""
         kinds = {(request.sampling, request.stops): request for request in requests}
         for request in kinds.values():
-            where = f"probe, {_place(request)}"
+            where = f"probe, {place_of(request.tag)}"
             answer = await self._try(client, request, where)
             if None in (answer.prompt_tokens, answer.completion_tokens):
                 raise FlyError(
@@ -394,7 +366,7 @@ class ServerLM(Backend):
         return {**found, "extra_body": more}
 
     async def _answer(self, client: AsyncOpenAI, request: Request) -> RequestRecord:
-        where = _place(request)
+        where = place_of(request.tag)
         clock, started = self.server.clock, time.perf_counter()
         joined = clock.read(change=1)
         try:
@@ -484,33 +456,11 @@ class ServerLM(Backend):
         }
 
 
-async def _end(client: AsyncOpenAI) -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    await client.close()
-    await asyncio.get_running_loop().shutdown_asyncgens()
-    await asyncio.get_running_loop().shutdown_default_executor()
-
-
-def trim_url(url: str) -> str:
-    """The part that all paths of an OpenAI endpoint begin with."""
-    for end in ("/", "/completions", "/chat", "/"):
-        url = url.removesuffix(end)
-    return url
-
-
-def _place(request: Request) -> str:
-    return f"task {request.tag.task_name}, doc {request.tag.doc_id}"
-
-
 def _messages(context: str) -> list[dict[str, str]]:
     """Messages as `apply_chat_template` wrote them; any other prompt is the user's one message."""
     if context.startswith('[{"role": '):
         try:
-            found: list[dict[str, str]] = json.loads(context)
-            return found
+            return json.loads(context)
         except ValueError:
             pass
     return [{"role": "user", "content": context}]

@@ -16,9 +16,10 @@ import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from openai import APIConnectionError, APIError, APIStatusError, AsyncOpenAI, Timeout
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from fly.config import SERVED
 from fly.errors import FlyError, reason_of
@@ -26,15 +27,29 @@ from fly.runs.records import Positions
 
 _PASSING = (408, 409, 425, 429)  # and 5xx
 _LONGEST_PAUSE = 30.0  # seconds, where the server does not say
-_KINDS = {"llamacpp": "llama.cpp", "vllm": "vLLM", "sglang": "SGLang"}  # by who "owns" the model
-_VERSION = {  # where each kind tells its version
-    "llama.cpp": ("/props", "build_info"),
-    "vLLM": ("/version", "version"),
-    "SGLang": ("/get_server_info", "version"),
+_KINDS = {  # by who "owns" the model: its kind, and where it tells its version
+    "llamacpp": ("llama.cpp", "/props", "build_info"),
+    "vllm": ("vLLM", "/version", "version"),
+    "sglang": ("SGLang", "/get_server_info", "version"),
 }
 _PASSES_BY = ("created", "permission")  # of a listed model: they differ from start to start
 _EXTRAS = ("timings", "metrics", "sglext")  # of answers, where servers tell of speculation
 _COUNTERS = ":spec_decode_"  # behind the server's name
+
+
+class ServerArgs(BaseModel):
+    """model_args of `--model server`; docs/server.md explains them."""
+
+    base_url: Annotated[str, Field(pattern=r"^https?://[^@\s]+$")]
+    model: str | None = None
+    tokenizer: str | None = None
+    api: Literal["completions", "chat"] = "completions"
+    num_concurrent: PositiveInt = 8
+    api_key_env: str | None = None
+    timeout: PositiveFloat = 600.0
+    retries: NonNegativeInt = 10
+    max_length: PositiveInt | None = None
+    think_end_token: str | None = None
 
 
 @dataclass(frozen=True)
@@ -85,8 +100,7 @@ class Told:
             length = len(counts) - 1
             if sum(counts) * length == found.drafted:  # else drafts were of several lengths
                 for accepted, rounds in enumerate(counts):
-                    for _ in range(rounds):
-                        found.positions.add_round(length, accepted)
+                    found.positions.add_round(length, accepted, rounds)
         return found
 
 
@@ -132,24 +146,16 @@ class _CutError(Exception):
 
 
 class Endpoint:
-    """base_url: up to /v1. key_env: the environment variable that holds the key, which is written
-    nowhere. timeout: seconds without a sign of the server. retries: of one request."""
+    """The server at `base_url`, up to /v1. Its key is written nowhere."""
 
-    def __init__(
-        self,
-        base_url: str,
-        model: str,
-        *,
-        api: str = "completions",
-        key_env: str | None = None,
-        timeout: float = 600.0,
-        retries: int = 10,
-    ) -> None:
-        self.base_url, self.api, self.retries, self._timeout = base_url, api, retries, timeout
-        self._asked_model = model
-        self._key = os.environ.get(key_env, "") if key_env else ""
-        if key_env and not self._key:
-            raise FlyError(f"api_key_env={key_env}: no such environment variable: set it")
+    def __init__(self, args: ServerArgs, model: str) -> None:
+        self.base_url = args.base_url
+        for end in ("/", "/completions", "/chat", "/"):
+            self.base_url = self.base_url.removesuffix(end)
+        self._args, self._asked_model = args, model
+        self._key = os.environ.get(args.api_key_env, "") if args.api_key_env else ""
+        if args.api_key_env and not self._key:
+            raise FlyError(f"api_key_env={args.api_key_env}: no such environment variable: set it")
         self.facts = self.describe()
         self.clock = SharedClock()
 
@@ -175,9 +181,9 @@ class Endpoint:
             )
         entry = listed[names.index(name)]
         about = {key: value for key, value in entry.items() if key not in _PASSES_BY}
-        kind = _KINDS.get(str(entry.get("owned_by")), "server")
-        told = self._try_get(_VERSION[kind][0]) if kind in _VERSION else {}
-        version = told.get(_VERSION[kind][1]) if told else None
+        kind, page, key = _KINDS.get(str(entry.get("owned_by")), ("server", "", ""))
+        told = self._try_get(page) if page else {}
+        version = told.get(key)
         slots = told.get("default_generation_settings") or {}
         context = slots.get("n_ctx") or entry.get("max_model_len")
         if told.get("model_path"):
@@ -225,16 +231,15 @@ class Endpoint:
         request = urllib.request.Request(self.base_url.removesuffix("/v1") + path)
         if self._key:
             request.add_header("Authorization", f"Bearer {self._key}")
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self._args.timeout
         while True:
             try:
-                with urllib.request.urlopen(request, timeout=min(self._timeout, 30)) as answer:
-                    text: str = answer.read().decode()
-                return text
+                with urllib.request.urlopen(request, timeout=min(self._args.timeout, 30)) as answer:
+                    return answer.read().decode()
             except urllib.error.HTTPError as error:  # such as a server that still loads its model
                 if error.code not in (429, 503) or time.monotonic() > deadline:
                     raise
-                time.sleep(min(self._timeout, 1.0))
+                time.sleep(min(self._args.timeout, 1.0))
 
     # ---------------------------------------------------------------- answers
 
@@ -243,7 +248,7 @@ class Endpoint:
         return AsyncOpenAI(
             api_key=self._key or "none",
             base_url=self.base_url,
-            timeout=Timeout(self._timeout, connect=min(self._timeout, 30.0)),
+            timeout=Timeout(self._args.timeout, connect=min(self._args.timeout, 30.0)),
             max_retries=0,
         )
 
@@ -259,8 +264,9 @@ class Endpoint:
                 answer = await ask_once(client, payload)
             except (APIError, _CutError, ValueError) as error:
                 if not _is_passing(error):
-                    raise self.refusal(error, where) from None
-                if attempts > self.retries:
+                    refused = f"{where}: {self.base_url} refuses it"
+                    raise FlyError(f"{refused}: {self._reason(error)}") from None
+                if attempts > self._args.retries:
                     raise FlyError(
                         f"{where}: no answer of {self.base_url} in {attempts} attempts; the last: "
                         f"{self._reason(error)}"
@@ -281,12 +287,11 @@ class Endpoint:
         await asyncio.to_thread(self.check_same)
 
     async def _ask_once(self, client: AsyncOpenAI, payload: dict[str, Any]) -> Answer:
-        create: Any = client.completions.create
-        if self.api == "chat":
-            create = client.chat.completions.create
+        is_chat = self._args.api == "chat"
+        api: Any = client.chat.completions if is_chat else client.completions
         answer = Answer()
         parts: list[str] = []
-        stream = await create(
+        stream = await api.create(
             model=self.facts.model, stream=True, stream_options={"include_usage": True}, **payload
         )
         async with stream:
@@ -295,7 +300,7 @@ class Endpoint:
                 answer.fingerprint = chunk.system_fingerprint or answer.fingerprint
                 extras = chunk.model_extra or {}
                 for choice in chunk.choices or ():
-                    text = choice.delta.content if self.api == "chat" else choice.text
+                    text = choice.delta.content if is_chat else choice.text
                     if text and not answer.first:  # vLLM begins with an empty one
                         answer.first, answer.first_share = time.perf_counter(), self.clock.read()
                     parts.append(text or "")
@@ -319,10 +324,6 @@ class Endpoint:
         found = await client.completions.create(model=self.facts.model, **payload)
         logprobs = found.choices[0].logprobs if found.choices else None
         return Answer(model=found.model, logprobs=logprobs and logprobs.model_dump())
-
-    def refusal(self, error: Exception, where: str) -> FlyError:
-        """What the server refused, in one line."""
-        return FlyError(f"{where}: {self.base_url} refuses it: {self._reason(error)}")
 
     def _reason(self, error: Exception) -> str:
         """With the server's own words, if it has some."""

@@ -38,15 +38,15 @@ async def ask_scores(
     return [(score, score >= max(top.values(), default=score)) for score, top in pairs]
 
 
-async def probe_scores(server: Endpoint, client: AsyncOpenAI, ids: list[int], where: str) -> None:
+async def probe_scores(server: Endpoint, client: AsyncOpenAI, ids: list[int]) -> None:
     """Raise FlyError if a token's score depends on where the prompt ends. ids: of PROBE_TEXT."""
     lengths = [*(max(2, int(part * len(ids))) for part in _PARTS), len(ids)]
-    found = [await ask_scores(server, client, ids[:length], where) for length in lengths]
+    found = [await ask_scores(server, client, ids[:length], "probe") for length in lengths]
     for short, whole in pairwise(found):
         worst = max(abs(one - other) for (one, _), (other, _) in zip(short, whole))
         if worst > _ROUNDING:
             raise FlyError(
-                f"{where}: {server.base_url} gives a token's log-probability as {worst:.2g} nats "
+                f"probe: {server.base_url} gives a token's log-probability as {worst:.2g} nats "
                 "more or less when more text follows: use --model hf or vllm for tasks of "
                 "log-likelihoods"
             )

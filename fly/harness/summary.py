@@ -22,7 +22,10 @@ def print_summary(entry: dict[str, Any]) -> None:
     if not stats["requests"]:
         return
     if server := entry.get("server"):
-        _print_rows(_server_rows(stats, server), f"fly: {_server_in_words(server)}", resumed)
+        kind = f"{server['kind']} {server['version'] or ''}".strip()
+        at_once = f"at most {server['num_concurrent']} requests at once"
+        title = f"fly: {kind}, {server['model']}, {at_once}"
+        _print_rows(_server_rows(stats, server), title, resumed)
         return
     seconds = stats["seconds"]
     total = sum(value for phase, value in seconds.items() if phase != "compile") or 1.0
@@ -55,12 +58,6 @@ def _print_rows(rows: dict[str, str], title: str, resumed: dict[str, Any] | None
     for name, value in rows.items():
         table.add_row(name, value)
     Console(width=100 if not sys.stdout.isatty() else None).print(table)
-
-
-def _server_in_words(server: dict[str, Any]) -> str:
-    version = f" {server['version']}" if server["version"] else ""
-    at_once = f"at most {server['num_concurrent']} requests at once"
-    return f"{server['kind']}{version}, {server['model']}, {at_once}"
 
 
 def _server_rows(stats: dict[str, Any], server: dict[str, Any]) -> dict[str, str]:

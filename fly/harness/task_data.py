@@ -36,41 +36,37 @@ def human_eval() -> Dataset:
 def turns(names: Sequence[str], hub: tuple[str, str] | None = None) -> dict[str, Dataset]:
     """Prompts of one turn or several, by category, as `from_data_dir_or_hub`. What the user says
     after the first answer is in the documents' `further_turns` (fly.harness.turns)."""
-    found = from_data_dir_or_hub(names, ("category", "turns"), hub, "test")
+    found = from_data_dir_or_hub(names, ("category", "turns"), hub)
     return {"test": found.map(lambda row: {"further_turns": row["turns"][1:]})}
 
 
 def from_data_dir_or_hub(
-    names: Sequence[str], fields: Sequence[str], hub: tuple[str, str] | None, split: str
+    names: Sequence[str], fields: Sequence[str], hub: tuple[str, str] | None
 ) -> Dataset:
-    """The first of `names` (also with .gz) in FLY_DATA_DIR if that is set, else the hub's split.
+    """The first of `names` (also with .gz) in FLY_DATA_DIR if that is set, else the test split on
+    the hub.
 
     Raises FlyError with the fix if the folder, the file or the hub is not there.
     """
-    folder = os.environ.get(DATA_DIR)
-    if not folder and hub is None:
-        raise FlyError(f"{names[0]} is not on the hub: set {DATA_DIR} to a folder that holds it")
-    if not folder:
-        assert hub is not None
-        return _from_hub(*hub, split, names[0])
-    if not Path(folder).is_dir():
-        raise FlyError(f"{DATA_DIR}={folder}: no such folder: set it to one that holds {names[0]}")
-    for name in names:
-        for candidate in (Path(folder) / name, Path(folder) / f"{name}.gz"):
-            if candidate.is_file():
-                return _read_jsonl(candidate, fields)
-    raise FlyError(f"{DATA_DIR}={folder}: holds no {' or '.join(names)} (.gz also works)")
-
-
-def _from_hub(repository: str, name: str, split: str, file: str) -> Dataset:
     import datasets
 
+    if folder := os.environ.get(DATA_DIR):
+        if not Path(folder).is_dir():
+            missing = f"{DATA_DIR}={folder}: no such folder"
+            raise FlyError(f"{missing}: set it to one that holds {names[0]}")
+        for name in names:
+            for candidate in (Path(folder) / name, Path(folder) / f"{name}.gz"):
+                if candidate.is_file():
+                    return _read_jsonl(candidate, fields)
+        raise FlyError(f"{DATA_DIR}={folder}: holds no {' or '.join(names)} (.gz also works)")
+    if hub is None:
+        raise FlyError(f"{names[0]} is not on the hub: set {DATA_DIR} to a folder that holds it")
     try:
-        return datasets.load_dataset(repository, name, split=split)
+        return datasets.load_dataset(*hub, split="test")
     except Exception as error:  # offline, gated, gone: the fix is the same
         raise FlyError(
-            f"{repository} cannot be loaded from the hub ({type(error).__name__}): "
-            f"set {DATA_DIR} to a folder that holds {file}, or check the network"
+            f"{hub[0]} cannot be loaded from the hub ({type(error).__name__}): "
+            f"set {DATA_DIR} to a folder that holds {names[0]}, or check the network"
         ) from error
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from lm_eval.api.instance import Instance
 
-Render = Callable[[list[dict[str, str]]], Any]
+Render = Callable[[list[dict[str, str]]], Any]  # messages to a prompt; None without a template
 FIELD = "further_turns"
 
 
@@ -25,25 +25,22 @@ def further(instance: Instance) -> list[str]:
 def answer_all(
     requests: list[Instance],
     generate: Callable[[list[Instance]], list[str]],
-    render: Callable[[], Render | None],
+    render: Render,
     most: int,
 ) -> list[str]:
-    """The responses: of one turn by `generate`, and of `most` further ones in the same way.
-
-    render: asked for once the first turns' prompts are there.
-    """
+    """The responses: of one turn by `generate`, and of `most` further ones in the same way."""
     answers = [[text] for text in generate(requests)]
     for turn in range(1, most + 1):
         going = [i for i, request in enumerate(requests) if len(further(request)) >= turn]
-        asked = [_follow_up(requests[i], answers[i], render()) for i in going]
+        asked = [_follow_up(requests[i], answers[i], render) for i in going]
         for i, text in zip(going, generate(asked)):
             answers[i].append(text)
     return ["\n\n".join(texts) for texts in answers]
 
 
-def _follow_up(instance: Instance, answers: list[str], render: Render | None) -> Instance:
-    """The request of the turn after these answers. render: applies the chat template; without it
-    texts follow each other, two line breaks between."""
+def _follow_up(instance: Instance, answers: list[str], render: Render) -> Instance:
+    """The request of the turn after these answers. Without a chat template texts follow each other,
+    two line breaks between."""
     said = [instance.doc["turns"][0], *further(instance)][: len(answers) + 1]
     context, gen_kwargs = instance.args
     messages = [{"role": "user", "content": said[0]}]
@@ -51,7 +48,8 @@ def _follow_up(instance: Instance, answers: list[str], render: Render | None) ->
         context += f"{answer}\n\n{text}\n\n"
         messages.append({"role": "assistant", "content": answer})
         messages.append({"role": "user", "content": text})
+    prompt = render(messages)
     found = copy.copy(instance)
-    found.arguments = (context if render is None else render(messages), gen_kwargs)
+    found.arguments = (context if prompt is None else prompt, gen_kwargs)
     found.idx, found.resps, found.filtered_resps = instance.idx + len(answers), [], {}
     return found

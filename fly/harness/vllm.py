@@ -39,6 +39,7 @@ from fly import reading
 from fly.config import FlyConfig
 from fly.errors import FlyError, reason_of
 from fly.harness.backend import Backend
+from fly.harness.requests import place_of
 from fly.harness.vllm_config import (
     METHODS,
     Installed,
@@ -91,7 +92,6 @@ class FlyVLLM(Backend, VLLM):
     """
 
     engine_name = "vllm"
-    truncation = False
     generation_config: Any = None
 
     def __init__(
@@ -209,16 +209,8 @@ class FlyVLLM(Backend, VLLM):
 
     # ---------------------------------------------------------------- what requests are made of
 
-    def tok_batch_encode(
-        self, strings: list[str], left_truncate_len: int | None = None, **_: Any
-    ) -> tuple[torch.Tensor, None]:
-        """Of a single text, as HFLM's: its last `left_truncate_len` tokens."""
-        (text,) = strings
-        ids = self.tok_encode(text)
-        return torch.tensor([ids[-left_truncate_len:] if left_truncate_len else ids]), None
-
-    def tok_decode(self, tokens: Any, skip_special_tokens: bool = True) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+    def encode_prompt(self, text: str, room: int) -> list[int]:
+        return self.tok_encode(text)[-room:]
 
     @property
     def device(self) -> torch.device:
@@ -317,10 +309,9 @@ class FlyVLLM(Backend, VLLM):
     ) -> RequestRecord:
         request, completion = state.request, output.outputs[0]
         if completion.finish_reason not in ("stop", "length"):
-            instance = request.tag
             raise FlyError(
-                f"--model vllm: task {instance.task_name}, doc {instance.doc_id}: vLLM ended it "
-                f"with {completion.finish_reason!r}"
+                f"--model vllm: {place_of(request.tag)}: vLLM ended it with "
+                f"{completion.finish_reason!r}"
             )
         tokens, ended = list(completion.token_ids), completion.finish_reason
         matcher = StopMatcher(self._stops(request), Texts(self.tokenizer).decode)

@@ -19,7 +19,6 @@ METHODS = {  # by drafter
     "model": "draft_model", "ngram": "ngram", "eagle3": "eagle3", "mtp": "mtp", "suffix": "suffix",
 }  # fmt: skip
 BLOCK_METHODS = ("dflash", "dspark")  # of drafter=block, by what the head's files say it is
-RULES = {"exact": "standard", "fly": "fly"}  # rejection_sample_method, by rule
 # Keys that vLLM cannot follow, so that they must have their defaults or what asks no more: of every
 # run, of those whose rounds it does not show, of those that draft, and of vLLM's own FLy.
 _OF_EVERY_RUN = ("execution", "threads", "batch_invariant")
@@ -75,7 +74,7 @@ def speculative_config(
         raise installed.refuse(f"drafter={drafter}", fix)
     if method is not None and method not in installed.methods:
         raise installed.refuse(f"drafter={drafter}", f"has no method {method}: upgrade it")
-    if not by_fly and config.rule not in RULES:
+    if not by_fly and config.rule not in ("exact", "fly"):
         raise installed.refuse(
             f"verification={config.rule}", "has no such rule: set verification to exact or fly"
         )
@@ -141,7 +140,7 @@ def _fly(config: FlyConfig, draft_tokens: int, installed: Installed) -> dict[str
             "set it so",
         )
     return {
-        "rejection_sample_method": RULES["fly"],
+        "rejection_sample_method": "fly",
         "fly_window_size": config.win_len,
         "fly_entropy_threshold": config.entropy_thre or 0.0,
         "fly_entropy_top_k": 3,

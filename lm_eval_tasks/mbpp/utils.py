@@ -18,7 +18,6 @@ def load(**_: Any) -> dict[str, datasets.Dataset]:
         ("mbpp_test.jsonl", "mbpp.jsonl"),
         _FIELDS,
         ("google-research-datasets/mbpp", "full"),
-        "test",
     )
     return {"test": rows.filter(lambda row: row["task_id"] in _TEST_SPLIT)}
 

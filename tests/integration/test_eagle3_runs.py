@@ -52,9 +52,9 @@ def test_texts_are_the_targets(pair, alone, keys):
 def test_a_head_in_bfloat16_keeps_the_frequencies_of_rope(pair, execution):
     """In bfloat16 they would be wrong by a radian after some hundred tokens."""
     lm = fly_lm(pair, drafter="eagle3", dtype="bfloat16", execution=execution)
-    assert lm.draft_model.rotary.inv_freq.dtype == torch.float32
+    assert lm.pair.draft.rotary.inv_freq.dtype == torch.float32
     exact = 10000.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
-    assert torch.allclose(lm.draft_model.rotary.inv_freq.double(), exact, rtol=1e-6)
+    assert torch.allclose(lm.pair.draft.rotary.inv_freq.double(), exact, rtol=1e-6)
     assert len(lm.generate_until(instances({"max_gen_toks": 10}))) > 0
 
 

@@ -198,11 +198,10 @@ def test_a_round_waits_once_and_launches_the_same_for_any_number_of_sequences(
 
 
 def loaded(target, draft, settings, monkeypatch):
-    """(factory, packed) of played models."""
+    """A pair of played models."""
     monkeypatch.setattr(cascade, "relative_cost", lambda way, tokens: float(tokens))
     packed = weights.pack(target, draft, settings)
-    pair = LoadedPair(target, draft, tiny.byte_tokenizer(), EOS, 512, packed)
-    return EngineFactory(pair, 2, 64), packed
+    return LoadedPair(target, draft, tiny.byte_tokenizer(), EOS, 512, packed)
 
 
 def test_results_say_what_the_passes_were_and_why(monkeypatch, caplog):
@@ -223,13 +222,15 @@ def test_results_say_what_the_passes_were_and_why(monkeypatch, caplog):
         assert facts["eager"]["target"] == "its layers are spread over devices"
         assert "eager passes for the target: its layers are spread over devices" in caplog.text
         target = played.put(copy.deepcopy(TARGET))
-        factory, packed = loaded(target, draft, settings, monkeypatch)
-        assert (packed.as_dict()["target"], packed.as_dict()["eager"]) == ("graphs", {})
+        pair = loaded(target, draft, settings, monkeypatch)
+        facts = pair.packed.as_dict()
+        assert (facts["target"], facts["eager"]) == ("graphs", {})
         monkeypatch.setattr(CudaGraphRunner, "_make", refuse)
         wanted = requests(3, [GREEDY])
-        engine = factory.engine(config, wanted, wanted, lambda record: None, requests=3)
+        factory = EngineFactory(pair, config, wanted, wanted, 3, 2, 64)
+        engine = factory.engine(lambda record: None)
         list(engine.run(wanted))
-        facts = packed.as_dict()
+        facts = pair.packed.as_dict()
         assert (facts["target"], facts["draft"]) == ("eager", "eager")
         assert facts["eager"]["target"] == "operation not permitted when stream is capturing"
 

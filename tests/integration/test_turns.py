@@ -113,14 +113,16 @@ def test_contexts_with_and_without_a_chat_template():
         seen.extend((each.doc_id, each.idx, each.args[0]) for each in asked)
         return [f"<{each.args[0]}>" for each in asked]
 
-    assert turns.answer_all([instance], generate, lambda: None, 1) == ["<a>\n\n<a<a>\n\nb\n\n>"]
+    assert turns.answer_all([instance], generate, lambda messages: None, 1) == [
+        "<a>\n\n<a<a>\n\nb\n\n>"
+    ]
     assert seen == [(7, 0, "a"), (7, 1, "a<a>\n\nb\n\n")]
     seen.clear()
 
     def render(messages):
         return " ".join(f"{m['role'][0]}:{m['content']}" for m in messages)
 
-    turns.answer_all([instance], lambda asked: generate(asked), lambda: render, 2)
+    turns.answer_all([instance], lambda asked: generate(asked), render, 2)
     assert [context for *_, context in seen][1:] == [
         "u:a a:<a> u:b", "u:a a:<a> u:b a:<u:a a:<a> u:b> u:c",
     ]  # fmt: skip

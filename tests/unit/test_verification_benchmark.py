@@ -111,7 +111,7 @@ def test_only_what_is_left_of_a_chunk_is_decoded(bench, tmp_path, monkeypatch):
         how = {"filter": "flexible-extract", "exact_match": 1.0, "resps": [["text"]]}
         return [{"doc_id": document, **how} for document in documents]
 
-    fake = Namespace(fly_config=FlyConfig(target_model_path="x"), engines=Namespace(batch_size=0))
+    fake = Namespace(fly_config=FlyConfig(target_model_path="x"), batch_size=0)
     monkeypatch.setattr("fly.harness.hf.FlyLM", lambda **_: fake)
     monkeypatch.setattr("fly.harness.evaluate.evaluate", evaluate)
     given = args(tmp_path, device="cpu", first=0, limit=5, chunk=4, tasks=["gsm8k_cot"])
