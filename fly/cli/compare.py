@@ -344,7 +344,7 @@ def _load(args: argparse.Namespace, stored: Measured | None = None) -> list[tupl
 def _check_finished(args: argparse.Namespace, stored: Measured | None) -> None:
     """Refuse flags that say how runs are made: these are; and a run without another."""
     makes = ("model_args", "modes", "mode", "rules", "drafters", "output_path", "log_samples")
-    given = [f"--{name}" for name in makes if getattr(args, name)]
+    given = [f"--{name}" for name in makes if getattr(args, name, None)]
     given += [word for word in _run_flags(args) if word.startswith("-") and word not in args.runs]
     if given:
         flag = given[0].partition("=")[0]

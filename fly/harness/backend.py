@@ -185,6 +185,11 @@ class Backend(TemplateLM):
                 "--use_cache: it would give a document's first answer for all its turns: leave the "
                 "flag out"
             )
+        if most and self.run_context.has_kept_prompts:
+            raise FlyError(
+                "--cache_requests: further turns need the chat that the first prompt was made of: "
+                "leave the flag out"
+            )
         generate = partial(self._generate, disable_tqdm=disable_tqdm)
         return turns.answer_all(requests, generate, self._render, most)
 

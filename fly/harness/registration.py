@@ -144,6 +144,7 @@ def extend_evaluate() -> None:
         if samples is not None:
             samples = {task: sorted(set(numbers)) for task, numbers in samples.items()}
         context.current().samples = samples
+        context.current().has_kept_prompts = bool(kw.get("cache_requests"))
         return original(*args, samples=samples, **kw)
 
     evaluator.evaluate = evaluate

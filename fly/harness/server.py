@@ -139,7 +139,8 @@ class ServerLM(Backend):
 
     @property
     def tokenizer_name(self) -> str:
-        return str(self.tokenizer.name_or_path).replace("/", "__")
+        """By which lm-eval keeps prompts (--cache_requests): an api's are messages or texts."""
+        return f"{self.tokenizer.name_or_path}-{self.api}".replace("/", "__")
 
     @property
     def eot_token_id(self) -> int | None:  # type: ignore[override]

@@ -38,6 +38,7 @@ class RunContext:
     is_resumable: bool = False  # there is a manifest
     # the documents that were chosen, by task; None for all
     samples: dict[str, list[int]] | None = None
+    has_kept_prompts: bool = False  # those of --cache_requests: no chat template is applied again
     # lines of files that have no folder yet, by the file's name: Python code names one at the end
     unsaved: dict[str, list[str]] = field(default_factory=dict)
     is_reported: bool = False  # its results were made: the next evaluation is another run
@@ -99,8 +100,9 @@ def current() -> RunContext:
 def unreported() -> RunContext:
     """The current run; a new one if the results of the current one were made."""
     if _current.is_reported:
-        samples = _current.samples
-        start().samples = samples
+        last = _current
+        start()
+        _current.samples, _current.has_kept_prompts = last.samples, last.has_kept_prompts
     return _current
 
 

@@ -372,7 +372,8 @@ def test_the_files_behind_a_command_are_known_by_content(tmp_path, monkeypatch):
     own.mkdir()
     (own / "mine.yaml").write_text("task: mine\n")
     written = {
-        name: tasks / f"a.{name}" for name in ("json", "markdown", "junit", "csv", "save_baseline")
+        name: tasks / f"a.{name}"
+        for name in ("json", "markdown", "junit", "csv", "save_baseline", "history")
     }
     args = SimpleNamespace(
         config=str(config),

@@ -885,7 +885,7 @@ COMPARE = [
     ([], "fly compare needs --tasks"),
     (["ONE"], "give at least two runs"),
     (["ONE", "/nowhere"], "/nowhere: no such run"),
-    (["ONE", "TWO", "--tasks", "a"], "without --tasks"),
+    (["ONE", "TWO", "--tasks", "a"], "--tasks: finished runs are compared as they are"),
     (["ONE", "TWO", "--min-recovery", "0"], "min_recovery=0"),
     (["ONE", "TWO", "--min-recovery", "1.01"], "min_recovery=1.01"),
     (["ONE", "TWO", "--min-recovery", "nan"], "min_recovery=nan"),
@@ -899,6 +899,8 @@ COMPARE = [
     (["ONE", "TWO", "--json", "/dev/full"], "--json /dev/full: cannot be written: No space left"),
     (["ONE", "TWO", "--frobnicate"], ["--frobnicate", "--help"]),
     (["ONE", "TWO", "--json"], ["--json", "expected one argument"]),
+    (["ONE", "TWO", "--json=~nosuchuser/x"], ["--json", "~nosuchuser/x: no such user"]),
+    (["ONE", "TWO", "--output_path", "/tmp"], "--output_path: finished runs are compared as they"),
 ]
 
 

@@ -134,7 +134,39 @@ def test_data_that_is_not_there_is_one_line(monkeypatch, tmp_path):
         task_data.turns(("spec_bench.jsonl",))
 
 
-def test_the_cache_is_refused(saved_pair, config_file, questions, tmp_path, capfd):
-    more = ("--use_cache", str(tmp_path / "cache"))
+@pytest.fixture
+def kept_prompts(tmp_path, monkeypatch):
+    """The folder where lm-eval keeps prompts for --cache_requests."""
+    monkeypatch.setattr("lm_eval.caching.cache.PATH", str(tmp_path / "prompts"))
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        (("--use_cache", "{}/cache"), "--use_cache: it would give a document's first answer"),
+        (("--cache_requests", "true"), "--cache_requests: further turns need the chat"),
+    ],
+)
+def test_caches_are_refused(
+    saved_pair, config_file, questions, kept_prompts, tmp_path, capfd, flag, words
+):
+    more = [word.format(tmp_path) for word in flag]
     assert run(*command(saved_pair, config_file, tmp_path / "out", *more)) == 2
-    assert "--use_cache: it would give a document's first answer" in capfd.readouterr().err
+    assert words in capfd.readouterr().err
+
+
+def test_kept_prompts_are_of_one_api(saved_pair, questions, kept_prompts, tmp_path):
+    """The text that completions is asked for was sent to chat as the user's message."""
+    (tmp_path / "spec_bench.jsonl").write_text(json.dumps(ROWS[1]) + "\n")
+    with FaultServer("plain") as server:
+        for api in ("completions", "chat"):
+            arguments = f"base_url={server.url},tokenizer={saved_pair / 'target'},api={api}"
+            assert run(
+                "--model", "server", "--model_args", arguments, "--tasks", "spec_bench",
+                "--gen_kwargs", "max_gen_toks=6", "--apply_chat_template", "--cache_requests",
+                "true", "--log_samples", "--output_path", tmp_path / api,
+            ) == 0  # fmt: skip
+        (asked,) = [
+            body["messages"] for body in server.bodies if "say c" in str(body.get("messages"))
+        ]
+    assert asked == [{"role": "user", "content": "say c "}]

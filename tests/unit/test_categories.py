@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fly.analysis import categories, scores
+from fly.analysis import categories, compare, compare_table, scores
 from fly.cli import main as cli
 from fly.runs import reader
 from tests.written_runs import write
@@ -73,8 +73,13 @@ def test_a_task_without_scores_is_compared_by_speed_and_texts(tmp_path, capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert "2.00 [2.00, 2.00]" in printed
     assert "fly: free has no score to compare: 2 of 4 texts equal target-only's" in printed
+    assert "Scores" not in printed
     assert fly("compare", base, other, "--min-recovery", "0.9") == 3
     assert fly("report", base, other, "--output", tmp_path / "r.html") == 0
+    runs = [scores.measure(reader.load(run)) for run in (base, other)]
+    compare_table.print_short(compare.compare(runs[0], runs[1:]))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "free target-only - 1 1 4.00 fly - 2.00 [2.00, 2.00] 2.00 [2.00, 2.00] 4.00" in printed
 
 
 def test_answers_that_were_cut_off_are_told(tmp_path, capsys):

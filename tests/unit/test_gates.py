@@ -57,6 +57,12 @@ def test_few_documents_decide_nothing():
     assert row.reason == "9 of at least 10 documents with records"
 
 
+def test_a_server_that_tells_no_rounds_has_no_tau():
+    """It said that 300 documents were fewer than 10."""
+    row = judged(Gate("tau", 3.0), BASE, [(tokens, 0, seconds) for tokens, _, seconds in OWN])
+    assert (row.verdict, row.reason) == ("not enough evidence", "the records do not tell it")
+
+
 def test_other_machines_withhold_times_and_not_tau():
     row = judged(Gate("time x", 1.1), BASE, OWN, withheld="device: a CPU and another")
     assert row.verdict == "not enough evidence"

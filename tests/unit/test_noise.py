@@ -73,6 +73,17 @@ def test_another_decoding_is_no_noise_run(tmp_path, capsys, changes, message):
     assert message in capsys.readouterr().err
 
 
+def test_the_noise_run_is_paired_by_document_as_the_others_are(tmp_path):
+    """It kept its own prompts, which were not those of a run that was named first."""
+    chat = write(tmp_path / "a", "server", SCORES, prompt="messages of")
+    base = write(tmp_path / "b", "target-only", SCORES, prompt="text of")
+    noisy = write(
+        tmp_path / "c", "target-only", SCORES, prompt="text of", machine={"batch_size": 8}
+    )
+    words = (chat, base, f"noise={noisy}", "--noise-floor", "--pair-by", "document")
+    assert fly("compare", *words) == 0
+
+
 def test_a_noise_run_that_read_a_cache_is_refused(runs, tmp_path, capsys):
     """It has the baseline's own texts, so that rounding seemed to change none."""
     noisy = write(tmp_path / "d", "target-only", SCORES, machine={"batch_size": 8})

@@ -244,6 +244,11 @@ def command_line(pid: str) -> str:
         return ""
 
 
+def test_an_error_of_a_forked_copy_is_its_own(run):
+    source = "import os\nif os.fork() == 0:\n    raise KeyError(1)\nos.wait()\ndef f(): return 3\n"
+    assert run(source, tests="assert f() == 3").reason == "passed"
+
+
 def test_forked_copy_cannot_pass_for_its_parent(run):
     source = "import os, time\nif os.fork():\n    time.sleep(0.3)\n    raise RuntimeError\n"
     assert run(source).reason == "exception"

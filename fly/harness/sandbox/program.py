@@ -109,9 +109,10 @@ def run(source: str, pipes: Sequence[int]) -> None:
         try:
             exec(compile(source, "<program>", "exec"), program.module.__dict__)
         except BaseException as error:
-            program.tell(error)
+            if os.getpid() == process:  # not a copy of the program that it forked itself
+                program.tell(error)
             return
-        if os.getpid() == process:  # not a copy of the program that it forked itself
+        if os.getpid() == process:
             program.put(["value", None, {}])  # the source ran to its end
             while True:
                 program.answer(program.get())
