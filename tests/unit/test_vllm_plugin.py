@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +23,13 @@ from fly.vllm_plugin import options
 from fly.vllm_plugin.verifier import Verifier, replay, verdict_of
 
 VOCABULARY, EOS = 16, 15
+LOADED = """
+import sys
+from fly import registry
+from fly.vllm_plugin import register, verifier
+[registry.load(each) for entry in registry.RULES.values() for each in (entry.where, entry.settings)]
+print([name for name in sys.modules if name.startswith(("fly.execution.", "llvmlite"))])
+"""
 RULES = {
     "exact": {"enable_fly": False},
     "fly": {"win_len": 1, "entropy_thre": 0.8},
@@ -287,3 +296,9 @@ def test_what_cannot_be_done_is_refused_in_one_line(additional, drafts, version,
     with pytest.raises(FlyError, match=re.escape(said)) as caught:
         options.read(additional, "t", drafts, version)
     assert "\n" not in str(caught.value)
+
+
+def test_vllms_processes_load_no_kernels():
+    """vLLM looks into every object of every module, and fails at llvmlite's library."""
+    loaded = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True)
+    assert loaded.stdout.strip() == "['fly.execution.argmax']", loaded.stderr

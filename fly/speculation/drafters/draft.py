@@ -6,12 +6,14 @@ Shapes: B sequences, K draft tokens (padded), Q = K + 1 tokens fed, V vocabulary
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from fly.execution.model_runner import ModelRunner
+if TYPE_CHECKING:  # vLLM's processes load no runner
+    from fly.execution.model_runner import ModelRunner
 
 
 class Draft(ABC):
