@@ -14,14 +14,17 @@ _Key = tuple[str, int]  # a document's hash, and how many of the same come befor
 def pair_by_document(runs: Sequence[Measured]) -> list[Measured]:
     """The runs with the documents that all of them have, under the first run's numbers and prompts.
 
-    A note says which prompts differ and what was left out. Tasks that only some of the runs have
-    stay as they are. Raises FlyError for a task of which the runs share no document.
+    A note says which prompts differ and what was left out. Raises FlyError for a task that only
+    some of the runs have, or of which they share no document.
     """
     first, found = runs[0], [dict(run.tasks) for run in runs]
     notes = []
+    for run in runs:
+        if only := sorted(first.tasks.keys() ^ run.tasks.keys()):
+            raise FlyError(
+                f"{first.name} and {run.name} cannot be compared: task {only[0]} is only in one"
+            )
     for name, ours in first.tasks.items():
-        if not all(name in run.tasks for run in runs):
-            continue
         tasks = [run.tasks[name] for run in runs]
         numbers = [_numbers(task) for task in tasks]
         shared = [key for key in numbers[0] if all(key in of_run for of_run in numbers)]

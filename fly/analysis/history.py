@@ -86,7 +86,7 @@ class Line(BaseModel):
 def line_of(run: Run, measured: Measured, against: Against | None = None) -> Line:
     """A finished run's line. against: its comparison with a baseline, if there is one."""
     found = run_settings.in_force(run)
-    speeds = against.speeds if against else measure_speeds(measured)
+    speeds = measure_speeds(measured)  # of all its documents, not of those that were compared
     commit = next((os.environ[name] for name in _COMMITS if os.environ.get(name)), None)
     apart = {*_MODELS, *_MACHINE}
     return Line(
@@ -117,6 +117,7 @@ def _of_task(
     rows = against.rows if against else []
     row = next((row for row in rows if (row.task, row.metric) == (name, metric.label)), None)
     interval = row.scores.interval if row else None
+    compared = find_speed(against.speeds, name) if against else None
     return OfTask(
         metric=metric.label,
         higher_is_better=metric.higher_is_better,
@@ -126,7 +127,7 @@ def _of_task(
         recovery=row.scores.recovery if row else None,
         interval=(interval.low, interval.high) if interval else None,
         tau=speed.pace.tau if speed else None,
-        time_x=speed.end_to_end.value if speed and speed.end_to_end else None,
+        time_x=compared.end_to_end.value if compared and compared.end_to_end else None,
         tok_s=speed.pace.end_to_end_tok_s if speed else None,
         truncated=reasons.count("length") / len(reasons) if any(reasons) else None,
     )

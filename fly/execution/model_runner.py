@@ -262,7 +262,7 @@ class ModelRunner(SlotRunner):
         self.lengths[slot] = length
 
     def _note_written(self, first_slot: int, tokens: list[list[int]]) -> None:
-        """What lay past each slot's length was overwritten, a graph's padding included."""
+        """A pass overwrites what lies past each slot's length, with a graph's padding, too."""
         for slot in range(first_slot, self.slots if self.static else first_slot + len(tokens)):
             del self._written[slot][self.lengths[slot] :]
         for slot, row in enumerate(tokens, start=first_slot):

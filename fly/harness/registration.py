@@ -144,7 +144,8 @@ def extend_evaluate() -> None:
         if samples is not None:
             samples = {task: sorted(set(numbers)) for task, numbers in samples.items()}
         context.current().samples = samples
-        context.current().has_kept_prompts = bool(kw.get("cache_requests"))
+        has_kept = kw.get("cache_requests") and kw.get("apply_chat_template")
+        context.current().has_kept_prompts = bool(has_kept)
         return original(*args, samples=samples, **kw)
 
     evaluator.evaluate = evaluate

@@ -258,6 +258,7 @@ class ServerLM(Backend):
         an error is given first."""
         answered: SimpleQueue[Found | BaseException] = SimpleQueue()
         running: list[tuple[asyncio.AbstractEventLoop, Any]] = []
+        begun = threading.Event()
         left = iter(items)
 
         async def work(client: AsyncOpenAI) -> None:
@@ -269,6 +270,7 @@ class ServerLM(Backend):
 
         async def ask() -> None:
             running.append((asyncio.get_running_loop(), asyncio.current_task()))
+            begun.set()
             async with self.server.open() as client:
                 await probe(client)
                 await asyncio.gather(*(work(client) for _ in range(self.num_concurrent)))
@@ -278,6 +280,8 @@ class ServerLM(Backend):
                 asyncio.run(ask())
             except BaseException as error:
                 answered.put(error)
+            finally:
+                begun.set()
 
         # a notebook has a loop that runs in this thread
         thread = threading.Thread(target=run, daemon=True)
@@ -293,6 +297,7 @@ class ServerLM(Backend):
                 yield found
             self.server.check_same()
         finally:
+            begun.wait()  # an interruption may come before it
             for loop, task in running:
                 with suppress(RuntimeError):  # it has ended
                     loop.call_soon_threadsafe(task.cancel)

@@ -38,7 +38,8 @@ class RunContext:
     is_resumable: bool = False  # there is a manifest
     # the documents that were chosen, by task; None for all
     samples: dict[str, list[int]] | None = None
-    has_kept_prompts: bool = False  # those of --cache_requests: no chat template is applied again
+    # prompts may be --cache_requests's: the chat template that they have is not applied again
+    has_kept_prompts: bool = False
     # lines of files that have no folder yet, by the file's name: Python code names one at the end
     unsaved: dict[str, list[str]] = field(default_factory=dict)
     is_reported: bool = False  # its results were made: the next evaluation is another run

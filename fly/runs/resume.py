@@ -140,16 +140,11 @@ def keeping_manifest(
     if folder is None or launch.rank() > 0 or not (reopened or config.enable_statistics):
         yield
         return
-    manifest = reopened or Manifest.create(folder, arguments)
+    if reopened and "config" in reopened.data:  # first: the folder is named after the draft
+        reopened.agree("config", config.model_dump())
+    manifest = _join(folder, reopened) if reopened else Manifest.create(folder, arguments)
     try:
-        if reopened:
-            _take_over(reopened)
-        manifest.agree("config", config.model_dump())  # first: it names the folder
-        if folder.resolve() != manifest.folder.resolve():
-            raise FlyError(
-                f"--resume {manifest.folder}: the folder was called {folder.name}: "
-                "give it its name back"
-            )
+        manifest.agree("config", config.model_dump())
         manifest.agree("versions", deciding_versions())
         check_models(manifest, config, hf_args, loaded=False)
         finished = None
@@ -173,14 +168,20 @@ def keeping_manifest(
         manifest.release()
 
 
-def _take_over(manifest: Manifest) -> None:
-    """Hold a run that no other process works on, as the last one has left it."""
+def _join(folder: Path, manifest: Manifest) -> Manifest:
+    """Take over a run that no other process works on, as the last one has left it."""
+    if folder.resolve() != manifest.folder.resolve():
+        raise FlyError(
+            f"--resume {manifest.folder}: the folder was called {folder.name}: "
+            "give it its name back"
+        )
     if not manifest.hold(_LOCK_SECONDS):
         raise FlyError(f"--resume {manifest.folder}: another process is working on this run")
     manifest.data = Manifest.read(manifest.path).data
     if manifest.finished:
         raise FlyError(f"--resume {manifest.folder}: another process has just ended this run")
     manifest.data["resumed"].append(timestamp())
+    return manifest
 
 
 def check_models(

@@ -106,7 +106,11 @@ class Verifier:
         lengths = [max(0, min(k, s.remaining - 1)) for k, s in zip(counts, sequences)]
         draft_BK, logits_BKV = _padded(counts, draft_N, logits_MV)
         length_B = torch.tensor(lengths).to(draft_BK.device, non_blocking=True)
-        q_BKV = None if q_NV is None else pad_sequence(q_NV.split(counts), batch_first=True)
+        q_BKV = None
+        if q_NV is not None and len(q_NV) == draft_BK.numel():  # no padding, so no copy
+            q_BKV = q_NV.view(*draft_BK.shape, -1)
+        elif q_NV is not None:
+            q_BKV = pad_sequence(q_NV.split(counts), batch_first=True)
         draft: Draft = DeviceDraft(draft_BK, length_B, q_BKV, [q_NV is not None] * len(counts))
         if draft_BK.device.type == "cpu":  # each is judged by itself there, no wider than it is
             draft, logits_BKV = draft.on_host(), logits_BKV[:, : max(lengths) + 1]

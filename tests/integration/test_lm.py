@@ -577,7 +577,8 @@ def test_what_a_cache_answers_does_not_decide_what_is_drafted(saved_pair, monkey
     for cache, asked in ((None, wanted), ({}, wanted[:1])):
         monkeypatch.setattr(lm.cache_hook, "dbdict", cache)
         list(lm.decode(asked, asked, lambda record: None))
-    assert {*planned} == {6}
+        assert {*planned} == {6}
+        planned.clear()
 
 
 def test_a_process_s_share_does_not_decide_what_is_drafted(saved_pair, monkeypatch):
@@ -587,6 +588,8 @@ def test_a_process_s_share_does_not_decide_what_is_drafted(saved_pair, monkeypat
     wanted = lm.build_requests(instances({"max_gen_toks": 8}, [str(n) for n in range(6)]))
     planned = sequences_planned(monkeypatch)
     list(lm.decode(wanted, wanted, lambda record: None))
+    assert {*planned} == {6}
+    planned.clear()
     monkeypatch.setattr(lm, "_world_size", 2)
     monkeypatch.setattr(lm, "processes", SimpleNamespace(exchange=lambda own: [own, 2]))
     list(lm.decode(wanted[:4], wanted[:4], lambda record: None))

@@ -144,7 +144,10 @@ def kept_prompts(tmp_path, monkeypatch):
     ("flag", "words"),
     [
         (("--use_cache", "{}/cache"), "--use_cache: it would give a document's first answer"),
-        (("--cache_requests", "true"), "--cache_requests: further turns need the chat"),
+        (
+            ("--apply_chat_template", "--cache_requests", "true"),
+            "--cache_requests: further turns need the chat",
+        ),
     ],
 )
 def test_caches_are_refused(

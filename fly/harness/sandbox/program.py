@@ -50,6 +50,13 @@ class ProgramPeer(Peer):
         super().__init__(receive, send)
         self.module = types.ModuleType("program")  # code_eval runs no __main__ block either
         sys.modules["program"] = self.module
+        self._process = os.getpid()
+
+    def put(self, message: list) -> None:
+        """Of a copy that the program forks, nothing is sent."""
+        if os.getpid() != self._process:
+            raise Gone
+        super().put(message)
 
     def perform(self, operation: str, target: Any, args: list, kwargs: dict) -> Any:
         if operation == "globals":
@@ -104,17 +111,14 @@ def _close_executors() -> None:
 def run(source: str, pipes: Sequence[int]) -> None:
     """Execute the source and answer for it."""
     program = ProgramPeer(*pipes)
-    process = os.getpid()
     try:
         try:
             exec(compile(source, "<program>", "exec"), program.module.__dict__)
         except BaseException as error:
-            if os.getpid() == process:  # not a copy of the program that it forked itself
-                program.tell(error)
+            program.tell(error)
             return
-        if os.getpid() == process:
-            program.put(["value", None, {}])  # the source ran to its end
-            while True:
-                program.answer(program.get())
+        program.put(["value", None, {}])  # the source ran to its end
+        while True:
+            program.answer(program.get())
     except (Gone, Garbled, CannotBeAsked):
         pass

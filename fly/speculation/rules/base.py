@@ -113,16 +113,18 @@ class JudgedBatch:
 
     def split(self) -> list[JudgedDraft]:
         """One judged draft per sequence, on the host, in one copy from the device."""
+        cost = None if self.cost_BK is None else self.cost_BK.float().view(torch.int32)
         parts = {
             "draft": self.draft_BK, "matches": self.matches_BK, "deferrable": self.deferrable_BK,
             "target_tokens": self.target_BK1, "stands": self.stands_BK, "own_tokens": self.own_BK1,
-            "cost": self.cost_BK, "length": self.length_B[:, None],
+            "cost": cost, "length": self.length_B[:, None],
         }  # fmt: skip
         there = {name: part for name, part in parts.items() if part is not None}
-        # float64 holds tokens, truth values and float32 costs as they are
-        on_host = torch.cat([part.double() for part in there.values()], dim=1).cpu()
+        on_host = torch.cat([part.long() for part in there.values()], dim=1).cpu()
         columns = on_host.split([part.shape[1] for part in there.values()], dim=1)
-        values = [c.to(part.dtype).tolist() for c, part in zip(columns, there.values())]
+        as_was = {"cost": lambda column: column.int().view(torch.float32)}
+        as_was |= dict.fromkeys(("matches", "deferrable", "stands"), Tensor.bool)
+        values = [as_was.get(n, Tensor.long)(c).tolist() for n, c in zip(there, columns)]
         found = []
         for row, (*own, (length,)) in enumerate(zip(*values)):
             draft = JudgedDraft(**dict(zip(there, own))).first(length)
