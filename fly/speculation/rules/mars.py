@@ -2,9 +2,10 @@
 accepted where its logit is close to the first's.
 
 With z1 >= z2 the target's two largest logits: a mismatch stands if it is the second and z2/z1 >
-theta. A ratio of logits depends on where a model's logits lie, which softmax does not see; with
-z1 <= 0 it says nothing (both negative: it would exceed 1), so nothing is let in there. When
-sampling, exact verification is asked first; temperature leaves the ratio as it is.
+theta (0.9 in the paper, for all models). A ratio of logits depends on where a model's logits lie,
+which softmax does not see; with z1 <= 0 it says nothing (both negative: it would exceed 1), so
+nothing is let in there. When sampling, exact verification is asked first; temperature leaves the
+ratio as it is.
 """
 
 from __future__ import annotations
