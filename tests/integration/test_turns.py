@@ -158,6 +158,7 @@ def test_caches_are_refused(
     assert words in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_kept_prompts_are_of_one_api(saved_pair, questions, kept_prompts, tmp_path):
     """The text that completions is asked for was sent to chat as the user's message."""
     (tmp_path / "spec_bench.jsonl").write_text(json.dumps(ROWS[1]) + "\n")

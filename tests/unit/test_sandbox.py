@@ -244,14 +244,15 @@ def command_line(pid: str) -> str:
         return ""
 
 
-def test_an_error_of_a_forked_copy_is_its_own(run):
-    forks = "import os\n{0}if os.fork() == 0: {1}\n{0}os.wait()\n"
-    for ends in ("raise KeyError(1)", "raise SystemExit", "return 4"):
-        if ends != "return 4":
-            source = forks.format("", ends) + "def f(): return 3\n"
-            assert run(source, tests="assert f() == 3").reason == "passed"
-        source = "def f():\n" + forks.replace("import", " import").format(" ", ends) + " return 3\n"
-        assert run(source, tests="assert f() == 3").reason == "passed"
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import os\nif os.fork() == 0: raise KeyError(1)\nos.wait()\ndef f(): return 3\n",
+        "def f():\n import os\n if os.fork() == 0: return 4\n os.wait()\n return 3\n",
+    ],
+)
+def test_a_forked_copy_answers_for_nobody(run, source):
+    assert run(source, tests="assert f() == 3").reason == "passed"
 
 
 def test_forked_copy_cannot_pass_for_its_parent(run):
