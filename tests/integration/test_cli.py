@@ -15,6 +15,7 @@ from lm_eval.tasks import TaskManager, _index
 from fly.cli import main as cli
 from fly.paths import data_dir
 from fly.runs.earlier_outputs import EarlierOutputs
+from tests import tiny
 
 OF_LM_EVAL = Path(_index.__file__).parent
 TASK = """task: tiny_task
@@ -361,7 +362,7 @@ def test_help_is_flys_and_names_a_pair(capsys):
         (["zzz"], "unknown command 'zzz': `fly --help` lists the commands"),
         (["config", "chek", "x"], "unknown command 'fly config chek': did you mean 'check'?"),
         (["pair", "zz"], "unknown command 'fly pair zz': choose from fetch, list, path, export"),
-        (
+        tiny.slow(
             ["--model", "dummy", "--tasks", "humaneval_instrct"],
             "task 'humaneval_instrct': no such task: did you mean 'humaneval_instruct'?",
         ),
