@@ -216,10 +216,10 @@ def _short_rows(result: Result) -> Iterator[list[str]]:
             shown = with_drafts(other.name, speed is not None and speed.from_earlier_runs)
             ratios = (speed.decode, speed.end_to_end) if speed else (None, None)
             yield ["", shown, score, *map(ratio_text, ratios), _length(speed)]
-    for label, name, speed in _by_task(result):
-        if not any(other.all_rows for other in result.others):
-            cells = [ratio_text(speed.decode), ratio_text(speed.end_to_end)]
-            cells = ["1", "1"] if name == result.baseline else cells
+    if not any(other.all_rows for other in result.others):  # no task has a score
+        for label, name, speed in _by_task(result):
+            ratios = speed.decode, speed.end_to_end
+            cells = ["1", "1"] if name == result.baseline else map(ratio_text, ratios)
             shown = with_drafts(name, speed.from_earlier_runs)
             yield [label, shown, "-", *cells, _length(speed)]
 

@@ -100,10 +100,9 @@ def current() -> RunContext:
 
 def unreported() -> RunContext:
     """The current run; a new one if the results of the current one were made."""
+    global _current
     if _current.is_reported:
-        last = _current
-        start()
-        _current.samples, _current.has_kept_prompts = last.samples, last.has_kept_prompts
+        _current = RunContext(samples=_current.samples, has_kept_prompts=_current.has_kept_prompts)
     return _current
 
 

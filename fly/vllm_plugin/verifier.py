@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from fly.errors import FlyError
 from fly.models.tokenizers import Texts
@@ -104,13 +103,8 @@ class Verifier:
         sequences = [self._sequence(request) for request in requests]
         # as in the engine, no draft reaches past the budget
         lengths = [max(0, min(k, s.remaining - 1)) for k, s in zip(counts, sequences)]
-        draft_BK, logits_BKV = _padded(counts, draft_N, logits_MV)
+        draft_BK, logits_BKV, q_BKV = _padded(counts, draft_N, logits_MV, q_NV)
         length_B = torch.tensor(lengths).to(draft_BK.device, non_blocking=True)
-        q_BKV = None
-        if q_NV is not None and len(q_NV) == draft_BK.numel():  # no padding, so no copy
-            q_BKV = q_NV.view(*draft_BK.shape, -1)
-        elif q_NV is not None:
-            q_BKV = pad_sequence(q_NV.split(counts), batch_first=True)
         draft: Draft = DeviceDraft(draft_BK, length_B, q_BKV, [q_NV is not None] * len(counts))
         if draft_BK.device.type == "cpu":  # each is judged by itself there, no wider than it is
             draft, logits_BKV = draft.on_host(), logits_BKV[:, : max(lengths) + 1]
@@ -189,11 +183,14 @@ def replay(
         )
 
 
-def _padded(counts: list[int], draft_N: Tensor, logits_MV: Tensor) -> tuple[Tensor, Tensor]:
-    """(draft_BK, logits_BKV), past a request's own tokens filled with any."""
+def _padded(
+    counts: list[int], draft_N: Tensor, logits_MV: Tensor, q_NV: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(draft_BK, logits_BKV, q_BKV), past a request's own tokens filled with any."""
     k = max(counts)
-    if min(counts) == k:
-        return draft_N.view(len(counts), k).long(), logits_MV.view(len(counts), k + 1, -1)
+    if min(counts) == k:  # views, no copies of logits or probabilities
+        q_BKV = None if q_NV is None else q_NV.view(len(counts), k, -1)
+        return draft_N.view(len(counts), k).long(), logits_MV.view(len(counts), k + 1, -1), q_BKV
     count_B = torch.tensor(counts)
     end_B = (count_B + 1).cumsum(0)
     row_BK1 = torch.minimum(
@@ -203,7 +200,8 @@ def _padded(counts: list[int], draft_N: Tensor, logits_MV: Tensor) -> tuple[Tens
     drafted_BK = (row_BK1[:, :k] - torch.arange(len(counts))[:, None]).clamp(max=len(draft_N) - 1)
     device = logits_MV.device
     rows, drafted = (index.to(device, non_blocking=True) for index in (row_BK1, drafted_BK))
-    return draft_N[drafted].long(), logits_MV[rows]
+    q_BKV = None if q_NV is None else q_NV[drafted]
+    return draft_N[drafted].long(), logits_MV[rows], q_BKV
 
 
 def _sampling(params: Any) -> Sampling:

@@ -1,12 +1,16 @@
 """--model server against a server that plays faults: nothing is lost, and nothing is doubled."""
 
+import asyncio
 import json
+import queue
 import random
 import re
 import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import lm_eval.evaluator
 import lm_eval.tasks
@@ -16,6 +20,7 @@ from lm_eval.api.instance import Instance
 pytest.importorskip("openai", reason="--model server needs the extra `server`")
 
 from fly.cli import main as cli
+from fly.harness import server as fly_server
 from fly.harness import server_client
 from fly.harness.server import ServerLM
 from fly.harness.server_client import SharedClock, Told
@@ -323,6 +328,34 @@ def test_loglikelihoods_that_cannot_be_trusted(place, tmp_path, capfd, scores, s
     with FaultServer(scores=scores) as server:
         assert fly(*arguments(place, server, tmp_path, tasks="tiny_choice")) == 2
     assert said in capfd.readouterr().err
+
+
+def test_an_interruption_before_the_first_request_ends_all(monkeypatch):
+    """The requests' loop was not there to be cancelled yet: all were asked, and thrown away."""
+    asked, run = [], asyncio.run
+
+    class Interrupted(queue.SimpleQueue):
+        def get(self, *args):
+            raise KeyboardInterrupt
+
+    def start_late(coroutine):
+        time.sleep(0.05)
+        return run(coroutine)
+
+    async def nothing(client):
+        pass
+
+    async def answer(client, item):
+        asked.append(item)
+        await asyncio.sleep(0.02)
+
+    monkeypatch.setattr(fly_server, "SimpleQueue", Interrupted)
+    monkeypatch.setattr(asyncio, "run", start_late)
+    client = SimpleNamespace(open=lambda: nullcontext(), check_same=lambda: None)
+    lm = SimpleNamespace(server=client, num_concurrent=2)
+    with pytest.raises(KeyboardInterrupt):
+        list(fly_server.ServerLM._ask_all(lm, range(20), nothing, answer))
+    assert len(asked) <= 2
 
 
 @pytest.mark.slow
