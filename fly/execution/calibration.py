@@ -17,9 +17,9 @@ import torch
 import transformers
 
 from fly.errors import FlyError
-from fly.execution.device import cpu_name
+from fly.execution.device import cpu_name, device_facts
 from fly.execution.model_runner import ModelRunner
-from fly.execution.pass_costs import NO_DRAFT, PairCosts, PassCosts, growth
+from fly.execution.pass_costs import NO_DRAFT, PairCosts, PassCosts, growth, round_cost
 from fly.models.fingerprint import hash_json
 from fly.paths import fly_home, write_whole
 from fly.version import VERSION
@@ -76,7 +76,10 @@ def calibrate(
     identity: what the costs depend on beside the machine. The runners are emptied.
     """
     identity = {"sizes": _SIZES, "steps": _STEPS, **identity}
-    if (kept := _costs_of(read(identity))) is not None:
+    if target.device.type != "cpu":
+        identity["device"] = device_facts(target.device)["name"]
+    a_round = round_cost(target.way)
+    if (kept := _costs_of(read(identity), a_round)) is not None:
         return kept
     seconds = _seconds(target)
     alone = seconds[0]
@@ -84,39 +87,48 @@ def calibrate(
         _coarse(seconds, alone, target.way),
         NO_DRAFT if draft is None else _coarse(_seconds(draft), alone, draft.way),
         "calibration",
+        a_round,
     )
     keep(identity, costs.as_dict())
     return costs
 
 
-def _costs_of(data: Any) -> PairCosts | None:
+def _costs_of(data: Any, a_round: float) -> PairCosts | None:
     """What `as_dict` wrote; None for anything else."""
     try:
         tables = {}
         for role in ("target", "draft"):
             sizes, costs = zip(*sorted((int(n), float(cost)) for n, cost in data[role].items()))
             tables[role] = PassCosts(sizes, costs)
-        return PairCosts(tables["target"], tables["draft"], "cache")
+        return PairCosts(tables["target"], tables["draft"], "cache", a_round)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
 def _seconds(runner: ModelRunner) -> list[float]:
-    """Of passes over `_SIZES` tokens, as many as the budget allows; the narrow ones, which matter
-    most and vary most, the best of two or three."""
+    """Of passes over `_SIZES` tokens, as many as the budget allows, each the best of some."""
     start, found = time.perf_counter(), list[float]()
     runner.prefill(0, [0])
     for tokens in _SIZES:
         if found and time.perf_counter() - start > _BUDGET:
             break
-        best = math.inf
-        for _ in range(3 if tokens == 1 else 2 if tokens < 12 else 1):
-            before = time.perf_counter()
-            runner.extend([[0] * tokens])
-            best = min(best, time.perf_counter() - before)
-        found.append(best)
+        if runner.device.type != "cpu":  # the first capture a graph; the host waits once for many
+            _pass_seconds(runner, tokens, 1)
+            found.append(min(_pass_seconds(runner, tokens, 8) for _ in range(2)))
+            continue
+        repeats = 3 if tokens == 1 else 2 if tokens < 12 else 1  # narrow ones vary most
+        found.append(min(_pass_seconds(runner, tokens, 1) for _ in range(repeats)))
     runner.resize(runner.slots)
     return found
+
+
+def _pass_seconds(runner: ModelRunner, tokens: int, count: int) -> float:
+    """Of one of `count` passes, one after the other."""
+    before = time.perf_counter()
+    for _ in range(count):
+        logits_BQV = runner.extend([[0] * tokens])
+    logits_BQV[0, 0, 0].item()
+    return (time.perf_counter() - before) / count
 
 
 def _coarse(seconds: list[float], alone: float, way: str) -> PassCosts:

@@ -30,7 +30,9 @@ _GROWTH = {
     "eager": (1, 7),
 }
 _OVERHEAD = 0.08  # of a target's pass: what a draft's pass costs beside reading its weights
-_ROUND = 0.03  # of a target's pass: what a round costs beside its passes
+# of a target's pass: what a round costs beside its passes. A GPU waits for the host meanwhile: on
+# an H200 0.45 of a pass of 1.5B weights, less of a larger model's
+_ROUND, _ROUND_ON_GPU = 0.03, 0.3
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,14 @@ class PassCosts:
 @dataclass(frozen=True)
 class PairCosts:
     """Costs of both models' passes, in target passes over one token. `source`: rule, calibration
-    or cache, for the log and the results. block: the draft's one pass of a round is over so many
-    tokens of a sequence and drafts all; None where every drafted token takes a pass over one."""
+    or cache, for the log and the results. a_round: what a round costs beside its passes. block: the
+    draft's one pass of a round is over so many tokens of a sequence and drafts all; None where
+    every drafted token takes a pass over one."""
 
     target: PassCosts
     draft: PassCosts
     source: str
+    a_round: float = _ROUND
     block: int | None = None
 
     def drafting(self, steps: int, sequences: int) -> float:
@@ -71,7 +75,7 @@ class PairCosts:
         """Of a draft of `steps` tokens that the draft makes and a target pass over `width` draft
         tokens of each sequence."""
         drafting = self.drafting(steps, sequences)
-        return self.target.at(sequences * (width + 1)) + drafting + _ROUND
+        return self.target.at(sequences * (width + 1)) + drafting + self.a_round
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -102,6 +106,11 @@ def by_rule(target: str, draft: str | None, weight: float) -> PairCosts:
     weight: bytes of the draft's weights over the target's; 0 for a drafter without a model.
     """
     return PairCosts(_rule(target), _rule(draft, weight + _OVERHEAD) if draft else NO_DRAFT, "rule")
+
+
+def round_cost(way: str) -> float:
+    """What a round costs beside its passes, where the target's are computed this way."""
+    return _ROUND_ON_GPU if way == "graphs" else _ROUND
 
 
 def relative_cost(way: str, tokens: int) -> float:

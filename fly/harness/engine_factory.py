@@ -216,7 +216,8 @@ class EngineFactory:
             # without a draft model texts alone are drafted from, as far as each of them is worth it
             policy = "adaptive" if self.config.needs_draft_model else "texts"
             self.draft_length = {"policy": policy, **facts}
-            return AdaptiveLength(spd_k, costs)
+            is_captured = bool(captures_graphs(self.config, self.pair.target))
+            return AdaptiveLength(spd_k, costs, is_coarse=is_captured)
         planned = self._planned()
         length = spd_k if pays(spd_k, planned, _LOSSY_ACCEPTANCE, costs) else 0
         self.draft_length = {"policy": "rule", **facts, "spd_k": length}
@@ -233,9 +234,12 @@ class EngineFactory:
 
     @property
     def _adapts(self) -> bool:
-        """Whether costs of passes decide how much is drafted. They are known on a CPU."""
-        asked = self.config.draft_policy == "auto" and self.config.drafter_name is not None
-        return asked and self.pair.target.device.type == "cpu"
+        """Whether costs of passes decide how much is drafted. On a GPU they have to be timed,
+        which is done where texts do not depend on it, of a draft model."""
+        if self.config.draft_policy != "auto" or self.config.drafter_name is None:
+            return False
+        is_timed = isinstance(self.pair.draft, PreTrainedModel) and not self._changes_texts
+        return self.pair.target.device.type == "cpu" or is_timed
 
     @property
     def _changes_texts(self) -> bool:

@@ -41,16 +41,20 @@ class AdaptiveLength(DraftLength):
     """At most `spd_k`, by costs and by how many draft tokens were accepted lately.
 
     Only where texts do not depend on it: greedy decoding, verified exactly.
+
+    is_coarse: only powers of two, and spd_k: each length that comes up costs a captured graph.
     """
 
-    def __init__(self, spd_k: int, costs: PairCosts) -> None:
+    def __init__(self, spd_k: int, costs: PairCosts, *, is_coarse: bool = False) -> None:
         super().__init__(spd_k)
         self._costs = costs
         self._acceptance = AcceptanceEstimate()
+        powers = [1 << n for n in range(spd_k.bit_length()) if 1 << n < spd_k]
+        self._lengths = [0, *powers, spd_k] if is_coarse else range(spd_k + 1)
 
     def choose(self, sequences: int) -> int:
         chance = self._acceptance.chance(DRAFT_MODEL)
-        return best_length(self._spd_k, sequences, chance, self._costs)
+        return best_length(self._lengths, sequences, chance, self._costs)
 
     def observe(self, judged: Iterable[tuple[int, int]]) -> None:
         self._acceptance.forget()
@@ -58,9 +62,9 @@ class AdaptiveLength(DraftLength):
             self._acceptance.observe(DRAFT_MODEL, drafted, accepted)
 
 
-def best_length(spd_k: int, sequences: int, acceptance: float, costs: PairCosts) -> int:
-    """The K from 0 to spd_k with the most expected tokens per cost; 0 unless drafting gains."""
-    best = max(range(spd_k + 1), key=lambda k: value(k, sequences, acceptance, costs))
+def best_length(lengths: Iterable[int], sequences: int, acceptance: float, costs: PairCosts) -> int:
+    """The K of these with the most expected tokens per cost; 0 unless drafting gains."""
+    best = max(lengths, key=lambda k: value(k, sequences, acceptance, costs))
     return best if pays(best, sequences, acceptance, costs) else 0
 
 

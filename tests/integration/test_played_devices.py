@@ -7,7 +7,7 @@ import torch
 
 from fly import config as fly_config
 from fly.errors import FlyError
-from fly.execution import oom, self_check, weights
+from fly.execution import calibration, oom, self_check, weights
 from fly.execution.batch_size import SequenceWork, sequences_that_fit
 from fly.execution.cuda_graphs import CudaGraphRunner
 from fly.execution.heads.block import BlockHead, BlockRunner
@@ -233,6 +233,37 @@ def test_results_say_what_the_passes_were_and_why(monkeypatch, caplog):
         facts = pair.packed.as_dict()
         assert (facts["target"], facts["draft"]) == ("eager", "eager")
         assert facts["eager"]["target"] == "operation not permitted when stream is capturing"
+
+
+@pytest.mark.parametrize("rule", ["exact", "fly"])
+def test_drafts_are_as_long_as_passes_say_where_texts_do_not_depend_on_it(
+    rule, monkeypatch, tmp_path
+):
+    """Passes are timed on the device; the first of a shape captures its graph, and does not count.
+    A draft step that costs half of the target's pass makes drafts of 12 tokens too long."""
+    monkeypatch.setenv("FLY_HOME", str(tmp_path))
+    keys = {"target_model_path": "t", "draft_model_path": "d", "spd_k": 12}
+    config = fly_config.build(keys | {"verification": rule, "win_len": 2}, "test")
+    wanted, lengths = requests(3, [GREEDY]), set()
+    with played.devices():
+        target, draft = (played.put(copy.deepcopy(model)) for model in (TARGET, DRAFT))
+
+        def seconds(runner, tokens, count):
+            return 9.0 if count == 1 else 1.0 if runner.model is target else 0.5
+
+        monkeypatch.setattr(calibration, "_pass_seconds", seconds)
+        pair = loaded(target, draft, ExecutionSettings(), monkeypatch)
+        factory = EngineFactory(pair, config, wanted, wanted, 3, 2, 64)
+        engine = factory.engine(lambda record: lengths.add(len(getattr(record, "draft", ()))))
+        found = texts_of(engine, wanted)
+    if rule == "fly":
+        assert factory.draft_length == {"policy": "fixed", "spd_k": 12}
+        return
+    assert found == on_cpu("model", 2, tiny.EXACT, wanted)
+    assert factory.draft_length["policy"] == "adaptive"
+    assert factory.draft_length["draft"]["1"] == 0.5
+    assert {2, 4} & lengths
+    assert lengths < {*range(5)}
 
 
 def test_auto_batch_counts_every_gpu_by_its_own_layers(monkeypatch):

@@ -11,7 +11,14 @@ import torch
 
 from fly.execution import calibration, kernels, packed_linear
 from fly.execution.calibration import calibrate
-from fly.execution.pass_costs import PairCosts, PassCosts, by_rule, relative_cost, way_of
+from fly.execution.pass_costs import (
+    PairCosts,
+    PassCosts,
+    by_rule,
+    relative_cost,
+    round_cost,
+    way_of,
+)
 from fly.speculation.acceptance import DRAFT_MODEL
 from fly.speculation.draft_length import AdaptiveLength, DraftLength, best_length, pays
 from tests import tiny
@@ -34,11 +41,26 @@ def test_costs_lie_on_lines_and_go_on_after_the_last_size():
 def test_drafts_are_as_long_as_they_pay():
     """The optimum by hand: tokens (1 - a^(K+1)) / (1 - a) over 1 + 0.2 K (+ 0.03 a round)."""
     expected = max(range(16), key=lambda k: (1 - 0.8 ** (k + 1)) / 0.2 / (1.03 + 0.2 * k))
-    assert best_length(15, 1, 0.8, FLAT) == expected > 1
-    assert best_length(2, 1, 0.8, FLAT) == 2  # spd_k is the most
-    assert best_length(15, 1, 0.8, STEEP) == 0
-    assert best_length(15, 1, 0.1, FLAT) == 0
-    assert best_length(15, 1, 0.95, FLAT) > expected
+    assert best_length(range(16), 1, 0.8, FLAT) == expected > 1
+    assert best_length(range(3), 1, 0.8, FLAT) == 2  # spd_k is the most
+    assert best_length(range(16), 1, 0.8, STEEP) == 0
+    assert best_length(range(16), 1, 0.1, FLAT) == 0
+    assert best_length(range(16), 1, 0.95, FLAT) > expected
+
+
+def test_few_lengths_come_up_where_each_costs_a_graph():
+    """In graphs a round costs more beside its passes, which makes drafts longer."""
+    costs = replace(by_rule("graphs", "graphs", 0.3), a_round=round_cost("graphs"))
+    found = set()
+    for accepted in (*range(13), *range(12, -1, -1)):
+        length = AdaptiveLength(12, costs, is_coarse=True)
+        for _ in range(40):
+            length.observe([(accepted, 12)])
+        found.add(length.choose(1))
+    assert found >= {0, 12}
+    assert found < {0, 1, 2, 4, 8, 12}
+    assert AdaptiveLength(1, FLAT, is_coarse=True).choose(1) == 1
+    assert costs.a_round > by_rule("kernels-avx2", None, 0.0).a_round
 
 
 def test_a_block_costs_the_same_however_much_of_it_is_drafted():
@@ -47,13 +69,13 @@ def test_a_block_costs_the_same_however_much_of_it_is_drafted():
     assert [block.drafting(steps, 3) for steps in (0, 1, 7)] == [0.0, 0.2, 0.2]
     growing = pair_costs(((1,), (1.0,)), ((1, 8), (0.25, 1.0)))
     assert replace(growing, block=8).drafting(7, 1) == 1.0
-    assert best_length(7, 1, 0.5, block) == 7 > best_length(7, 1, 0.5, FLAT)
-    assert best_length(7, 1, 0.8, replace(STEEP, block=8)) == 0
+    assert best_length(range(8), 1, 0.5, block) == 7 > best_length(range(8), 1, 0.5, FLAT)
+    assert best_length(range(8), 1, 0.8, replace(STEEP, block=8)) == 0
 
 
 def test_many_sequences_draft_less_where_width_costs():
     growing = by_rule("kernels-avx2", "kernels-avx2 int8", 0.16)
-    lengths = [best_length(15, sequences, 0.87, growing) for sequences in (1, 2, 4, 6, 12)]
+    lengths = [best_length(range(16), sequences, 0.87, growing) for sequences in (1, 2, 4, 6, 12)]
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] >= 3
     assert lengths[-1] == 0
