@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.generation.logits_process import TopPLogitsWarper
 
+_SUMMED = 128  # tokens of a block whose weights are summed first; divides most vocabularies
 _TIES = 64  # so many tokens may tie with the k-th largest before all of them are looked at
 K = TypeVar("K", bound=Hashable)
 
@@ -214,13 +215,27 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """The token at quantile `uniform` [...] of its weights [..., V], which need not be normalised.
     [...]; V, which is no token, for weights that are not finite.
 
-    A token of weight zero is never drawn.
+    A token of weight zero is never drawn. Sums are over blocks first: a GPU takes long to sum up
+    a row of a large vocabulary token by token.
     """
+    size = weights.shape[-1]
+    padded = pad(weights, (0, -size % _SUMMED)) if size % _SUMMED else weights
+    blocks = padded.unflatten(-1, (-1, _SUMMED))  # [..., M, _SUMMED]
     # float64: in float32 the tail of a large vocabulary would be lost in the sum
-    cumulative = weights.cumsum(-1, dtype=torch.float64)
-    total = cumulative[..., -1:]
-    at = torch.minimum(uniform[..., None] * total, total * (1 - 1e-15))  # it may round up to it
-    return torch.searchsorted(cumulative, at, right=True)[..., 0]
+    before = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    total = before[..., -1:]
+    at = _below(uniform[..., None] * total, total)
+    block = torch.searchsorted(before, at, right=True).clamp_(max=blocks.shape[-2] - 1)
+    at = at - pad(before, (1, 0)).gather(-1, block)
+    own = blocks.take_along_dim(block[..., None], -2)[..., 0, :].cumsum(-1, dtype=torch.float64)
+    within = torch.searchsorted(own, _below(at, own[..., -1:]), right=True)
+    is_finite = (total > 0) & (total < math.inf)
+    return torch.where(is_finite, block * _SUMMED + within, size)[..., 0]
+
+
+def _below(at: Tensor, total: Tensor) -> Tensor:
+    """`at`, which may have been rounded up to the total."""
+    return torch.minimum(at, total * (1 - 1e-15))
 
 
 def like(p: Tensor, q: Tensor) -> Tensor:
