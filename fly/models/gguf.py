@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -47,11 +48,18 @@ class GgufWeight:
 def metadata_folder(file: Path) -> Path:
     """A folder with the configuration and tokenizer of a GGUF file, as transformers reads them.
 
-    Written once per file, as transformers takes a quarter of a minute. Raises FlyError without a
-    place to write, and what transformers raises for a file that it cannot read.
+    Written once per file, as it takes seconds. Raises FlyError without a place to write, and what
+    transformers raises for a file that it cannot read.
     """
+    import gguf
     import transformers
-    from gguf import GGUFReader
+
+    class Reader(gguf.GGUFReader):  # type: ignore[misc]
+        """Reads from a plain array: every slice of a mapped one costs three times as much."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            is_mapped = isinstance(value, np.memmap)
+            super().__setattr__(name, value.view(np.ndarray) if is_mapped else value)
 
     state = file.stat()
     key = [str(file.resolve()), state.st_size, state.st_mtime_ns, transformers.__version__]
@@ -59,10 +67,12 @@ def metadata_folder(file: Path) -> Path:
     if folder.is_dir():
         return folder
     logger.info("%s: reading its configuration and tokenizer (once)", file)
-    reader = GGUFReader(file)
+    reader = Reader(file)
     named: dict[str, Any] = {"gguf_file": file.name}
-    config = transformers.AutoConfig.from_pretrained(str(file.parent), **named)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(str(file.parent), **named)
+    # transformers would read the file once for each, which takes longer than all else
+    with mock.patch.object(gguf, "GGUFReader", return_value=reader):
+        config = transformers.AutoConfig.from_pretrained(str(file.parent), **named)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(file.parent), **named)
     config.dtype = torch.bfloat16
     config.gguf_architecture = bytes(reader.fields["general.architecture"].parts[-1]).decode()
     generation = transformers.GenerationConfig.from_model_config(config)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from fly.execution import fused_layer, self_check, token_attention
+from fly.execution.calibration import calibrate
 from fly.execution.model_runner import ModelRunner, causal_mask
 from tests import tiny
 from tests.invariance import differing, make_small
@@ -35,6 +36,17 @@ def test_exact_equals_generate_on_the_device(pair, name, slots, graphs):
     if graphs:
         assert engine._target.static.failure is None
         assert engine._target.static._captured
+
+
+def test_passes_are_timed_without_capturing_their_graphs(pair, monkeypatch, tmp_path):
+    """Capturing takes as long as dozens of passes."""
+    monkeypatch.setenv("FLY_HOME", str(tmp_path))
+    target, draft = (tiny.runner(model, 1, True) for model in pair)
+    costs = calibrate(target, draft, {})
+    assert target.static.failure is None
+    assert costs.target.costs[0] == 1.0
+    assert 0.5 <= costs.draft.at(1) <= 2
+    assert costs.target.at(9) <= 4
 
 
 def test_hidden_states_of_graphs_are_those_of_eager_passes(pair):

@@ -6,6 +6,7 @@ import logging
 import time
 from pathlib import Path
 
+import gguf as package
 import pytest
 import torch
 import transformers
@@ -146,9 +147,18 @@ def test_names_are_mapped_once(tmp_path, monkeypatch):
 
 
 def test_metadata_is_written_once_and_ends_are_all_that_the_file_knows(tmp_path, monkeypatch):
-    file = tmp_path / "m.gguf"
+    file, read = tmp_path / "m.gguf", []
+
+    class Counted(package.GGUFReader):
+        def __init__(self, path):
+            read.append(path)
+            super().__init__(path)
+
     write_gguf(file)
-    folder = gguf.metadata_folder(file)
+    with monkeypatch.context() as patch:
+        patch.setattr(package, "GGUFReader", Counted)
+        folder = gguf.metadata_folder(file)
+    assert read == [file], "a large vocabulary takes seconds each time"
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     assert tokenizer("hi<|im_end|>12")["input_ids"] == [2, 7, 3, 4]
     messages = [{"role": "user", "content": "hi"}]
