@@ -230,7 +230,7 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     own = blocks.take_along_dim(block[..., None], -2)[..., 0, :].cumsum(-1, dtype=torch.float64)
     within = torch.searchsorted(own, _below(at, own[..., -1:]), right=True)
     is_finite = (total > 0) & (total < math.inf)
-    return torch.where(is_finite, block * _SUMMED + within, size)[..., 0]
+    return (block * _SUMMED + within).masked_fill_(~is_finite, size)[..., 0]
 
 
 def _below(at: Tensor, total: Tensor) -> Tensor:
