@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 from transformers.generation.logits_process import TopPLogitsWarper
 
 _SUMMED = 128  # tokens of a block whose weights are summed first; divides most vocabularies
+_ALL = 1 - 1e-15  # of a sum of weights
 _TIES = 64  # so many tokens may tie with the k-th largest before all of them are looked at
 K = TypeVar("K", bound=Hashable)
 
@@ -215,27 +216,32 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """The token at quantile `uniform` [...] of its weights [..., V], which need not be normalised.
     [...]; V, which is no token, for weights that are not finite.
 
-    A token of weight zero is never drawn. Sums are over blocks first: a GPU takes long to sum up
-    a row of a large vocabulary token by token.
+    A token of weight zero is never drawn.
     """
-    size = weights.shape[-1]
-    padded = pad(weights, (0, -size % _SUMMED)) if size % _SUMMED else weights
-    blocks = padded.unflatten(-1, (-1, _SUMMED))  # [..., M, _SUMMED]
+    if weights.device.type == "cpu" and weights.shape[-1] % _SUMMED == 0:
+        return _draw_by_blocks(weights, uniform)
     # float64: in float32 the tail of a large vocabulary would be lost in the sum
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    return torch.searchsorted(cumulative, _place(uniform, cumulative), right=True)[..., 0]
+
+
+def _draw_by_blocks(weights: Tensor, uniform: Tensor) -> Tensor:
+    """`draw` from blocks of tokens, then within one: a third of the time on a CPU, where an
+    accelerator would launch three times as many kernels."""
+    blocks = weights.unflatten(-1, (-1, _SUMMED))  # [..., M, _SUMMED]
     before = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
-    total = before[..., -1:]
-    at = _below(uniform[..., None] * total, total)
+    at = _place(uniform, before)
     block = torch.searchsorted(before, at, right=True).clamp_(max=blocks.shape[-2] - 1)
-    at = at - pad(before, (1, 0)).gather(-1, block)
+    rest = at - pad(before, (1, 0)).gather(-1, block)
     own = blocks.take_along_dim(block[..., None], -2)[..., 0, :].cumsum(-1, dtype=torch.float64)
-    within = torch.searchsorted(own, _below(at, own[..., -1:]), right=True)
-    is_finite = (total > 0) & (total < math.inf)
-    return (block * _SUMMED + within).masked_fill_(~is_finite, size)[..., 0]
+    rest = torch.minimum(rest, own[..., -1:] * _ALL)
+    return (block * _SUMMED + torch.searchsorted(own, rest, right=True))[..., 0]
 
 
-def _below(at: Tensor, total: Tensor) -> Tensor:
-    """`at`, which may have been rounded up to the total."""
-    return torch.minimum(at, total * (1 - 1e-15))
+def _place(uniform: Tensor, cumulative: Tensor) -> Tensor:
+    """The sum at a quantile, [..., 1]; it may be rounded up to the whole, which is past all."""
+    total = cumulative[..., -1:]
+    return torch.minimum(uniform[..., None] * total, total * _ALL)
 
 
 def like(p: Tensor, q: Tensor) -> Tensor:

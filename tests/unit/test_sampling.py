@@ -214,6 +214,18 @@ def sparse_weights(generator, size):
     return weights
 
 
+def draw_both(weights_NV, uniform_N):
+    """The tokens, which are the same where the weights lie apart, in blocks with zeros between."""
+    rows, size = weights_NV.shape
+    apart_NV = weights_NV.new_zeros(rows, 3 * size, 128)
+    apart_NV[:, ::3, 77] = weights_NV
+    apart_N = draw(apart_NV.flatten(1), uniform_N)
+    tokens_N = draw(weights_NV, uniform_N)
+    is_token_N = tokens_N < size
+    assert torch.equal(apart_N, torch.where(is_token_N, 3 * 128 * tokens_N + 77, 3 * 128 * size))
+    return tokens_N
+
+
 def test_draw_is_the_quantile_and_never_a_token_of_weight_zero():
     """Zeros at the start (u = 0), in the middle, and at the end (u near 1) are the traps."""
     generator = random.Random(0)
@@ -221,7 +233,7 @@ def test_draw_is_the_quantile_and_never_a_token_of_weight_zero():
         weights = sparse_weights(generator, generator.randrange(1, 12))
         uniforms = [0.0, 1e-300, 2**-53, 0.5, ALMOST_ONE, *(generator.random() for _ in range(5))]
         weights_NV = torch.tensor(weights).repeat(len(uniforms), 1)
-        tokens = draw(weights_NV, torch.tensor(uniforms, dtype=torch.float64)).tolist()
+        tokens = draw_both(weights_NV, torch.tensor(uniforms, dtype=torch.float64)).tolist()
         exact = weights_NV[0].double().tolist()
         assert tokens == [drawn_by_definition(exact, uniform) for uniform in uniforms]
         assert all(weights[token] > 0 for token in tokens)
@@ -242,24 +254,43 @@ def test_draw_is_the_quantile_and_never_a_token_of_weight_zero():
 )
 def test_draw_at_the_edges(weights, uniform, token):
     uniform_N = torch.tensor([uniform], dtype=torch.float64)
-    assert draw(torch.tensor([weights], dtype=torch.float32), uniform_N).tolist() == [token]
+    assert draw_both(torch.tensor([weights], dtype=torch.float32), uniform_N).tolist() == [token]
 
 
-def test_draw_reaches_the_tail_of_a_large_vocabulary():
+def test_weights_that_are_not_finite_draw_no_token():
+    weights_NV = torch.tensor([[1, math.nan], [math.inf, 1], [0, 0], [0, 1]])
+    assert draw_both(weights_NV, torch.full((4,), 0.5).double()).tolist() == [2, 2, 2, 1]
+
+
+def test_the_end_of_a_block_is_not_left_by_rounding():
+    """A block's sum and the last of its running sums may differ; what follows weighs nothing."""
+    weights_NV = torch.zeros(200, 256)
+    generator = torch.Generator().manual_seed(0)
+    weights_NV[:, :128] = torch.randn(200, 128, generator=generator).mul(5).softmax(-1)
+    weights_NV[:, 200] = 0.5
+    total_N1 = weights_NV.sum(-1, keepdim=True, dtype=torch.float64)
+    edge_N1 = (total_N1 - 0.5) / total_N1
+    for steps in range(-8, 9):
+        tokens_N1 = draw(weights_NV, (edge_N1 * (1 + steps * 2**-53))[:, 0])[:, None]
+        assert (weights_NV.gather(-1, tokens_N1) > 0).all()
+
+
+@pytest.mark.parametrize("size", [150_000, 128 * 1172])
+def test_draw_reaches_the_tail_of_a_large_vocabulary(size):
     """float32 sums would stop moving near 1: the last 100,000 tokens would never be drawn."""
-    weights_V = torch.full((150_000,), 1e-9)
+    weights_V = torch.full((size,), 1e-9)
     weights_V[0] = 1.0
-    cut = 1 / (1 + 149_999e-9)
+    cut = 1 / (1 + (size - 1) * 1e-9)
     uniform_N = torch.linspace(cut, ALMOST_ONE, 41, dtype=torch.float64)
     tokens = draw(weights_V.expand(41, -1), uniform_N)
-    expected = torch.linspace(0, 149_999, 41)
+    expected = torch.linspace(0, size - 1, 41)
     assert int((tokens - expected).abs().max()) <= 2
 
 
 def test_rows_of_draw_have_their_own_weights_and_totals():
     weights_NV = torch.tensor([[1.0, 0, 0], [0, 5, 5], [0, 0, 1e-4]])
     uniform_N = torch.tensor([0.9, 0.6, 0.1], dtype=torch.float64)
-    assert draw(weights_NV, uniform_N).tolist() == [0, 2, 2]
+    assert draw_both(weights_NV, uniform_N).tolist() == [0, 2, 2]
 
 
 # Rejection sampling
