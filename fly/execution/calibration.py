@@ -112,12 +112,12 @@ def _seconds(runner: ModelRunner) -> list[float]:
     for tokens in _SIZES:
         if found and time.perf_counter() - start > _BUDGET:
             break
-        if runner.device.type != "cpu":  # the first capture a graph; the host waits once for many
+        count = 1
+        if runner.device.type != "cpu":  # the first captures a graph; the host waits once for many
             _pass_seconds(runner, tokens, 1)
-            found.append(min(_pass_seconds(runner, tokens, 8) for _ in range(2)))
-            continue
+            count = 8
         repeats = 3 if tokens == 1 else 2 if tokens < 12 else 1  # narrow ones vary most
-        found.append(min(_pass_seconds(runner, tokens, 1) for _ in range(repeats)))
+        found.append(min(_pass_seconds(runner, tokens, count) for _ in range(repeats)))
     runner.resize(runner.slots)
     return found
 

@@ -54,20 +54,13 @@ def metadata_folder(file: Path) -> Path:
     import gguf
     import transformers
 
-    class Reader(gguf.GGUFReader):  # type: ignore[misc]
-        """Reads from a plain array: every slice of a mapped one costs three times as much."""
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            is_mapped = isinstance(value, np.memmap)
-            super().__setattr__(name, value.view(np.ndarray) if is_mapped else value)
-
     state = file.stat()
     key = [str(file.resolve()), state.st_size, state.st_mtime_ns, transformers.__version__]
     folder = fly_home() / "gguf" / hash_json(key)
     if folder.is_dir():
         return folder
     logger.info("%s: reading its configuration and tokenizer (once)", file)
-    reader = Reader(file)
+    reader = _read(file)
     named: dict[str, Any] = {"gguf_file": file.name}
     # transformers would read the file once for each, which takes longer than all else
     with mock.patch.object(gguf, "GGUFReader", return_value=reader):
@@ -93,6 +86,20 @@ def metadata_folder(file: Path) -> Path:
                 "set FLY_HOME to a folder of yours"
             ) from error
     return folder
+
+
+def _read(file: Path) -> Any:
+    """gguf's reader of a file."""
+    import gguf
+
+    class Reader(gguf.GGUFReader):  # type: ignore[misc]
+        """Reads from a plain array: every slice of a mapped one costs three times as much."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            is_mapped = isinstance(value, np.memmap)
+            super().__setattr__(name, value.view(np.ndarray) if is_mapped else value)
+
+    return Reader(file)
 
 
 def _end_ids(reader: Any, eos: Any) -> list[int]:

@@ -253,7 +253,8 @@ def test_drafts_are_as_long_as_passes_say_where_texts_do_not_depend_on_it(
         def seconds(runner, tokens, count):
             if count == 1:
                 honest(runner, tokens, count)
-            return 9.0 if count == 1 else 1.0 if runner.model is target else 0.5
+                return 9.0
+            return 1.0 if runner.model is target else 0.5
 
         monkeypatch.setattr(calibration, "_pass_seconds", seconds)
         pair = loaded(target, draft, ExecutionSettings(), monkeypatch)
