@@ -197,8 +197,8 @@ class DrafterSettings(Settings):
     draft_policy: Literal["auto", "fixed"] = "auto"
     """fixed: spd_k tokens every round. auto: as many of them as pay for the running sequences on
     this machine, by relative pass costs and counts; where the number would change texts (FLy and
-    other lossy rules, sampling) spd_k or none, by a fixed rule for the whole run, which is
-    logged."""
+    other lossy rules, sampling) spd_k or none (on a GPU spd_k), by a fixed rule for the whole run,
+    which is logged."""
 
     @property
     def longest_lookup(self) -> int:
