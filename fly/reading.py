@@ -137,5 +137,5 @@ def problem(error: ValidationError, where: str) -> str:
     field = ".".join(map(str, first["loc"]))
     if first["type"] == "missing":
         return f"{field} is missing ({where})"
-    message = first["msg"][0].lower() + first["msg"][1:]
+    message = first["msg"][0].lower() + first["msg"][1:].replace("a valid tuple", "a list")
     return f"{field}={shown(first['input'])} ({where}): {message}"

@@ -183,5 +183,7 @@ def test_keys_are_checked():
             built(exact_pattern=impossible)
     with pytest.raises(FlyError, match=r"numbers, code_fences or .* write \(number\) if the word"):
         built(exact_pattern="number")
+    with pytest.raises(FlyError, match=r"exact_pattern=True \(here\): input should be a list"):
+        built(exact_pattern=True)
     with pytest.raises(FlyError, match="exact_first_tokens=-1"):
         built(exact_first_tokens=-1)
