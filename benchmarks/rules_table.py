@@ -7,8 +7,9 @@ HumanEval's problems 0 to 39 and GSM8K's training questions 0 to 99 (`--training
 gsm8k_test.jsonl holds them; `--documents` takes other numbers), under batch_invariant, each mode by
 `fly compare` into OUTPUT/<task>/<mode>: a run that is cut short goes on with the same command (with
 other --jobs all are made anew: their threads are others).
-`--temperature` takes the rules that are for sampling instead. `--report` prints the table of what
-is there.
+`--temperature` takes the rules that are for sampling instead. At the end OUTPUT has each task's
+matrix and records.jsonl (the counts of all runs, each document's score, a hash of its text):
+`--report` prints the table of these three files.
 
 Time x is predicted for one sequence from counts and --passes: the milliseconds of a pass of the
 target over one token, of one over K + 1, and of a draft step. It is against the target alone. `*`:
@@ -23,6 +24,7 @@ The table's last line but one names them. The last line is one JSON object.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
@@ -34,6 +36,7 @@ from typing import Any
 
 from provenance import commit
 
+from fly.analysis import scores
 from fly.analysis.statistics import holm
 from fly.runs import reader
 
@@ -123,18 +126,47 @@ def make(args: argparse.Namespace, modes: dict[str, str]) -> None:
                 raise
     for task in TASKS:
         compare(args, task, modes, "--matrix", "--json", str(args.output / f"{task}.json"))
+    write_records(args.output, ["target-only", "exact", *modes])
 
 
-def milliseconds(folder: Path, passes: tuple[float, float, float]) -> float:
+def write_records(output: Path, names: list[str]) -> None:
+    """What is kept of the runs: their counts and machine, and of each document the score under the
+    matrix's metric and the text's hash."""
+    with open(output / "records.jsonl", "w", encoding="utf-8") as file:
+        for task in TASKS:
+            for name in names:
+                file.write(json.dumps(record(output, task, name)) + "\n")
+
+
+def record(output: Path, task: str, name: str) -> dict[str, Any]:
+    run = reader.load(output / task / name)
+    assert run.entry is not None
+    cells = json.loads((output / f"{task}.json").read_text(encoding="utf-8"))["cells"]
+    measured = scores.measure(run).tasks[task]
+    metric = measured.metric(next(cell["metric"] for cell in cells if cell["task"] == task))
+    assert metric is not None
+    documents = [
+        {
+            "doc_id": i,
+            "score": score,
+            "text": hashlib.sha256("".join(measured.texts[i]).encode()).hexdigest()[:16],
+        }
+        for i, score in sorted(metric.scores.items())
+    ]
+    kept = {key: run.entry.get(key) for key in ("device", "versions", "preparation", "stats")}
+    return {"task": task, "run": name, "metric": metric.label, **kept, "documents": documents}
+
+
+def milliseconds(stats: dict[str, Any], passes: tuple[float, float, float]) -> float:
     """What the counts of a run take, one sequence at a time."""
-    entry = reader.load(folder).entry
-    assert entry is not None
     alone, verify, draft = passes
-    drafted = entry["stats"]["drafted"]
-    return float(entry["stats"]["rounds"] * (verify if drafted else alone) + drafted * draft)
+    drafted = stats["drafted"]
+    return float(stats["rounds"] * (verify if drafted else alone) + drafted * draft)
 
 
 def collect(args: argparse.Namespace) -> list[dict[str, Any]]:
+    lines = (args.output / "records.jsonl").read_text(encoding="utf-8").splitlines()
+    stats = {(line["task"], line["run"]): line["stats"] for line in map(json.loads, lines)}
     cells = []
     for task in TASKS:
         found = json.loads((args.output / f"{task}.json").read_text(encoding="utf-8"))["cells"]
@@ -150,7 +182,7 @@ def collect(args: argparse.Namespace) -> list[dict[str, Any]]:
         row["recovery"] = sum(cell["recovery"] for cell in own) / len(own)
         if args.passes:
             took = [
-                sum(milliseconds(args.output / t / run, args.passes) for t in TASKS)
+                sum(milliseconds(stats[t, run], args.passes) for t in TASKS)
                 for run in ("target-only", row["run"])
             ]
             row["time_x"] = took[0] / took[1]

@@ -1,6 +1,8 @@
 """benchmarks/rules_table.py: its settings are there, and its table is of both tasks together."""
 
 import argparse
+import json
+import shutil
 
 import pytest
 
@@ -44,6 +46,12 @@ def test_the_table(script, tmp_path, capsys):
             write(folder, mode, tasks={task: scores}, entry=entry, settings=settings)
             paths.append(f"{name}={folder}")
         cli.main(["compare", *paths, "--matrix", "--json", str(tmp_path / f"{task}.json")])
+    script.write_records(tmp_path, list(runs))
+    records = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
+    assert [record["run"] for record in records] == [*runs] * 2
+    assert sum(document["score"] for document in records[-1]["documents"]) == 12
+    for task in script.TASKS:  # the report is of the three files alone
+        shutil.rmtree(tmp_path / task)
     capsys.readouterr()
     rows = script.collect(argparse.Namespace(output=tmp_path, passes=(10.0, 12.0, 1.0)))
     assert [(row["run"], row["on_frontier"]) for row in rows] == [("good", True), ("bad", False)]
