@@ -76,8 +76,9 @@ def calibrate(
     identity: what the costs depend on beside the machine. The runners are emptied.
     """
     identity = {"sizes": _SIZES, "steps": _STEPS, **identity}
+    runners = [runner for runner in (target, draft) if runner is not None]
     if target.device.type != "cpu":
-        identity["device"] = device_facts(target.device)["name"]
+        identity["devices"] = [device_facts(runner.device)["name"] for runner in runners]
     a_round = round_cost(target.way)
     if (kept := _costs_of(read(identity), a_round)) is not None:
         return kept
@@ -89,7 +90,9 @@ def calibrate(
         "calibration",
         a_round,
     )
-    keep(identity, costs.as_dict())
+    # passes that could not be captured were eager ones: of this run alone
+    if not any(passes and passes.failure for r in runners for passes in (r.static, r.uniform)):
+        keep(identity, costs.as_dict())
     return costs
 
 
@@ -107,7 +110,8 @@ def _costs_of(data: Any, a_round: float) -> PairCosts | None:
 
 def _seconds(runner: ModelRunner) -> list[float]:
     """Of passes over `_SIZES` tokens, as many as the budget allows, each the best of some."""
-    start, found = time.perf_counter(), list[float]()
+    start, found, slots = time.perf_counter(), list[float](), runner.slots
+    runner.resize(1)  # memory may have no room for all of them, which the engine would find out
     runner.prefill(0, [0])
     for tokens in _SIZES:
         if found and time.perf_counter() - start > _BUDGET:
@@ -115,10 +119,10 @@ def _seconds(runner: ModelRunner) -> list[float]:
         count = 1
         if runner.device.type != "cpu":  # the first captures a graph; the host waits once for many
             _pass_seconds(runner, tokens, 1)
-            count = 8
+            count = max(1, min(8, int(0.05 / _pass_seconds(runner, tokens, 1))))
         repeats = 3 if tokens == 1 else 2 if tokens < 12 else 1  # narrow ones vary most
         found.append(min(_pass_seconds(runner, tokens, count) for _ in range(repeats)))
-    runner.resize(runner.slots)
+    runner.resize(slots)
     return found
 
 

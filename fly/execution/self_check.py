@@ -161,7 +161,7 @@ def _through_cache(
     checked = []
     at = [first + 2, second + 2]
     while min(at) < len(tokens):
-        pieces = [tokens[start : start + width] for start, width in zip(at, (9, 5))]
+        pieces = [tokens[start : start + width] for start, width in zip(at, (10, 8))]
         # a sequence that has ended repeats its last token
         logits_BQV = runner.extend([piece or tokens[-1:] for piece in pieces]).float()
         for row, (start, piece) in enumerate(zip(at, pieces)):

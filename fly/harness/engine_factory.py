@@ -187,12 +187,11 @@ class EngineFactory:
         """Of both models' passes. Calibrated where texts do not depend on what they decide; else by
         a rule that is the same on every machine of a kind."""
         pair, packed = self.pair, self.pair.packed
-        # a head reads what no timing has
-        if self._adapts and not self._changes_texts and not isinstance(pair.draft, Head):
+        if self._adapts and self._can_be_timed:
             models = [model for model in (pair.target, pair.draft) if model is not None]
             deciding = {  # what they depend on, beside the machine
                 "models": [model.config.get_text_config().to_diff_dict() for model in models],
-                "passes": (packed.target, packed.draft),
+                "passes": (packed.target, packed.draft, packed.uniform),
                 "drafter": self.config.drafter_name,
             }
             return calibrate(target, draft, deciding)
@@ -234,12 +233,20 @@ class EngineFactory:
 
     @property
     def _adapts(self) -> bool:
-        """Whether costs of passes decide how much is drafted. On a GPU they have to be timed,
-        which is done where texts do not depend on it, of a draft model."""
+        """Whether costs of passes decide how much is drafted. On a GPU they have to be timed, and
+        are of a draft model, unless every further length of drafts would be compiled."""
         if self.config.draft_policy != "auto" or self.config.drafter_name is None:
             return False
-        is_timed = isinstance(self.pair.draft, PreTrainedModel) and not self._changes_texts
-        return self.pair.target.device.type == "cpu" or is_timed
+        if self.pair.target.device.type == "cpu":
+            return True
+        is_compiled = self.pair.packed.target.startswith("inductor")
+        return self.pair.draft is not None and self._can_be_timed and not is_compiled
+
+    @property
+    def _can_be_timed(self) -> bool:
+        """Whether timed passes may decide: texts do not depend on it, and no head drafts, which
+        reads what a timed pass has not."""
+        return not self._changes_texts and not isinstance(self.pair.draft, Head)
 
     @property
     def _changes_texts(self) -> bool:

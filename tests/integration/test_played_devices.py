@@ -235,33 +235,42 @@ def test_results_say_what_the_passes_were_and_why(monkeypatch, caplog):
         assert facts["eager"]["target"] == "operation not permitted when stream is capturing"
 
 
-@pytest.mark.parametrize("rule", ["exact", "fly"])
+@pytest.mark.parametrize("change", [None, "fly", "eagle3", "inductor"])
 def test_drafts_are_as_long_as_passes_say_where_texts_do_not_depend_on_it(
-    rule, monkeypatch, tmp_path
+    change, monkeypatch, tmp_path
 ):
     """Passes are timed on the device; the first of a shape captures its graph, and does not count.
-    A draft step that costs half of the target's pass makes drafts of 12 tokens too long."""
+    A draft step that costs half of the target's pass makes drafts of 12 tokens too long. Heads
+    decided by costs of another device, as no timing has what they read."""
     monkeypatch.setenv("FLY_HOME", str(tmp_path))
     keys = {"target_model_path": "t", "draft_model_path": "d", "spd_k": 12}
-    config = fly_config.build(keys | {"verification": rule, "win_len": 2}, "test")
+    keys |= {"verification": "fly" if change == "fly" else "exact", "win_len": 2}
+    keys |= {"drafter": "eagle3"} if change == "eagle3" else {}
+    keys |= {"compile": "inductor"} if change == "inductor" else {}
+    config = fly_config.build(keys, "test")
     wanted, lengths = requests(3, [GREEDY]), set()
     with played.devices():
         target, draft = (played.put(copy.deepcopy(model)) for model in (TARGET, DRAFT))
 
-        honest = calibration._pass_seconds
+        if change == "eagle3":
+            draft = played.put(heads.load(TARGET, EAGLE3, eagle_aux_hidden_state_layer_ids=[1]))
+        honest, seen = calibration._pass_seconds, set()
 
         def seconds(runner, tokens, count):
-            if count == 1:
+            assert runner.slots == 1  # there may be no memory for more
+            if (runner, tokens) not in seen:
+                seen.add((runner, tokens))
                 honest(runner, tokens, count)
                 return 9.0
             return 1.0 if runner.model is target else 0.5
 
         monkeypatch.setattr(calibration, "_pass_seconds", seconds)
-        pair = loaded(target, draft, ExecutionSettings(), monkeypatch)
+        pair = loaded(target, draft, config, monkeypatch)
         factory = EngineFactory(pair, config, wanted, wanted, 3, 2, 64)
         engine = factory.engine(lambda record: lengths.add(len(getattr(record, "draft", ()))))
-        found = texts_of(engine, wanted)
-    if rule == "fly":
+        if change is None:
+            found = texts_of(engine, wanted)
+    if change is not None:
         assert factory.draft_length == {"policy": "fixed", "spd_k": 12}
         return
     assert found == on_cpu("model", 2, tiny.EXACT, wanted)
@@ -269,6 +278,23 @@ def test_drafts_are_as_long_as_passes_say_where_texts_do_not_depend_on_it(
     assert factory.draft_length["draft"]["1"] == 0.5
     assert {2, 4} & lengths
     assert lengths < {*range(5)}
+
+
+def test_costs_of_passes_that_could_not_be_captured_are_not_kept(monkeypatch, tmp_path):
+    """They would be taken for those of captured ones for a month."""
+
+    def refuse(self, *args):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setenv("FLY_HOME", str(tmp_path))
+    for is_kept in (True, False):
+        with played.devices():
+            target = tiny.runner(played.put(copy.deepcopy(TARGET)), 3, True)
+            calibration.calibrate(target, None, {"captured": is_kept})
+        assert (target.static.failure is None) == is_kept
+        assert target.slots == 3
+        assert len(list(tmp_path.rglob("*.json"))) == 1
+        monkeypatch.setattr(CudaGraphRunner, "_make", refuse)
 
 
 def test_auto_batch_counts_every_gpu_by_its_own_layers(monkeypatch):

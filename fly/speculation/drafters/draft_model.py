@@ -67,7 +67,8 @@ class ModelDrafter(Drafter):
         self._chains: list[Chain] = []
 
     def reserve(self, longest: int, spd_k: int) -> None:
-        self.runner.reserve_rows(longest, width=spd_k + 1, spd_k=spd_k)
+        # after rounds without drafts as many tokens at a time as CATCH_UP
+        self.runner.reserve_rows(longest, width=max(spd_k, CATCH_UP) + 1, spd_k=spd_k)
 
     def admit(
         self, slot: int, sequence: Sequence, features: Tensor | None = None, *, soon: bool = True
