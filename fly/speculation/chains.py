@@ -40,11 +40,11 @@ def judge_chains(
             seen_BNV = seen_tokens(before, drafted_BK, scores_BNV.shape[-1])
         scores_BNV = sampling.process(scores_BNV, seen_BNV)
         own_BN = scores_BNV.argmax(dim=-1)
-        equal_BK, noise = drafted_BK == own_BN[:, :k], None
-        if is_judged or not sampling.is_greedy:
-            p_BNV = torch.softmax(scores_BNV, dim=-1)
-            q_BKV = draft.probabilities(slots) if is_drawn else None
+        equal_BK, q_BKV = drafted_BK == own_BN[:, :k], None
+        if is_drawn and (is_judged or not sampling.is_greedy):
+            q_BKV = draft.probabilities(slots)
         if not sampling.is_greedy:
+            p_BNV = torch.softmax(scores_BNV, dim=-1)
             noise = Noise.together([running[slot].noise(k) for slot in slots], own_BN.device)
             if rule.decides_alone:
                 own_BN = draw(p_BNV, noise.target)
@@ -55,8 +55,11 @@ def judge_chains(
         logits_BKV[rows, : k + 1], target_BK1[rows, : k + 1] = scores_BNV, own_BN
         matches_BK[rows, :k] = equal_BK
         if is_judged:
-            q_BKV = certain(drafted_BK, p_BNV) if q_BKV is None else like(p_BNV, q_BKV)
-            stands, own = rule.judge(p_BNV, q_BKV, drafted_BK, noise)
+            q_BKV = certain(drafted_BK, scores_BNV) if q_BKV is None else like(scores_BNV, q_BKV)
+            if sampling.is_greedy:
+                stands, own = rule.judge_greedy(scores_BNV, q_BKV, drafted_BK)
+            else:
+                stands, own = rule.judge(p_BNV, q_BKV, drafted_BK, noise)
             stands_BK[rows, :k], own_BK1[rows, : k + 1] = stands, own
             judged.update(slots)
     found = verify(draft_BK, length_B, logits_BKV, rule, matches_BK, target_BK1)

@@ -34,8 +34,8 @@ class Rule:
     `__init__` of its own takes from them what it needs.
     gates: what a mismatch must pass; None lets no mismatch in. decides_alone: under sampling the
     gates alone decide, and the rejection sampler is not asked. judges: which requests' drafts
-    `judge` is asked about; `all` needs the draft's probabilities even of greedy drafts. places:
-    where it decides as exact verification does.
+    `judge` is asked about; `all`: `judge_greedy`, too, which needs the probabilities of greedy
+    drafts. places: where it decides as exact verification does.
     """
 
     gates: tuple[Gate, ...] | None = ()
@@ -72,12 +72,17 @@ class Rule:
         return rejection_sample(p_BNV, q_BKV, draft_BK, noise)
 
     def judge(
-        self, p_BNV: Tensor, q_BKV: Tensor, draft_BK: Tensor, noise: Noise | None
+        self, p_BNV: Tensor, q_BKV: Tensor, draft_BK: Tensor, noise: Noise
     ) -> tuple[Tensor, Tensor]:
         """(stands_BK, own_BN): which draft tokens the rule lets stand, and its own tokens in the
-        place of the others. q_BKV: all on the draft's token where nothing was drawn. noise: None
-        for greedy requests.
+        place of the others. q_BKV: all on the draft's token where nothing was drawn.
         """
+        raise NotImplementedError
+
+    def judge_greedy(
+        self, scores_BNV: Tensor, q_BKV: Tensor, draft_BK: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The same of greedy drafts, the likeliest tokens of q. scores_BNV: the target's logits."""
         raise NotImplementedError
 
     def resolve(self, judged: JudgedDraft) -> Resolution:

@@ -29,7 +29,7 @@ class RevisedRule(Rule):
         raise NotImplementedError
 
     def judge(
-        self, p_BNV: Tensor, q_BKV: Tensor, draft_BK: Tensor, noise: Noise | None
+        self, p_BNV: Tensor, q_BKV: Tensor, draft_BK: Tensor, noise: Noise
     ) -> tuple[Tensor, Tensor]:
         k = draft_BK.shape[1]
         p_BKV, token_BK1 = p_BNV[:, :k], draft_BK.clamp(min=0)[..., None]
@@ -37,10 +37,28 @@ class RevisedRule(Rule):
         # past a draft's end, too, the target's own token follows
         is_past_BN1 = torch.nn.functional.pad(draft_BK < 0, (0, 1))[..., None]
         v_BNV = torch.where(is_past_BN1, p_BNV, v_BNV)
-        if noise is None:
-            own_BN = v_BNV.argmax(dim=-1)
-            return draft_BK == own_BN[:, :k], own_BN
         return rejection_sample(v_BNV, q_BKV, draft_BK, noise)
+
+    def judge_greedy(
+        self, scores_BNV: Tensor, q_BKV: Tensor, draft_BK: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        k = draft_BK.shape[1]
+        own_BN = scores_BNV.argmax(dim=-1)
+        own_BK = own_BN[:, :k]  # a view
+        # a token that is the likeliest of p and of q is v's, too
+        is_asked_BK = (draft_BK >= 0) & (draft_BK != own_BK)
+
+        def revised(scores: Tensor, q: Tensor, token: Tensor) -> Tensor:
+            p = torch.softmax(scores, dim=-1)
+            return self.revise(p, q, token.clamp(min=0)[..., None]).argmax(dim=-1)
+
+        if own_BN.device.type == "cpu":
+            asked = (part[is_asked_BK] for part in (scores_BNV[:, :k], q_BKV, draft_BK))
+            own_BK[is_asked_BK] = revised(*asked)
+        else:  # picking would make the host wait
+            v_BK = revised(scores_BNV[:, :k], q_BKV, draft_BK)
+            own_BK.copy_(torch.where(is_asked_BK, v_BK, own_BK))
+        return draft_BK == own_BK, own_BN
 
 
 def replace_token(p_BKV: Tensor, token_BK1: Tensor, value_BK1: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ class SglangRule(RevisedRule):
     settings: SglangSettings
 
     def judge(
-        self, p_BNV: Tensor, q_BKV: Tensor, draft_BK: Tensor, noise: Noise | None
+        self, p_BNV: Tensor, q_BKV: Tensor, draft_BK: Tensor, noise: Noise
     ) -> tuple[Tensor, Tensor]:
         return super().judge(p_BNV, certain(draft_BK, p_BNV), draft_BK, noise)
 
