@@ -466,7 +466,8 @@ def head():
     return target, heads.load(target, heads.tensors(0, DRAFTED, vocab=V), **keys)
 
 
-@pytest.mark.parametrize("settings", [pytest.param(TOP_P, id="top-p"), slow(PENALTY, id="penalty")])
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [TOP_P, PENALTY], ids=["top-p", "penalty"])
 def test_a_head_with_a_reduced_vocabulary_samples_from_the_target(head, settings):
     """q is 0 for what it cannot draft, which only the target's own draws give."""
     target, eagle3 = head
@@ -672,7 +673,7 @@ def both_mismatch(settings):
         slow("model", WITHIN, 3),
         slow("model", tiny.relaxed(1, 0.0), 2),
         slow("cascade", WITHIN, 3),
-        ("ngram", WITHIN, 3),
+        slow("ngram", WITHIN, 3),
         ("model", ACROSS, 1),
         slow("ngram", ACROSS, 1),
     ],

@@ -503,6 +503,7 @@ def test_runs_of_lm_evals_own_client_compare_by_score(place, tmp_path):
     assert row["scores"]["lost"] == row["scores"]["won"] == 0
 
 
+@pytest.mark.slow
 def test_throughput_against_interactivity(place, tmp_path):
     given = ["--model_args", f"tokenizer={place / 'tokenizer'}", "--concurrency", "1", "6"]
     with FaultServer(delay=0.01) as one, FaultServer(delay=0.005) as other:
