@@ -303,6 +303,11 @@ def _matrix(args: argparse.Namespace) -> None:
             )
     _check_outputs(args)
     found = matrix.build(_load(args), args.metric)
+    if not found.cells:
+        raise FlyError(
+            "--matrix: no task has a score to compare: leave it out: then time x, acceptance and "
+            "the number of equal texts are compared"
+        )
     _write(
         args,
         json=lambda: matrix_table.as_json(found),
@@ -360,7 +365,7 @@ def _make_missing(args: argparse.Namespace, stored: Measured | None) -> dict[str
     from fly.runs import context
 
     planned = compare_plan.plan_runs(args, _run_flags(args), stored)
-    compared = [name for name in planned.modes if name != noise.NAME]
+    compared = [n for n in planned.modes if not (args.noise_floor and n == noise.NAME)]
     if len(compared) == 1 and not stored:
         _check_nothing_else_asked(args, *compared)
     context.check_writable(planned.output, "output_path")

@@ -176,7 +176,7 @@ def plan_modes(
         if rule not in registry.RULES or engine == _SERVER:
             raise FlyError(f"--rules {rule}: choose from {', '.join(registry.RULES)}, or leave out")
         if rule in overrides:
-            raise FlyError(f"--rules {rule}: --modes has that name: leave one of them out")
+            raise FlyError(f"--rules {rule}: a mode has that name already: leave one of them out")
         is_loose = rule != "exact"
         overrides[rule] = {"use_sd": True, "enable_fly": is_loose, "verification": rule}
     for text in custom:
@@ -184,19 +184,23 @@ def plan_modes(
         is_named = name in NAMED and engine != _SERVER
         if engine == _SERVER and rest.startswith(("http://", "https://")):
             rest = f"base_url={rest}"
-        if not re.fullmatch(r"[\w.-]+", name) or "=" not in rest:
-            raise FlyError(f"--mode {text}: write it as NAME=key=value,key=value")
+        if not re.fullmatch(r"\w[\w.-]*", name) or "=" not in rest:
+            raise FlyError(
+                f"--mode {text}: write it as NAME=key=value,key=value: NAME begins with a "
+                "letter, digit or _, and has those, . and - alone"
+            )
         if name in overrides or is_named:
             raise FlyError(f"--mode {text}: the name {name} is taken: choose another")
         overrides[name] = parse_pairs(rest, f"--mode {name}")
     if drafters:
         crossed = dict[str, dict[str, Any]]()
         for name, changes in overrides.items():
-            if name == "hf" or changes.get("use_sd", True) is False:
-                crossed[name] = changes
-                continue
-            for drafter in drafters:
-                crossed[f"{name}-{drafter}"] = {**changes, "drafter": drafter}
+            drafts = name != "hf" and changes.get("use_sd", True) is not False
+            for drafter in drafters if drafts else ("",):
+                whole = f"{name}-{drafter}" if drafter else name
+                if whole in crossed:
+                    raise FlyError(f"--drafters: two modes are called {whole}: rename one of them")
+                crossed[whole] = {**changes, "drafter": drafter} if drafter else changes
         overrides = crossed
     if concurrency:
         if engine != _SERVER:

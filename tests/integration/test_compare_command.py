@@ -233,6 +233,12 @@ def test_bad_modes_are_refused_before_anything_runs(
         (("--modes", "fast"), "--modes fast: choose from target-only, exact, fly, hf"),
         (("--modes", "fly"), "give at least two"),
         (("--mode", "a/b=spd_k=1"), "write it as NAME=key=value"),
+        (("--mode", "..=spd_k=1"), "NAME begins with a letter, digit or _"),
+        (
+            ("--mode", "exact-model=use_sd=false", "--drafters", "model", "ngram"),
+            "two modes are called exact-model",
+        ),
+        (("--drafters", "model", "model"), "two modes are called exact-model"),
         (("--mode", "fly=spd_k=1"), "the name fly is taken"),
         (("--mode", "wide=win_len=9"), "win_len=9 needs spd_k >= 10"),
         (("--baseline-run", "x"), "--baseline-run x: choose one of target-only, exact, fly"),
@@ -596,7 +602,8 @@ def test_rules_that_cannot_be_are_refused_before_anything_runs(
     common = flags(saved_pair, config_file, graded_tasks, tmp_path / "out")
     for more, told in [
         (("--rules", "casacde"), "--rules casacde: choose from fly, exact"),
-        (("--rules", "exact", "--modes", "exact"), "--rules exact: --modes has that name"),
+        (("--rules", "exact", "--modes", "exact"), "--rules exact: a mode has that name"),
+        (("--rules", "exact", "exact"), "--rules exact: a mode has that name"),
         (("--rules", "fsd", "--drafters", "ngram"), "needs the draft's probabilities"),
     ]:
         assert run(*common, *more) == 2

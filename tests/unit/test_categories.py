@@ -74,6 +74,8 @@ def test_a_task_without_scores_is_compared_by_speed_and_texts(tmp_path, capsys):
     assert "2.00 [2.00, 2.00]" in printed
     assert "fly: free has no score to compare: 2 of 4 texts equal target-only's" in printed
     assert "Scores" not in printed
+    assert fly("compare", base, other, "--matrix") == 2  # showed a legend and nothing else
+    assert "--matrix: no task has a score to compare: leave it out" in capsys.readouterr().err
     assert fly("compare", base, other, "--min-recovery", "0.9") == 3
     assert fly("report", base, other, "--output", tmp_path / "r.html") == 0
     runs = [scores.measure(reader.load(run)) for run in (base, other)]

@@ -160,6 +160,19 @@ def test_the_entropy_rule_accepts_with_the_probability_that_is_claimed():
     assert outputs(rule.judge)[1] != pytest.approx(expected, abs=0.01)
 
 
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [("entropy_ratio", {"posterior_alpha": 1e5}), ("cactus", {"cactus_delta": 1e6})],
+)
+def test_extreme_settings_leave_no_probability_undefined(name, keys):
+    """0 / 0 for a token that p leaves out gave NaN, and an index that is no token."""
+    p = torch.tensor([[[0.5, 0.5, 0.0, 0.0]]])
+    for token in range(4):
+        v = made(name, **keys).revise(p, p, torch.tensor([[[token]]]))
+        assert torch.isfinite(v).all()
+        assert v[0, 0, token] == (p[0, 0, token] if token > 1 else v.max())
+
+
 def test_sglang_does_not_ask_the_draft():
     """d stands with probability p(d), whatever q says of it."""
     rule = made("sglang")

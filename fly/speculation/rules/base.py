@@ -53,10 +53,12 @@ class Rule:
         """Raise FlyError if requests that are decoded so are not what the rule is made for."""
         is_greedy, where = sampling.is_greedy, f"temperature={sampling.temperature:g}"
         if self.requests == ("samples" if is_greedy else "greedy"):
-            wanted = "a temperature above 0" if is_greedy else "temperature 0"
+            wanted, flags = "temperature 0", "do_sample=false"
+            if is_greedy:
+                wanted, flags = "a temperature above 0", "do_sample=true,temperature=0.7"
             raise FlyError(
-                f"verification={self.name} with {where}: it is defined for {wanted}: set that "
-                "(gen_kwargs come first), or another rule"
+                f"verification={self.name} with {where}: it is defined for {wanted}: set "
+                f"--gen_kwargs {flags}, or another rule"
             )
         if self.decides_alone and not is_greedy and not self.places.are_all_relaxed:
             raise FlyError(

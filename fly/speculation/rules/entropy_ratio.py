@@ -27,4 +27,5 @@ class EntropyRatioRule(RevisedRule):
         entropy_BK1 = torch.special.entr(p_BKV).sum(-1, keepdim=True)
         alpha, threshold = self.settings.posterior_alpha, self.settings.posterior_threshold
         bar_BK1 = (-alpha * entropy_BK1).exp().clamp(max=threshold)
+        bar_BK1 = bar_BK1.clamp(min=torch.finfo(bar_BK1.dtype).tiny)  # 0 / 0 is no probability
         return p_BKV.scatter(-1, token_BK1, p_BKV.gather(-1, token_BK1) / bar_BK1)

@@ -38,7 +38,7 @@ class AsdSettings(PlaceSettings):
 
 
 class CactusSettings(PlaceSettings):
-    cactus_delta: float = Field(0.1, ge=0)
+    cactus_delta: float = Field(0.1, ge=0, le=1e6)
     """verification=cactus: how far a token's probability is raised. 0 is exact."""
 
 
