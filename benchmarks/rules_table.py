@@ -134,16 +134,22 @@ def write_records(output: Path, names: list[str]) -> None:
     matrix's metric and the text's hash."""
     with open(output / "records.jsonl", "w", encoding="utf-8") as file:
         for task in TASKS:
+            label = cells_of(output, task)[0]["metric"]
             for name in names:
-                file.write(json.dumps(record(output, task, name)) + "\n")
+                file.write(json.dumps(record(output, task, name, label)) + "\n")
 
 
-def record(output: Path, task: str, name: str) -> dict[str, Any]:
+def cells_of(output: Path, task: str) -> list[dict[str, Any]]:
+    """The cells of a task's matrix."""
+    cells = json.loads((output / f"{task}.json").read_text(encoding="utf-8"))["cells"]
+    return [cell for cell in cells if cell["task"] == task]
+
+
+def record(output: Path, task: str, name: str, label: str) -> dict[str, Any]:
     run = reader.load(output / task / name)
     assert run.entry is not None
-    cells = json.loads((output / f"{task}.json").read_text(encoding="utf-8"))["cells"]
     measured = scores.measure(run).tasks[task]
-    metric = measured.metric(next(cell["metric"] for cell in cells if cell["task"] == task))
+    metric = measured.metric(label)
     assert metric is not None
     documents = [
         {
@@ -167,10 +173,7 @@ def milliseconds(stats: dict[str, Any], passes: tuple[float, float, float]) -> f
 def collect(args: argparse.Namespace) -> list[dict[str, Any]]:
     lines = (args.output / "records.jsonl").read_text(encoding="utf-8").splitlines()
     stats = {(line["task"], line["run"]): line["stats"] for line in map(json.loads, lines)}
-    cells = []
-    for task in TASKS:
-        found = json.loads((args.output / f"{task}.json").read_text(encoding="utf-8"))["cells"]
-        cells += [cell for cell in found if cell["task"] == task]
+    cells = [cell for task in TASKS for cell in cells_of(args.output, task)]
     for cell, p in zip(cells, holm([cell["p_uncorrected"] for cell in cells])):
         cell["p"] = p
     rows: dict[str, dict[str, Any]] = {}

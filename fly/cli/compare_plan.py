@@ -196,11 +196,11 @@ def plan_modes(
         crossed = dict[str, dict[str, Any]]()
         for name, changes in overrides.items():
             drafts = name != "hf" and changes.get("use_sd", True) is not False
-            for drafter in drafters if drafts else ("",):
-                whole = f"{name}-{drafter}" if drafter else name
+            made = [(f"{name}-{drafter}", {**changes, "drafter": drafter}) for drafter in drafters]
+            for whole, own in made if drafts else [(name, changes)]:
                 if whole in crossed:
                     raise FlyError(f"--drafters: two modes are called {whole}: rename one of them")
-                crossed[whole] = {**changes, "drafter": drafter} if drafter else changes
+                crossed[whole] = own
         overrides = crossed
     if concurrency:
         if engine != _SERVER:

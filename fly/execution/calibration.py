@@ -111,7 +111,7 @@ def _costs_of(data: Any, a_round: float) -> PairCosts | None:
 def _seconds(runner: ModelRunner) -> list[float]:
     """Of passes over `_SIZES` tokens, as many as the budget allows, each the best of some."""
     start, found, slots = time.perf_counter(), list[float](), runner.slots
-    runner.resize(1)  # memory may have no room for all of them, which the engine would find out
+    runner.resize(1)  # there may be no memory for all: the engine then goes on with fewer
     runner.prefill(0, [0])
     for tokens in _SIZES:
         if found and time.perf_counter() - start > _BUDGET:

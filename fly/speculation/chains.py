@@ -57,7 +57,7 @@ def judge_chains(
         if is_judged:
             q_BKV = certain(drafted_BK, scores_BNV) if q_BKV is None else like(scores_BNV, q_BKV)
             if sampling.is_greedy:
-                stands, own = rule.judge_greedy(scores_BNV, q_BKV, drafted_BK)
+                stands, own = rule.judge_greedy(scores_BNV, q_BKV, drafted_BK, own_BN)
             else:
                 stands, own = rule.judge(p_BNV, q_BKV, drafted_BK, noise)
             stands_BK[rows, :k], own_BK1[rows, : k + 1] = stands, own

@@ -213,7 +213,7 @@ def test_greedy_ensemble_takes_the_likeliest_of_v(weight, stands, own):
     """At w = 0.5 v(3) = 0.375 beats v(0) = 0.3125; at 0.6 it does not."""
     p, q = torch.tensor([0.525, 0.2, 0.175, 0.1]), torch.tensor([0.1, 0.1, 0.15, 0.65])
     found, tokens = made("ensemble", assistant_ensemble_weight=weight).judge_greedy(
-        torch.stack([p, p])[None].log(), q[None, None], torch.tensor([[3]])
+        torch.stack([p, p])[None].log(), q[None, None], torch.tensor([[3]]), torch.tensor([[0, 0]])
     )
     assert (found.item(), tokens[0, 0].item()) == (stands, own)
 
@@ -233,7 +233,7 @@ def test_greedy_drafts_are_judged_where_p_would_have_another_token(name, keys):
     q_BKV = torch.softmax(scores_BNV[:, :6] + 2 * torch.randn(40, 6, 12), dim=-1)
     draft_BK = q_BKV.argmax(dim=-1)
     draft_BK[5, 3:] = -1
-    stands_BK, own_BN = rule.judge_greedy(scores_BNV, q_BKV, draft_BK)
+    stands_BK, own_BN = rule.judge_greedy(scores_BNV, q_BKV, draft_BK, scores_BNV.argmax(-1))
     p_BNV = torch.softmax(scores_BNV, dim=-1)
     v_BKV = rule.revise(p_BNV[:, :6], q_BKV, draft_BK.clamp(min=0)[..., None])
     expected_BK = torch.where(draft_BK < 0, p_BNV[:, :6].argmax(-1), v_BKV.argmax(-1))

@@ -82,9 +82,10 @@ class Rule:
         raise NotImplementedError
 
     def judge_greedy(
-        self, scores_BNV: Tensor, q_BKV: Tensor, draft_BK: Tensor
+        self, scores_BNV: Tensor, q_BKV: Tensor, draft_BK: Tensor, target_BN: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The same of greedy drafts, the likeliest tokens of q. scores_BNV: the target's logits."""
+        """The same of greedy drafts, the likeliest tokens of q. target_BN: the likeliest of the
+        target's logits, scores_BNV."""
         raise NotImplementedError
 
     def resolve(self, judged: JudgedDraft) -> Resolution:

@@ -40,10 +40,9 @@ class RevisedRule(Rule):
         return rejection_sample(v_BNV, q_BKV, draft_BK, noise)
 
     def judge_greedy(
-        self, scores_BNV: Tensor, q_BKV: Tensor, draft_BK: Tensor
+        self, scores_BNV: Tensor, q_BKV: Tensor, draft_BK: Tensor, target_BN: Tensor
     ) -> tuple[Tensor, Tensor]:
-        k = draft_BK.shape[1]
-        own_BN = scores_BNV.argmax(dim=-1)
+        k, own_BN = draft_BK.shape[1], target_BN.clone()
         own_BK = own_BN[:, :k]  # a view
         # a token that is the likeliest of p and of q is v's, too
         is_asked_BK = (draft_BK >= 0) & (draft_BK != own_BK)
