@@ -55,7 +55,7 @@ class StopMatcher:
         for earlier in range(min(start, _SLACK - 1) + 1):
             tail = generated[start - earlier :]
             whole = text = self.decode([*tail, *new])
-            for cut in range(1, _SLACK):  # the end may be what is not whole
+            for cut in range(1, _SLACK + 1):  # up to 3 bytes at the end may be no whole character
                 if not text.startswith(BROKEN):
                     return tail, whole
                 text = self.decode([*tail, *new][:-cut])

@@ -1,7 +1,7 @@
 """Stop strings are found at the token that completes them, whatever the tokenizer's bytes do."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -81,6 +81,10 @@ pieces = st.lists(
 
 
 @given(pieces, st.lists(st.integers(1, 6), min_size=60, max_size=60))
+@example(  # a block that ends in three of an emoji's four bytes
+    [as_bytes("😀"), as_bytes("ก"), *[as_bytes("\n")] * 3, as_bytes("😀")],
+    [1, 1, 1, 1, 3, 6, *[1] * 54],
+)
 @settings(max_examples=300, deadline=None)
 def test_blocks_find_what_the_definition_says(parts, sizes):
     tokens = [token for part in parts for token in part]
