@@ -138,4 +138,4 @@ def problem(error: ValidationError, where: str) -> str:
     if first["type"] == "missing":
         return f"{field} is missing ({where})"
     message = first["msg"][0].lower() + first["msg"][1:].replace("a valid tuple", "a list")
-    return f"{field}={shown(first['input'])} ({where}): {message}"
+    return f"{field}{'=' * bool(field)}{shown(first['input'])} ({where}): {message}"

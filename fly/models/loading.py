@@ -22,6 +22,8 @@ def naming_model(field: str, name: str) -> Iterator[None]:
         reason = reason_of(error)
         if name.endswith(".gguf"):
             reason += ": it may be cut short: fetch it again"
+        if "unexpected keyword argument" in reason:  # of from_pretrained
+            reason += ": if model_args give it, `fly config schema` lists fly's keys"
         raise FlyError(f"{field}={name}: cannot be loaded: {reason}") from error
 
 

@@ -8,7 +8,7 @@ import datasets
 from fly.harness import code_metrics, task_data
 from fly.harness.sandbox import Program
 
-_FIELDS = ("task_id", "text", "code", "test_list")
+_FIELDS = {"task_id": int, "text": str, "code": str, "test_list": list[str]}
 _LANGUAGE = re.compile(r"\A\s*(?:python3?|py)[ \t]*\n", re.IGNORECASE)  # on a line of its own
 _TEST_SPLIT = range(11, 511)  # task ids of the published test split
 

@@ -308,6 +308,7 @@ def test_different_vocabularies_are_refused(saved_pair, tmp_path):
         ({"pretrained": "pair:qwen2.5-coder/x"}, "write pair:NAME/draft"),
         ({"pretrained": "no-org/no-model"}, "pretrained=no-org/no-model: cannot be loaded"),
         ({"spdk": 3}, "unknown model_args key 'spdk': did you mean 'spd_k'"),
+        ({"alpha": 0.3}, "argument 'alpha': if model_args give it, `fly config schema` lists"),
         ({"dtype": "float31"}, "dtype=float31: no such dtype"),
     ],
 )

@@ -22,7 +22,7 @@ ROWS = [
 @pytest.fixture
 def questions(tmp_path, monkeypatch):
     lines = "".join(json.dumps(row) + "\n" for row in ROWS)
-    (tmp_path / "spec_bench.jsonl").write_text(lines)
+    (tmp_path / "spec_bench.jsonl").write_text(lines, encoding="utf-8-sig")  # as some editors do
     monkeypatch.setenv("FLY_DATA_DIR", str(tmp_path))
 
 
@@ -131,6 +131,15 @@ def test_contexts_with_and_without_a_chat_template():
 def test_data_that_is_not_there_is_one_line(monkeypatch, tmp_path):
     monkeypatch.delenv("FLY_DATA_DIR", raising=False)
     with pytest.raises(FlyError, match=r"spec_bench\.jsonl is not on the hub: set FLY_DATA_DIR"):
+        task_data.turns(("spec_bench.jsonl",))
+
+
+@pytest.mark.parametrize("given", ["say a", [], ["say a", 3]])
+def test_turns_are_a_list_of_texts(given, tmp_path, monkeypatch):
+    """A text in place of the list was asked letter by letter."""
+    (tmp_path / "spec_bench.jsonl").write_text(json.dumps({"category": "qa", "turns": given}))
+    monkeypatch.setenv("FLY_DATA_DIR", str(tmp_path))
+    with pytest.raises(FlyError, match=r"turns.*=.* \(spec_bench\.jsonl, row 1\): "):
         task_data.turns(("spec_bench.jsonl",))
 
 

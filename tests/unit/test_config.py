@@ -6,6 +6,7 @@ import re
 import pytest
 
 from fly import config
+from fly.cli.main import FlyCLI
 from fly.errors import FlyError
 from fly.paths import data_dir
 from fly.runs import resume
@@ -163,6 +164,21 @@ def test_commas_of_lists_and_patterns_end_no_value(text, bracketed, keys):
     with pytest.raises(FlyError, match="--config 'x'"):
         resume.parse_pairs("x")
     assert config.bracket_lists("x=1,y=a,b") == "x=1,y=a,b"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--model_args", r"x=1,p=\d{4},q=[a-z]{2}"],
+        [r"--model_args=x=1,p=\d{4},q=[a-z]{2}"],
+        ["-a", r"p=\d{4}", "x=1,q=[a-z]{2}"],
+    ],
+)
+def test_a_pattern_with_braces_is_no_json(given, monkeypatch):
+    """lm-eval takes the first of the texts for JSON if it has a brace."""
+    monkeypatch.setattr("sys.argv", ["fly", "run", "--tasks", "t", *given])
+    model_args = FlyCLI().parse_args().model_args
+    assert model_args == {"x": 1, "p": r"\d{4}", "q": "[a-z]{2}"}
 
 
 def test_missing_file_lists_the_shipped_ones():

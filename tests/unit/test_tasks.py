@@ -200,7 +200,13 @@ def test_gsm8k_from_the_data_folder(tmp_path, monkeypatch):
     ("text", "message"),
     [
         ('{"question": "q", "answer": "a"}\n{oops', r"gsm8k_test\.jsonl, row 2: not valid JSON"),
-        ('{"question": "q"}', r"row 1: field 'answer' is missing"),
+        ('{"question": "q"}', r"answer is missing \(gsm8k_test\.jsonl, row 1\)"),
+        ("[]", r"^\[\] \(gsm8k_test\.jsonl, row 1\): input should be a valid dict"),
+        ('{"question": "q", "answer": 3}', r"answer=3 \(gsm8k_test\.jsonl, row 1\): .* string"),
+        (
+            "\n".join('{"question": "q", "answer": "a", "id": %s}' % i for i in (1, '"x"')),
+            r"gsm8k_test\.jsonl: each field needs one type in all rows: ",
+        ),
         ("", "holds no rows"),
     ],
 )
