@@ -169,6 +169,11 @@ def _contradictions(config: FlyConfig) -> Iterator[str]:
             f"drafter={drafter!r} does not have: set drafter to 'model' or 'cascade', or another "
             "rule"
         )
+    if len(set(config.think_tokens)) == 1:
+        yield (
+            f"think_tokens={list(config.think_tokens)}: what opens a thought is what closes it: "
+            "give two different ones"
+        )
     if config.defer_across_rounds and config.window_rule == "reference":
         yield (
             "defer_across_rounds=true with window_rule='reference': the reference code knows no "

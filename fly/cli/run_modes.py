@@ -80,6 +80,9 @@ def _begin(
     elif noted.get("command") == mark["command"]:
         what, old, new = difference
         print(f"{name}: made anew: {what} was {old}, is now {new}", flush=True)
+    elif noted:
+        others = f"flags or settings are not those of the run before in {folder}, which stays"
+        print(f"{name}: made anew: {others}", flush=True)
     if screen:
         screen.begin(*place, name)
     if finished is not None:

@@ -335,6 +335,8 @@ def check_run(args: Any, from_config: Collection[str] = ()) -> None:
         return f"--config {args.config}" if name in from_config else f"--{name}"
 
     if "samples" in flags:
+        if "limit" in flags:
+            raise FlyError("--samples and --limit: lm-eval takes one of them: leave one out")
         args.samples = flags["samples"] = _samples(flags["samples"], where("samples"))
     on_line = {name: value for name, value in flags.items() if name not in from_config}
     check_flags(on_line, "fly run")

@@ -227,14 +227,15 @@ class Backend(TemplateLM):
 
         local = RunStats()
         places = rule_of(self.fly_config, self.tokenizer).places
-        decode = Texts(self.tokenizer).decode
+        decode, thoughts = Texts(self.tokenizer).decode, set()
         try:
             for record in self.decode(missing, wanted, observe):
                 index = order[id(record.request)]
                 texts[index] = response_text(record, self)
                 if places.relax_in != "everywhere" and record.text is None:
                     tokens = [*record.request.prompt, *record.tokens]
-                    record.unclosed_thinking = places.leave_open(tokens, decode)
+                    thoughts.add(thought := places.thought_in(tokens, decode))
+                    record.unclosed_thinking = thought == "open"
                 self.keep(requests[index], texts[index], record, log)
                 local.add_request(record)
                 bar.on_request(record)
@@ -246,6 +247,12 @@ class Backend(TemplateLM):
             log.close()
             if traces is not None:
                 traces.close()
+        if thoughts == {"none"} and places.relax_in == "thinking":
+            logger.warning(
+                "relax_in=thinking: no answer opens a thought with %r, so that all were verified "
+                "exactly: set think_tokens to the target's",
+                places.think_tokens[0],
+            )
         local.peak_memory_bytes = peak_memory_bytes(self.device)
         self._unshared.merge(local)
         if self.world_size == 1:

@@ -82,7 +82,8 @@ def _read_jsonl(path: Path, fields: Mapping[str, Any]) -> Dataset:
     shape: Any = TypedDict("_Row", dict(fields))  # type: ignore[misc]
     rows = []
     try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
+        opener = gzip.open if path.suffix == ".gz" else open
+        with opener(path, "rt", encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     rows.append(_row(line, shape, f"{path.name}, row {number}"))

@@ -366,6 +366,9 @@ def test_what_has_changed_under_the_same_command_runs_again(
     count, printed = made()
     assert count == 3
     assert 'made anew: machine.name was "a CPU", is now "another CPU"' in printed
+    count, printed = made(win_len=0)
+    assert count == 4
+    assert "made anew: flags or settings are not those of the run before in" in printed
 
 
 def test_the_files_behind_a_command_are_known_by_content(tmp_path, monkeypatch):

@@ -221,6 +221,7 @@ FLAGS = [
     (["--samples", "[1, 2]"], ["samples", "valid dictionary"]),
     (["--samples", "7"], ["samples=7", "valid dictionary"]),
     (["--samples", "nowhere.json"], ["--samples nowhere.json", "no such file"]),
+    (["--samples", '{"tiny_task": [0]}', "--limit", "1"], ["--samples and --limit", "leave one"]),
     (["--samples", '{"tiny_task": 1}'], ["samples.tiny_task=1", "valid list"]),
     (["--samples", '{"tiny_task": []}'], ["samples.tiny_task=[]", "at least 1 item"]),
     (["--samples", '{"tiny_task": [-1]}'], ["samples.tiny_task.0=-1", "or equal to 0"]),
@@ -521,13 +522,13 @@ def test_what_lm_eval_refuses_once_models_are_loaded(place, capsys, task, flags,
 
 DATA = [
     ("{oops", "row 2: not valid JSON"),
-    ('{"question": "q"}', "row 2: field 'answer' is missing"),
-    ("[]", "row 2: field 'question' is missing"),
+    ('{"question": "q"}', "answer is missing (gsm8k_test.jsonl, row 2)"),
+    ("[]", "[] (gsm8k_test.jsonl, row 2): input should be a valid dictionary"),
     ('{"question": "q", "answer": "a", "answer": "b"}', "key 'answer' is there twice"),
     ('{"question": "q", "answer": ' + DIGITS + "}", "row 2: a number has too many digits"),
     ('{"question": "q", "answer": ' + DEEP, "row 2: not valid JSON: nested too deeply"),
     ('{"question": "\\ud800", "answer": "a"}', ["row 2", "\\ud800"]),
-    ('{"question": 5, "answer": "a"}', ["task gsm8k_cot: cannot be loaded"]),
+    ('{"question": 5, "answer": "a"}', "question=5 (gsm8k_test.jsonl, row 2)"),
 ]
 
 

@@ -7,6 +7,7 @@ from fly.speculation.rules import rule_of
 from fly.speculation.rules.judged import JudgedDraft
 from fly.speculation.sequence import Request
 from tests import tiny
+from tests.integration.test_lm import fly_lm, instances
 
 OPEN, CLOSE, BUDGET = 7, 8, 60
 
@@ -132,15 +133,28 @@ def test_texts_where_the_tokenizer_has_no_such_tokens():
     assert exact(" x")
     assert not exact(" x [T] y")
     assert exact(" x [T] y [/T] z")
-    assert rule.places.leave_open([1], lambda ids: "[T] on and on")
-    assert not rule.places.leave_open([1], lambda ids: "[T] on [/T] 7")
+    assert rule.places.thought_in([1], lambda ids: "[T] on and on") == "open"
+    assert rule.places.thought_in([1], lambda ids: "[T] on [/T] 7") == "closed"
+    assert rule.places.thought_in([1], lambda ids: "on [/T] 7") == "none"
 
 
 def test_unclosed_thoughts_by_ids():
     places = made("thinking").places
-    assert places.leave_open([1, OPEN, 5, CLOSE, OPEN, 6], str)
-    assert not places.leave_open([1, OPEN, 5, CLOSE, 6], str)
-    assert not places.leave_open([1, 2], str)
+    assert places.thought_in([1, OPEN, 5, CLOSE, OPEN, 6], str) == "open"
+    assert places.thought_in([1, OPEN, 5, CLOSE, 6], str) == "closed"
+    assert places.thought_in([1, CLOSE], str) == "none"
+
+
+@pytest.mark.parametrize(
+    ("think_tokens", "is_warned"), [(["[T]", "[/T]"], True), (["", "[/T]"], False)]
+)
+def test_a_run_that_never_thinks_says_so(saved_pair, caplog, think_tokens, is_warned):
+    """It is exact verification throughout, which nobody asked for."""
+    if not is_warned:  # what every prompt has
+        think_tokens[0] = instances({"max_gen_toks": 4})[0].args[0][:1]
+    lm = fly_lm(saved_pair, enable_fly=True, relax_in="thinking", think_tokens=think_tokens)
+    lm.generate_until(instances({"max_gen_toks": 4})[:1])
+    assert ("no answer opens a thought with '[T]'" in caplog.text) == is_warned
 
 
 def test_runs_of_before_the_key_have_their_hash():

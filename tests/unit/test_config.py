@@ -38,6 +38,7 @@ GOOD = {"target_model_path": "t", "draft_model_path": "d"}
             {**GOOD, "entropy_kind": "normalized", "entropy_thre": 1.5},
             "normalized entropy lies between 0 and 1",
         ),
+        ({**GOOD, "think_tokens": ["|", "|"]}, r"think_tokens=\['\|', '\|'\]: .* two different"),
         ({**GOOD, "min_ngram_size": 5}, "min_ngram_size=5 is above max_ngram_size=4"),
         ({**GOOD, "drafter": "model", "use_ngram": True}, "drafter='model' contradicts"),
         (

@@ -46,12 +46,18 @@ class Places:
     def are_all_relaxed(self) -> bool:
         return not (self.first or self.patterns or self.relax_in != "everywhere")
 
-    def leave_open(self, tokens: Sequence[int], decode: Decode) -> bool:
-        """Whether prompt and output together open a thought that they do not close."""
+    def thought_in(
+        self, tokens: Sequence[int], decode: Decode
+    ) -> Literal["none", "open", "closed"]:
+        """Whether prompt and output together open a thought, and whether they close it."""
         if self.think_ids:
+            opening = self.think_ids[0]
             last = next((t for t in reversed(tokens) if t in self.think_ids), None)
-            return last == self.think_ids[0]
-        return self._is_open(decode(tokens))
+            has_one, is_open = opening in tokens, last == opening
+        else:
+            text = decode(tokens)
+            has_one, is_open = self.think_tokens[0] in text, self._is_open(text)
+        return "open" if is_open else "closed" if has_one else "none"
 
     def are_exact(self, judged: JudgedDraft, position: int) -> bool:
         """Whether the rule must decide as exact verification at this position of the draft."""
