@@ -62,9 +62,9 @@ def test_mutant_places_counted_from_the_round(target, draft, exact, monkeypatch)
     """Only the first round's places are kept then."""
     honest = FlyRule._may_be_deferred
 
-    def by_round(self, judged, position, count):
+    def by_round(self, judged, position):
         object.__setattr__(judged, "start", 0 if judged.start == 0 else BUDGET)
-        return honest(self, judged, position, count)
+        return honest(self, judged, position)
 
     monkeypatch.setattr(FlyRule, "_may_be_deferred", by_round)
     found, _ = texts(target, draft, rule(False, 0, BUDGET), 1)

@@ -12,18 +12,20 @@ parts other cases test are slow ones (`-m slow`).
 import os
 import random
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
 from fly.execution.model_runner import ModelRunner
-from fly.settings import Settings
+from fly.settings import FlySettings, Settings
 from fly.speculation.drafters.base import NoDrafter
 from fly.speculation.drafters.cascade import CascadeDrafter
 from fly.speculation.drafters.draft_model import ModelDrafter
 from fly.speculation.rules.base import Rule
 from fly.speculation.rules.block import BlockRule
+from fly.speculation.rules.fly import FlyRule
 from fly.speculation.rules.gates import RankGate
 from fly.speculation.sampling import (
     Noise,
@@ -285,6 +287,40 @@ def test_numbers_of_rejected_tokens_that_decided_are_spent(is_mutant, monkeypatc
     starts = sorted({start for start, _ in rounds})
     ends = [max(start + count for start, count in rounds if start == at) for at in starts]
     assert all(end < start for end, start in zip(ends, starts[1:])) != is_mutant
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_mutant", [False, True], ids=["honest", "mutant"])
+def test_numbers_of_drafts_that_were_too_short_are_spent(is_mutant, monkeypatch):
+    """FLy within a round refuses a deferral where too few tokens follow. Where the draft drew an
+    EOS, its numbers made that so: the next round drew the same EOS with them."""
+    honest = FlyRule.resolve
+    if is_mutant:
+        monkeypatch.setattr(
+            FlyRule, "resolve", lambda *args: replace(honest(*args), spends_draft=False)
+        )
+    eos, settings, rounds = frozenset({2}), Sampling(1.0), []
+    rule = FlyRule(FlySettings(entropy_thre=None, win_len=2))
+    rule.gates = ()
+    drafts_eos = ANOTHER.clone()
+    drafts_eos[..., 2] += 1.5
+    drafter = ModelDrafter(TableRunner(drafts_eos, 64), eos)
+    engine = tiny.engine(
+        TableRunner(TARGET, 64), drafter, 3, rule, eos=eos, slots=64, observer=rounds.append
+    )
+    requests = table_requests(4000, 4, (settings,), seed=12)
+    outputs = {record.request.tag: record.tokens for record in engine.run(requests)}
+    counts = Counter()
+    for record in rounds:
+        refused = record.number == record.length == 1 and record.draft and not record.matches[0]
+        if refused and record.rolled_back is None and len(outputs[record.request.tag]) > 1:
+            counts[tuple(outputs[record.request.tag][:2])] += 1
+    p_VV, test = processed(TARGET, settings)[PROMPT[-1]].tolist(), ChiSquare()
+    for first in range(V):
+        test.add([counts[first, second] for second in range(V)], p_VV[first])
+    assert test.freedom > 10
+    assert (test.p_value < REFUTED) == is_mutant
+    assert (test.p_value > HONEST) != is_mutant
 
 
 # Mutants of exact verification

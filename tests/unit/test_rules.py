@@ -1,6 +1,7 @@
 """The rules that others have published, on hand-made p and q, from their formulas."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -80,6 +81,17 @@ def test_divergences_of_what_filters_exclude():
     assert divergence(p, q, "kl_div").item() == pytest.approx(math.log(2))
     assert divergence(p, q, "kl_div_reversed").item() == math.inf
     assert divergence(p, q, "js_div").isfinite()
+
+
+@pytest.mark.parametrize("kind", ["kl_div", "kl_div_reversed", "tv_div", "js_div"])
+def test_divergences_of_what_rounds_to_zero(kind):
+    """At a low temperature one of two nearly equal distributions underflows first."""
+    logits = torch.linspace(10, -30, 2000)
+    p, q = (torch.softmax(each / 0.2, -1) for each in (logits, logits * 1.001))
+    assert ((p > 0) & (q == 0)).any()
+    exact = [torch.softmax(each.double() / 0.2, -1) for each in (logits, logits * 1.001)]
+    found, expected = divergence(p, q, kind), divergence(*exact, kind)
+    assert found.item() == pytest.approx(expected.item(), abs=1e-5)
 
 
 def test_entropy_ratio():
@@ -338,6 +350,22 @@ def test_exact_places_take_exact_verification_and_its_tokens():
     rule.places = Places(first=2)
     found = rule.resolve(draft)
     assert (found.accepted, found.deferred, found.recovered) == (1, (), None)
+
+
+@pytest.mark.parametrize(
+    "places",
+    [Places(patterns=(re.compile("7"),)), Places(relax_in="thinking", think_ids=(8, 7))],
+)
+def test_what_a_rule_would_write_itself_is_looked_at_too(places):
+    """Neither the draft's token nor the target's is a number, or closes a thought; its own is."""
+    draft = JudgedDraft(
+        [1], [False], [False], [2, 3], stands=[False], own_tokens=[7, 3],
+        texts=lambda tokens: ("", "".join(map(str, tokens))), last_of=lambda ids: 8,
+    )  # fmt: skip
+    rule = made("ensemble")
+    assert rule.resolve(draft).recovered == 7
+    rule.places = places
+    assert rule.resolve(draft).recovered is None
 
 
 @pytest.mark.parametrize("name", ["cactus", "entropy_ratio", "sglang"])

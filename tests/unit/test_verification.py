@@ -23,6 +23,7 @@ from fly.speculation.rules.gates import (
     top_k_entropy,
 )
 from fly.speculation.rules.judged import JudgedDraft, Resolution
+from fly.speculation.rules.places import Places
 from tests import tiny
 
 V = 8
@@ -116,6 +117,19 @@ def test_within_a_round_it_agrees_with_the_slow_oracle(data):
         assert (got.accepted, list(got.deferred), got.rolled_back) == (accepted, stood, rolled_back)
         assert got.open_at is None
         assert not got.rolls_back_earlier
+
+
+@pytest.mark.parametrize(
+    ("deferrable", "count", "first", "spends"),
+    [(True, 3, 0, True), (False, 3, 0, False), (True, 4, 0, False), (True, 3, 1, False)],
+    ids=["too-short", "gate", "rolled-back", "exact-place"],
+)
+def test_a_draft_too_short_for_a_window_spends_its_numbers(deferrable, count, first, spends):
+    rule = tiny.relaxed(3, 0.3)
+    rule.places = Places(first=first)
+    matches = [False, True, True, False][:count]
+    found = rule.resolve(JudgedDraft([1] * count, matches, [deferrable] * count, [2] * (count + 1)))
+    assert (found.accepted, found.spends_draft) == (0, spends)
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,10 @@ class FlyRule(Rule):
                 return Resolution(accepted=0, rolls_back_earlier=True)
             elif open_at is not None:  # always the last one deferred
                 return Resolution(open_at, tuple(deferred[:-1]), rolled_back=True)
-            elif self._may_be_deferred(judged, position, count):
+            elif self._may_be_deferred(judged, position):
+                if self.lookahead is not None and position + 1 + self.lookahead > count:
+                    # how many tokens follow is their own numbers' doing, which are spent by that
+                    return Resolution(position, tuple(deferred), spends_draft=True)
                 deferred.append(position)
                 open_at, matches = (position, 0) if self.window else (None, 0)
             else:
@@ -64,13 +67,11 @@ class FlyRule(Rule):
             return Resolution(count, tuple(deferred))
         return Resolution(count, tuple(deferred), open_at=open_at, open_matches=matches)
 
-    def _may_be_deferred(self, judged: JudgedDraft, position: int, count: int) -> bool:
+    def _may_be_deferred(self, judged: JudgedDraft, position: int) -> bool:
         if not judged.deferrable[position]:
             return False
         if self.window and judged.draft[position] in judged.eos_ids:
             return False  # nothing can follow a deferred EOS, so its window could not be filled
-        if self.lookahead is not None and position + 1 + self.lookahead > count:
-            return False
         return not self.places.are_exact(judged, position)
 
     def _judged_length(self, judged: JudgedDraft) -> int:

@@ -20,6 +20,8 @@ from torch import Tensor
 from fly.speculation.rules.revised import RevisedRule
 from fly.speculation.rules.settings import FsdSettings
 
+_NEGLIGIBLE = 1e-12  # of a probability: below it, what the other gives may be 0 by rounding alone
+
 
 class FsdRule(RevisedRule):
     judges = "all"
@@ -43,5 +45,5 @@ def divergence(p: Tensor, q: Tensor, kind: str) -> Tensor:
 
 
 def _relative_entropy(p: Tensor, q: Tensor) -> Tensor:
-    """KL(p, q); infinite where q leaves out what p has."""
-    return torch.where(p > 0, p * (p.log() - q.log()), 0.0).sum(-1)
+    """KL(p, q) over what p has; infinite where q leaves that out."""
+    return torch.where(p > _NEGLIGIBLE, p * (p.log() - q.log()), 0.0).sum(-1)

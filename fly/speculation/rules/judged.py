@@ -36,6 +36,11 @@ class JudgedDraft:
     # the last token before the draft, prompt included, that is one of these; None without one
     last_of: Callable[[tuple[int, ...]], int | None] = lambda ids: None
 
+    def choices(self, position: int) -> set[int]:
+        """What may be written at this place of the draft: its token, the target's, the rule's."""
+        found = {self.draft[position], self.target_tokens[position]}
+        return found if self.own_tokens is None else found | {self.own_tokens[position]}
+
     def first(self, k: int) -> JudgedDraft:
         """Of the first k draft tokens alone."""
         return replace(

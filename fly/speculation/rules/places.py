@@ -65,8 +65,7 @@ class Places:
             return True
         if self.relax_in != "everywhere":
             before, wanted = judged.draft[:position], self.relax_in == "thinking"
-            either = (judged.draft[position], judged.target_tokens[position])
-            tails = (before, *([*before, token] for token in either))
+            tails = (before, *([*before, token] for token in judged.choices(position)))
             if any(self._is_thinking(judged, tail) != wanted for tail in tails):
                 return True
         return bool(self.patterns) and self._is_in_match(judged, position)
@@ -83,14 +82,11 @@ class Places:
         return text.rfind(opening) > text.rfind(closing)
 
     def _is_in_match(self, judged: JudgedDraft, position: int) -> bool:
-        """Whether the draft's or the target's token would be in a match of a pattern."""
+        """Whether a token that may be written here would be in a match of a pattern."""
         chain = judged.draft[:position]
         prompt, output = judged.texts(chain)
         start = len(output.rstrip(BROKEN))  # the token may complete a character
-        outputs = [
-            judged.texts([*chain, tokens[position]])[1]
-            for tokens in (judged.draft, judged.target_tokens)
-        ]
+        outputs = [judged.texts([*chain, token])[1] for token in judged.choices(position)]
         if any(text.endswith(BROKEN) for text in outputs):
             return True  # nobody knows yet of which character it is a part
         # an output may begin a line, though nothing says so: "[/INST]```python"
