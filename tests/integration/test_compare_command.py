@@ -282,6 +282,7 @@ def test_a_mode_whose_end_nobody_saw_is_not_decoded_again(tmp_path, monkeypatch,
         raise Killed
 
     def compare(limit):
+        capsys.readouterr()  # of what was killed
         try:
             run_modes.run_missing(
                 compare_plan.PlannedRuns(

@@ -231,7 +231,6 @@ FLAGS = [
     (["--samples", '{"tiny_task": [1, 1]}'], ["document 1", "twice"]),
     (["--samples", '{"tiny_task": [1], "tiny_task": [2]}'], ["'tiny_task' is there twice"]),
     (["--samples", '{"other": [1]}'], ["other is not among --tasks", "tiny_task"]),
-    (["--samples", '{"tiny_task": [0]}', "--limit", "1"], ["--samples", "--limit must be None"]),
     (["--gen_kwargs", "until=5"], ["until.0=5 (--gen_kwargs)", "valid string"]),
     (["--gen_kwargs", "until=None"], ["until.0=None", "valid string"]),
     (["--gen_kwargs", "until=[1]"], ["until.0=1", "valid string"]),
