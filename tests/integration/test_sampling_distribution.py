@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from fly.execution.model_runner import ModelRunner
-from fly.settings import FlySettings, Settings
+from fly.settings import Settings
 from fly.speculation.drafters.base import NoDrafter
 from fly.speculation.drafters.cascade import CascadeDrafter
 from fly.speculation.drafters.draft_model import ModelDrafter
@@ -300,14 +300,13 @@ def test_numbers_of_drafts_that_were_too_short_are_spent(is_mutant, monkeypatch)
             FlyRule, "resolve", lambda *args: replace(honest(*args), spends_draft=False)
         )
     eos, settings, rounds = frozenset({2}), Sampling(1.0), []
-    rule = FlyRule(FlySettings(entropy_thre=None, win_len=2))
-    rule.gates = ()
     drafts_eos = ANOTHER.clone()
     drafts_eos[..., 2] += 1.5
     drafter = ModelDrafter(TableRunner(drafts_eos, 64), eos)
     engine = tiny.engine(
-        TableRunner(TARGET, 64), drafter, 3, rule, eos=eos, slots=64, observer=rounds.append
-    )
+        TableRunner(TARGET, 64), drafter, 3, tiny.relaxed(2, None), eos=eos, slots=64,
+        observer=rounds.append,
+    )  # fmt: skip
     requests = table_requests(4000, 4, (settings,), seed=12)
     outputs = {record.request.tag: record.tokens for record in engine.run(requests)}
     counts = Counter()
