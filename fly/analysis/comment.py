@@ -35,7 +35,8 @@ def markdown(
     linked then. groups: of `categories.rows`."""
     by_name = {run.name: run for run in runs}
     parts = [MARK, *_headlines(result), *([f"[The report]({link})"] if link else [])]
-    parts.append(Table("", _COLUMNS, [*_rows(result)]).as_markdown())
+    rows = [*_rows(result)]
+    parts += [Table("", _COLUMNS, rows).as_markdown()] * bool(rows)
     for other in result.others:
         parts += _changes(other, by_name[result.baseline], by_name[other.name], link)
     parts.append(_fold("All tables and notes", compare_table.markdown(result, groups)))
@@ -45,13 +46,13 @@ def markdown(
 def _headlines(result: Result) -> Iterator[str]:
     for other in result.others:
         sign = _SIGNS.get(other.verdict, "\u2754")
-        if (main := other.main) is None:
-            yield f"### {_inline(other.name)} against {_inline(result.baseline)}: no scores"
-            continue
-        texts = score_texts(main.scores)
-        said = f"recovery {texts.recovery}, {texts.changed} documents lost / won"
+        said = "no scores"
+        if (main := other.main) is not None:
+            texts = score_texts(main.scores)
+            said = f"recovery {texts.recovery}, {texts.changed} documents lost / won"
+            said = f"{_inline(main.label)}: {said}"
         name = _inline(f"{other.name} against {result.baseline}")
-        yield f"### {sign} {name}: {other.verdict}\n\n{_inline(main.label)}: {said}"
+        yield f"### {sign} {name}: {other.verdict}\n\n{said}"
         for gate in other.gates:
             if gate.verdict != "held":
                 task = f"{_inline(gate.gate.task)}: " if gate.gate.task else ""

@@ -184,12 +184,12 @@ def compare(
             known = ", ".join(baseline.tasks)
             raise FlyError(f"{FLAGS[gate.kind]} {gate.task}: no such task: choose from {known}")
     reasons = [check_comparable(baseline, other) for other in others]
-    chosen = _choose_metrics(baseline, metrics)
+    chosen = choose_metrics(baseline, metrics)
     notes = list(dict.fromkeys(note for run in (baseline, *others) for note in run.notes))
     for other, found in zip(others, reasons):
         notes += [reason.note for reason in found if reason.subject in _OF_ALL]
         notes += _only_in(other, baseline)
-    notes += _texts_of_unscored(baseline, others, chosen)
+    notes += _texts_of_unscored(baseline, others)
     firsts = {name: first for name, of in chosen.items() if (first := primary(of)) is not None}
     rows_per_run = sum(map(len, chosen.values())) + bool(_choose_overall(firsts))
     verdicts = len(others) * (max(1, rows_per_run) + len(gates))
@@ -221,7 +221,7 @@ def _find_curve_point(run: Measured, speeds: list[Speed], verdict: str) -> Itera
         yield CurvePoint(run.name, concurrency, tok_s, run.tok_s_per_user, verdict)
 
 
-def _choose_metrics(baseline: Measured, wanted: Sequence[str] | None) -> dict[str, list[Metric]]:
+def choose_metrics(baseline: Measured, wanted: Sequence[str] | None) -> dict[str, list[Metric]]:
     """The metrics to compare, by task: every run has the same rows."""
     found = [metric for task in baseline.tasks.values() for metric in task.metrics]
     for name in wanted or ():
@@ -234,11 +234,10 @@ def _choose_metrics(baseline: Measured, wanted: Sequence[str] | None) -> dict[st
     }
 
 
-def _texts_of_unscored(
-    baseline: Measured, others: Sequence[Measured], chosen: dict[str, list[Metric]]
-) -> Iterator[str]:
+def _texts_of_unscored(baseline: Measured, others: Sequence[Measured]) -> Iterator[str]:
     """Notes about tasks without scores, which are compared by speed, acceptance and texts."""
-    for name in (name for name, found in chosen.items() if not found):
+    unscored = (name for name, found in choose_metrics(baseline, None).items() if not found)
+    for name in unscored:
         for other in others:
             equal = equal_texts(baseline.tasks[name], other.tasks[name])
             words = "its texts are not known"

@@ -216,8 +216,9 @@ def _short_rows(result: Result) -> Iterator[list[str]]:
             shown = with_drafts(other.name, speed is not None and speed.from_earlier_runs)
             ratios = (speed.decode, speed.end_to_end) if speed else (None, None)
             yield ["", shown, score, *map(ratio_text, ratios), _length(speed)]
-    if not any(other.all_rows for other in result.others):  # no task has a score
-        for label, name, speed in _by_task(result):
+    scored = {row.task for other in result.others for row in other.all_rows}
+    for label, name, speed in _by_task(result):
+        if speed.task not in scored:
             ratios = speed.decode, speed.end_to_end
             cells = ["1", "1"] if name == result.baseline else map(ratio_text, ratios)
             shown = with_drafts(name, speed.from_earlier_runs)

@@ -199,7 +199,7 @@ def measure(
 
     Raises FlyError if it scored nothing, and if a document lacks the field.
     """
-    notes = [f"{run.name}: {told}" for told in (_acceptance(run), _cut_off(run)) if told]
+    notes = [f"{run.name}: {told}" for told in (_acceptance(run), *_unfinished(run)) if told]
     parts_of: dict[str, list[TaskRun]] = defaultdict(list)
     for task in run.tasks.values():
         parts_of[task.name].append(task)
@@ -255,17 +255,18 @@ def _acceptance(run: Run) -> str:
     return f"the server accepted {accepted:,} of {drafted:,} draft tokens ({share}){more}"
 
 
-def _cut_off(run: Run) -> str:
-    """How many answers the budget ended, in words; empty if none. A rule that makes answers longer
-    loses scores by that alone."""
-    ends = [record.get("finish_reason") for record in run.requests]
-    count = ends.count("length")
-    if not count:
-        return ""
+def _unfinished(run: Run) -> Iterator[str]:
+    """How many answers the budget ended, and how many ended within a thought, in words; nothing of
+    none. A rule that makes answers longer loses scores by that alone."""
+    cut = sum(record.get("finish_reason") == "length" for record in run.requests)
     unclosed = sum(record.get("unclosed_thinking", False) for record in run.requests)
-    more = f"; {unclosed:,} never closed their thoughts" if unclosed else ""
-    share = f"{count:,} of {len(ends):,} answers ({count / len(ends):.0%})"
-    return f"{share} ended at the length limit, where a score says little of the rest{more}"
+    for count, said in (
+        (cut, "ended at the length limit, where a score says little of the rest"),
+        (unclosed, "never closed their thoughts"),
+    ):
+        if count:
+            share = count / len(run.requests)
+            yield f"{count:,} of {len(run.requests):,} answers ({share:.0%}) {said}"
 
 
 def _tok_s_per_user(run: Run) -> float | None:
@@ -283,7 +284,9 @@ def _values(name: str, task: TaskRun, field: str, flag: str) -> dict[int, str]:
                 f"{flag} {field}: {name}, document {i} has no such field: choose from {known}"
             )
     values = {i: sample.doc[field] for i, sample in task.samples.items()}
-    return {i: v if isinstance(v, str) else json.dumps(v) for i, v in values.items()}
+    return {
+        i: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for i, v in values.items()
+    }
 
 
 def _find_shared_field(task: TaskRun) -> str:

@@ -258,7 +258,8 @@ def _execute(args: argparse.Namespace) -> None:
                 if own.name in told
             ]
             history.append(args.history, lines)
-            print(f"history: {args.history}")
+            skipped = "" if any(line.tasks for line in lines) else " (no scores: not in its page)"
+            print(f"history: {args.history}{skipped}")
     else:
         _check_nothing_else_asked(args, baseline.name)
     if args.save_baseline:  # last: what cannot be stored takes no comparison with it

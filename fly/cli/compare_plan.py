@@ -51,9 +51,9 @@ class Mode:
 
 @dataclass(frozen=True)
 class PlannedRuns:
-    """Runs to be made, in this order."""
+    """Runs to be made."""
 
-    modes: dict[str, Mode]  # by name
+    modes: dict[str, Mode]  # by name, in the order of the tables
     output: Path
     flags: Sequence[str] = ()  # the command line's flags of `fly run`, for every mode
     # hashes of the files that the flags name, by flag; see run_inputs

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fly import reading
+from fly import reading, registry
 from fly.cli.compare_plan import Mode, PlannedRuns
 from fly.cli.processes import run_children
 from fly.cli.screen import Screen
@@ -35,14 +35,22 @@ def run_missing(planned: PlannedRuns, screen: Screen | None = None) -> dict[str,
     """
     folders = {name: planned.output / name for name in planned.modes}
     left = []
-    for number, (name, mode) in enumerate(planned.modes.items(), 1):
-        begun = _begin(planned, mode, folders[name], (number, len(folders)), screen)
+    in_turn = sorted(planned.modes.values(), key=lambda mode: not _is_for_one_temperature(mode))
+    for number, mode in enumerate(in_turn, 1):
+        begun = _begin(planned, mode, folders[mode.name], (number, len(folders)), screen)
         left += [begun] if begun else []
         if not planned.at_once:
             _run(left, screen)
             left = []
     _run(left, screen)
     return folders
+
+
+def _is_for_one_temperature(mode: Mode) -> bool:
+    """Whether its rule is for greedy requests alone, or for samples alone. What tasks ask for is
+    known once a run has begun, so that these come first: refused before hours of decoding."""
+    rule = registry.RULES.get(mode.rule)
+    return rule is not None and registry.load(rule.where).requests != "all"
 
 
 @dataclass(frozen=True)

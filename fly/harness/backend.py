@@ -41,7 +41,7 @@ from fly.runs.environment import models_of, versions
 from fly.runs.jsonl import JsonLines
 from fly.runs.records import Observer, RequestRecord, RoundRecord, RunStats
 from fly.runs.trace_writer import Trace
-from fly.speculation.rules import rule_of
+from fly.speculation.rules.places import Places
 from fly.speculation.sampling import Sampling
 from fly.speculation.sequence import Request
 
@@ -63,6 +63,8 @@ class Backend(TemplateLM):
     engine_name = "fly"
     processes = Ranks()
     _same_target: bool | None = None  # whether the earlier runs are of this target; None: not known
+    # the system messages of the chats that lm-eval has made prompts of, by the prompt's hash
+    _system_of: dict[str, list[dict[str, str]]] | None = None
 
     def use_config(self, config: FlyConfig) -> None:
         """Start with this configuration. Raises FlyError if a trace has no folder, and for earlier
@@ -79,8 +81,6 @@ class Backend(TemplateLM):
         self.samplings: set[Sampling] = set()
         self.stats = RunStats()
         self._unshared = RunStats()  # counts that the other processes do not know of yet
-        # the system messages of the chats that lm-eval has made; None without chats
-        self._system: list[dict[str, str]] | None = None
         if config.trace and run.output_dir is None:
             raise FlyError(
                 "trace=true: traces are written beside the samples: add --output_path DIR"
@@ -193,12 +193,11 @@ class Backend(TemplateLM):
         generate = partial(self._generate, disable_tqdm=disable_tqdm)
         return turns.answer_all(requests, generate, self._render, most)
 
-    def _render(self, messages: list[dict[str, str]]) -> str | None:
-        """The prompt of a chat behind lm-eval's system message; None if lm-eval applies no chat
-        template."""
-        if self._system is None:
-            return None
-        return self.apply_chat_template([*self._system, *messages])
+    def _render(self, first: str, messages: list[dict[str, str]]) -> str | None:
+        """The prompt of a chat behind the system message of its first prompt; None if lm-eval
+        applied no chat template to that."""
+        system = (self._system_of or {}).get(hash_string(first))
+        return None if system is None else self.apply_chat_template([*system, *messages])
 
     def _generate(self, requests: list[Instance], disable_tqdm: bool) -> list[str]:
         """One text per request, in order. All requests are checked before the first is decoded."""
@@ -226,7 +225,7 @@ class Backend(TemplateLM):
                 observer(record)
 
         local = RunStats()
-        places = rule_of(self.fly_config, self.tokenizer).places
+        places = Places.of(self.fly_config, self.tokenizer)  # of all modes, to be compared
         decode, thoughts = Texts(self.tokenizer).decode, set()
         try:
             for record in self.decode(missing, wanted, observe):
@@ -247,7 +246,8 @@ class Backend(TemplateLM):
             log.close()
             if traces is not None:
                 traces.close()
-        if thoughts == {"none"} and places.relax_in == "thinking":
+        relaxes = self.fly_config.rule_settings if self.fly_config.drafter_name else None
+        if thoughts == {"none"} and getattr(relaxes, "relax_in", None) == "thinking":
             logger.warning(
                 "relax_in=thinking: no answer opens a thought with %r, so that all were verified "
                 "exactly: set think_tokens to the target's",
@@ -271,17 +271,20 @@ class Backend(TemplateLM):
             return None
         return sum(self.processes.exchange(len(wanted)))
 
-    def note_system(self, history: list[dict[str, str]]) -> None:
-        """A chat template is applied: further turns get it as well, behind this system message."""
-        self._system = [message for message in history if message["role"] == "system"]
+    def note_system(self, history: list[dict[str, str]], prompt: str) -> str:
+        """Further turns of this prompt, which is given back, stand behind its system message."""
+        system = [message for message in history if message["role"] == "system"]
+        self._system_of = self._system_of or {}
+        self._system_of[hash_string(prompt)] = system
+        return prompt
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """Raises FlyError if there is none."""
-        self.note_system(chat_history)
         try:
-            return super().apply_chat_template(chat_history, add_generation_prompt)
+            prompt = super().apply_chat_template(chat_history, add_generation_prompt)
+            return self.note_system(chat_history, prompt)
         except ValueError as error:
             if getattr(self.tokenizer, "chat_template", None) is not None:
                 raise
@@ -311,7 +314,8 @@ class Backend(TemplateLM):
             if chosen and instance.doc_id is not None:  # lm-eval counts chosen documents anew
                 instance = copy.copy(instance)
                 instance.doc_id = chosen[instance.doc_id]
-            key = (instance.task_name, instance.doc_id, instance.idx, instance.args[0])
+            # no matter the prompt: in a further turn's stand the answers, which are a repeat's own
+            key = (instance.task_name, instance.doc_id, instance.idx)
             wanted.append(build_request(instance, self, seen[key]))
             seen[key] += 1
         self.samplings.update(request.sampling for request in wanted)

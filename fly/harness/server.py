@@ -175,19 +175,19 @@ class ServerLM(Backend):
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """The prompt's text; for api=chat the messages as JSON, whose template is the server's."""
-        self.note_system(chat_history)
         if self.api == "chat":
-            return json.dumps(chat_history, ensure_ascii=False)
+            return self.note_system(chat_history, json.dumps(chat_history, ensure_ascii=False))
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise FlyError(
                 "--apply_chat_template: the tokenizer has no chat template: use api=chat"
             )
-        return self.tokenizer.apply_chat_template(
+        prompt = self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )
+        return self.note_system(chat_history, prompt)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         return "" if self.api == "chat" else super().chat_template(chat_template)

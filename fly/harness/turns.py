@@ -8,18 +8,27 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 from lm_eval.api.instance import Instance
 
-Render = Callable[[list[dict[str, str]]], Any]  # messages to a prompt; None without a template
+from fly.errors import FlyError
+
+# the first prompt and all messages to a prompt; None without a template
+Render = Callable[[str, list[dict[str, str]]], str | None]
 FIELD = "further_turns"
 
 
 def further(instance: Instance) -> list[str]:
-    """What the user says after the first answer."""
+    """What the user says after the first answer. Raises FlyError for a document without the first
+    turn."""
     doc = instance.doc if isinstance(instance.doc, dict) else {}
-    return list(doc.get(FIELD) or ())
+    found = list(doc.get(FIELD) or ())
+    if found and not doc.get("turns"):
+        raise FlyError(
+            f"{instance.task_name}, document {instance.doc_id}: its field {FIELD} needs a field "
+            "turns, the list of all turns with the first"
+        )
+    return found
 
 
 def answer_all(
@@ -48,7 +57,7 @@ def _follow_up(instance: Instance, answers: list[str], render: Render) -> Instan
         context += f"{answer}\n\n{text}\n\n"
         messages.append({"role": "assistant", "content": answer})
         messages.append({"role": "user", "content": text})
-    prompt = render(messages)
+    prompt = render(instance.args[0], messages)
     found = copy.copy(instance)
     found.arguments = (context if prompt is None else prompt, gen_kwargs)
     found.idx, found.resps, found.filtered_resps = instance.idx + len(answers), [], {}

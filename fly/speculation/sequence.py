@@ -127,6 +127,7 @@ class Sequence:
         self._eos_ids = eos_ids
         self._stops = stops
         self._text = RunningText(decode_lines or stops.decode)
+        self._whole_text = RunningText(stops.decode)
         self._prompt_text: str | None = None  # once a rule has asked
         self._stream = None if request.sampling.is_greedy else NoiseStream(request.seed)
         self._found: dict[tuple[int, ...], tuple[int, int | None]] = {}  # see `_last_of`
@@ -181,12 +182,13 @@ class Sequence:
                 open_matches=None if self.open is None else self.open.matches,
                 start=len(self.generated),
                 texts=self._texts,
+                whole_text=lambda new: self._whole_text.of([*self.tokens, *new], self.final_length),
                 last_of=self._last_of,
                 state=self._rule_state,
             )
         )
         by = "d" * len(judged.draft) if by is None else by
-        self._rule_state, targets = resolution.state, judged.target_tokens
+        targets = judged.target_tokens
         if resolution.recovered is not None:
             at = resolution.accepted
             targets = [*targets[:at], resolution.recovered, *targets[at + 1 :]]
@@ -222,7 +224,7 @@ class Sequence:
         Counts are of tokens that became final in this round.
         """
         counts = Counts(rounds=1, drafted=len(verdict.draft))
-        before = len(self.generated)
+        self._rule_state, before = verdict.resolution.state, len(self.generated)
         if verdict.resolution.rolls_back_earlier:
             counts.discarded += self._roll_back(before)
         else:

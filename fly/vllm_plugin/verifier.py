@@ -62,7 +62,7 @@ class _ServedSequence(Sequence):
 
     def block(self, verdict: Verdict) -> list[int]:
         """The tokens that the round adds to the output."""
-        accepted = verdict.resolution.accepted
+        accepted, self._rule_state = verdict.resolution.accepted, verdict.resolution.state
         if verdict.resolution.rolled_back or verdict.resolution.spends_draft:  # as in `commit`
             self._skipped += len(verdict.draft) - accepted
         return [*verdict.draft[:accepted], verdict.target_tokens[accepted]]

@@ -123,6 +123,15 @@ def test_modes_are_run_once_compared_and_judged(
     assert "decoded otherwise (gen_kwargs" in capfd.readouterr().err.splitlines()[-1]
 
 
+def test_a_rule_that_the_tasks_may_refuse_comes_first(tmp_path, monkeypatch):
+    """cactus is for samples: a greedy task refused it once everything before it was decoded."""
+    monkeypatch.setattr(run_modes, "run_children", lambda commands, *_: [2])
+    rules = ("target-only", "fly", "cactus")
+    modes = {rule: compare_plan.Mode(rule, "fly", {}, "identity", rule=rule) for rule in rules}
+    with pytest.raises(FlyError, match="mode cactus failed"):
+        run_modes.run_missing(compare_plan.PlannedRuns(modes, tmp_path))
+
+
 def test_a_mode_that_was_cut_short_goes_on(tmp_path, monkeypatch):
     """Killed in the middle of a mode, a comparison must neither decode again what is recorded nor
     go on with a run of another command."""

@@ -1,11 +1,16 @@
 """`relax_in`: where a tiny model with think tokens is relaxed."""
 
+from dataclasses import replace
+
 import pytest
 
 from fly import config
+from fly.models.tokenizers import Texts
 from fly.speculation.rules import rule_of
 from fly.speculation.rules.judged import JudgedDraft
-from fly.speculation.sequence import Request
+from fly.speculation.rules.places import Places
+from fly.speculation.sequence import Request, Sequence
+from fly.speculation.stop_strings import StopMatcher
 from tests import tiny
 from tests.integration.test_lm import fly_lm, instances
 
@@ -118,24 +123,57 @@ def test_tokens_that_open_or_close_are_exact(relax_in, before, drafted, own):
     assert is_exact == (opens_or_closes or not is_relaxed_region)
 
 
+def allows(places, text, drafted, own):
+    """Whether the rule may let this draft stand behind a text, where the target has its own."""
+    tokenizer = tiny.byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|channel|>", "<|end|>"]})
+    texts = Texts(tokenizer)
+    rule = made("thinking", tokenizer)
+    rule.places = places
+    sequence = Sequence(
+        Request((1,), 500), frozenset(), StopMatcher((), texts.decode), texts.decode_lines
+    )
+    sequence.tokens += tokenizer.encode(text, add_special_tokens=False)
+    draft, target = (tokenizer.encode(each, add_special_tokens=False) for each in (drafted, own))
+    matches = [False] + [True] * (len(draft) - 1)
+    judged = JudgedDraft(draft, matches, [not m for m in matches], [*target[:1], *draft[1:], 1])
+    return bool(sequence.judge(rule, judged).resolution.accepted)
+
+
+TEXTS = Places(relax_in="thinking", think_tokens=("[T]", "[/T]"))
+
+
 def test_texts_where_the_tokenizer_has_no_such_tokens():
     rule = made("thinking", NoVocabulary(), think_tokens=["[T]", "[/T]"])
-    assert rule.places.think_ids == ()
+    assert rule.places == TEXTS
+    assert not allows(TEXTS, " x", "a", "b")
+    assert allows(TEXTS, " x [T] y", "a", "b")
+    assert not allows(TEXTS, " x [T] y [/T] z", "a", "b")
+    assert TEXTS.thought_in([1], lambda ids: "[T] on and on") == "open"
+    assert TEXTS.thought_in([1], lambda ids: "[T] on [/T] 7") == "closed"
+    assert TEXTS.thought_in([1], lambda ids: "on [/T] 7") == "none"
 
-    def exact(text):
-        vocabulary = [" a", " b", "]"]
-        judged = JudgedDraft(
-            [0], [False], [True], [1, 1],
-            texts=lambda tail: ("say", text + "".join(vocabulary[token] for token in tail)),
-        )  # fmt: skip
-        return rule.places.are_exact(judged, 0)
 
-    assert exact(" x")
-    assert not exact(" x [T] y")
-    assert exact(" x [T] y [/T] z")
-    assert rule.places.thought_in([1], lambda ids: "[T] on and on") == "open"
-    assert rule.places.thought_in([1], lambda ids: "[T] on [/T] 7") == "closed"
-    assert rule.places.thought_in([1], lambda ids: "on [/T] 7") == "none"
+@pytest.mark.parametrize(
+    ("text", "drafted", "own"),
+    [("[T] y", "a", "["), ("[T] y", "[", "a"), ("[T] y[", "a", "/"), ("[T] y[/T", "]", "a")],
+)
+def test_every_token_of_a_text_that_closes_is_exact(text, drafted, own):
+    assert not allows(TEXTS, text, drafted, own)
+    is_open_again = Places(relax_in="answer", think_tokens=("[/T]", "[T]"))
+    assert not allows(is_open_again, text, drafted, own)
+
+
+def test_texts_may_hold_special_tokens():
+    """As the channels of gpt-oss; rules' other texts have line breaks in their place."""
+    thinking = Places(relax_in="thinking", think_tokens=("<|channel|>analysis", "<|end|>"))
+    answer = replace(thinking, relax_in="answer")
+    for text, is_thought in (
+        ("<|channel|>analysis hm", True),
+        ("<|channel|>analysis hm<|end|>so", False),
+    ):
+        assert allows(thinking, text, "a", "b") == is_thought
+        assert allows(answer, text, "a", "b") != is_thought
 
 
 def test_unclosed_thoughts_by_ids():
@@ -153,6 +191,18 @@ def test_a_run_that_never_thinks_says_so(saved_pair, caplog, is_warned):
     lm = fly_lm(saved_pair, enable_fly=True, relax_in="thinking", think_tokens=[opening, "[/T]"])
     lm.generate_until(asked)
     assert ("no answer opens a thought with '[T]'" in caplog.text) == is_warned
+
+
+@pytest.mark.parametrize("keys", [{"enable_fly": False}, {"use_sd": False}], ids=str)
+def test_runs_that_relax_nothing_count_thoughts_too(saved_pair, caplog, keys):
+    """To be compared; and they are what the user asked for, so that nothing is to be said."""
+    asked = instances({"max_gen_toks": 4})[:1]
+    opening = asked[0].args[0][:1]
+    for tokens, count in (([opening, "[/T]"], 1), (["[T]", "[/T]"], 0)):
+        lm = fly_lm(saved_pair, relax_in="thinking", think_tokens=tokens, **keys)
+        lm.generate_until(asked)
+        assert lm.stats.unclosed_thinking == count
+    assert "no answer opens a thought" not in caplog.text
 
 
 def test_runs_of_before_the_key_have_their_hash():

@@ -5,12 +5,15 @@
 import json
 
 import pytest
+from lm_eval.api.instance import Instance
 
 from fly.errors import FlyError
 from fly.harness import task_data, turns
+from fly.harness.hf import FlyLM
 from fly.runs import reader
 from tests.fault_server import FaultServer
 from tests.integration.test_cli import config_file, run  # noqa: F401  fixtures
+from tests.integration.test_lm import fly_lm
 
 ROWS = [
     {"question_id": 1, "category": "writing", "turns": ["say a ", "say b "]},
@@ -103,8 +106,6 @@ def test_a_run_that_was_cut_off_between_turns_goes_on(saved_pair, config_file, q
 
 
 def test_contexts_with_and_without_a_chat_template():
-    from lm_eval.api.instance import Instance
-
     doc = {"turns": ["a", "b", "c"], turns.FIELD: ["b", "c"]}
     instance = Instance("generate_until", doc, ("a", {}), 0, metadata=("t", 7, 1))
     seen = []
@@ -113,19 +114,81 @@ def test_contexts_with_and_without_a_chat_template():
         seen.extend((each.doc_id, each.idx, each.args[0]) for each in asked)
         return [f"<{each.args[0]}>" for each in asked]
 
-    assert turns.answer_all([instance], generate, lambda messages: None, 1) == [
-        "<a>\n\n<a<a>\n\nb\n\n>"
-    ]
+    assert turns.answer_all([instance], generate, lambda *_: None, 1) == ["<a>\n\n<a<a>\n\nb\n\n>"]
     assert seen == [(7, 0, "a"), (7, 1, "a<a>\n\nb\n\n")]
     seen.clear()
 
-    def render(messages):
+    def render(first, messages):
+        assert first == "a"
         return " ".join(f"{m['role'][0]}:{m['content']}" for m in messages)
 
     turns.answer_all([instance], lambda asked: generate(asked), render, 2)
     assert [context for *_, context in seen][1:] == [
         "u:a a:<a> u:b", "u:a a:<a> u:b a:<u:a a:<a> u:b> u:c",
     ]  # fmt: skip
+
+
+def in_turns(*prompts, **kwargs):
+    """Requests of one document, whose second turn says "say b "."""
+    doc = {"turns": ["say a ", "say b "], turns.FIELD: ["say b "]}
+    gen = {"max_gen_toks": 4, **kwargs}
+    return [Instance("generate_until", doc, (p, gen), 0, metadata=("t", 0, 1)) for p in prompts]
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The prompts that fly's model encodes."""
+    found, own = [], FlyLM.encode_prompt
+
+    def encode(self, text, room):
+        found.append(text)
+        return own(self, text, room)
+
+    monkeypatch.setattr(FlyLM, "encode_prompt", encode)
+    return found
+
+
+def test_further_turns_stand_behind_their_own_system_message(saved_pair, asked):
+    """lm-eval renders all tasks' prompts before it asks; the next evaluation's, too, before fly
+    knows of it."""
+    lm = fly_lm(saved_pair)
+    user = [{"role": "user", "content": "say a "}]
+    plain = lm.apply_chat_template(user)
+    graded = lm.apply_chat_template([{"role": "system", "content": "Grade."}, *user])
+    for _ in range(2):
+        lm.generate_until(in_turns(plain))
+        lm.generate_until(in_turns(graded))
+        lm.results_entry()
+    ends = [text for text in asked if text.endswith("[user]say b ")]
+    assert len(ends) == 4
+    assert all(text.startswith("[user]say a [assistant]") for text in ends[::2])
+    assert all(text.startswith("[system]Grade.[user]say a [assistant]") for text in ends[1::2])
+
+
+def test_samples_of_one_document_are_told_apart_in_all_turns(saved_pair, monkeypatch):
+    """Their second prompts differ, so that both were the first of their kind: two records of one
+    name, which --resume refuses."""
+    lm = fly_lm(saved_pair)
+    kept, own = [], lm.build_requests
+
+    def build(instances):
+        kept.append(own(instances))
+        return kept[-1]
+
+    monkeypatch.setattr(lm, "build_requests", build)
+    texts = lm.generate_until(in_turns("say a ", "say a ", do_sample=True, temperature=3.0))
+    assert texts[0] != texts[1]
+    assert [[(r.tag.idx, r.repeat) for r in of_turn] for of_turn in kept] == [
+        [(0, 0), (0, 1)],
+        [(1, 0), (1, 1)],
+    ]
+
+
+def test_a_document_needs_its_first_turn(saved_pair):
+    (request,) = in_turns("say a ")
+    del request.doc["turns"]
+    with pytest.raises(FlyError, match="t, document 0: its field further_turns needs a field turn"):
+        fly_lm(saved_pair).generate_until([request])
 
 
 def test_data_that_is_not_there_is_one_line(monkeypatch, tmp_path):

@@ -16,6 +16,8 @@ from fly.speculation.rules.mars import LogitRatioGate
 from fly.speculation.rules.places import Places
 from fly.speculation.rules.revised import RevisedRule
 from fly.speculation.sampling import Noise, Sampling, certain, draw
+from fly.speculation.sequence import Request, Sequence
+from fly.speculation.stop_strings import StopMatcher
 
 P = torch.tensor([0.5, 0.3, 0.15, 0.05])
 Q = torch.tensor([0.1, 0.3, 0.2, 0.4])
@@ -326,6 +328,17 @@ def test_asd_counts_over_a_request():
     first = rule.resolve(asd_draft([1.5, 0]))
     assert rule.resolve(asd_draft([0.5, 0], first.state)).accepted == 2
     assert rule.resolve(asd_draft([0.6, 0], first.state)).accepted == 0
+
+
+def test_asd_counts_a_round_once_that_is_done_again():
+    """Memory may run out between the verdict and the commit."""
+    sequence = Sequence(Request((1,), 9), frozenset(), StopMatcher((), str))
+    rule = made("asd", **ASD)
+    for _ in range(2):
+        verdict = sequence.judge(rule, asd_draft([1.5]))
+        assert verdict.resolution.accepted == 1
+    sequence.commit(verdict)
+    assert sequence.judge(rule, asd_draft([0.6])).resolution.accepted == 0
 
 
 def test_the_cost_is_carried_to_the_host():

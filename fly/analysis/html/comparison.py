@@ -22,8 +22,8 @@ def against_first(
     are of no one run; and its rows by the values of the field `by`.
 
     An entry has the keys of `--json` (docs/compare.md), `main`, the number of the row that stands
-    for the run, `reason`, why its verdict is what it is, and `texts`, how many differ; or only
-    `refused`, why the run cannot be compared.
+    for the run (None without scores), `reason`, why its verdict is what it is, and `texts`, how
+    many differ; or only `refused`, why the run cannot be compared.
     """
     baseline, *others = runs
     refused = {
@@ -76,7 +76,8 @@ def _count_texts(baseline: Measured, run: Measured) -> dict[str, int]:
 def _entry(against: Against, demand: Demand) -> dict[str, Any]:
     main = against.main
     if main is None:
-        return {"name": against.name, "refused": "its tasks have no score to compare"}
+        reason = "its tasks have no score to compare"
+        return {**against_as_dict(against), "main": None, "reason": reason}
     deciding = main
     if main.verdict != against.verdict:  # without any such row, nothing is judged
         deciding = next((r for r in against.all_rows if r.verdict == against.verdict), main)

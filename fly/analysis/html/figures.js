@@ -80,9 +80,11 @@ function intervalNote({ interval }, format) {
 
 function comparedCards(comparison) {
   if (comparison.refused) return [card("Not comparable", NONE, comparison.refused)];
-  const { verdict, reason, texts } = comparison, main = rowsOf(comparison)[comparison.main].scores;
+  const { verdict, reason, texts } = comparison, main = rowsOf(comparison)[comparison.main]?.scores;
+  const differing = texts.of && `${texts.differ} of ${plural(texts.of, "text")} differ`;
+  if (!main) return [card("Scores", NONE, join([reason, differing])), timeCard(comparison)];
   const [sign, style] = signOf(verdict), isMissing = main.other === null;
-  const changed = [!isMissing && `${main.lost} lost, ${main.won} won`, texts.of && `${texts.differ} of ${plural(texts.of, "text")} differ`];
+  const changed = [!isMissing && `${main.lost} lost, ${main.won} won`, differing];
   return [
     card("Verdict", `${sign} ${verdict}`, `${reason[0].toUpperCase()}${reason.slice(1)}.`, style),
     card("Documents", String(main.documents), join(changed)),

@@ -33,6 +33,8 @@ class JudgedDraft:
     start: int = 0  # tokens of the output before the draft
     # of the prompt and of the output, if these tokens follow; special tokens are line breaks there
     texts: Callable[[list[int]], tuple[str, str]] = lambda tokens: ("", "")
+    # of both together, special tokens kept
+    whole_text: Callable[[list[int]], str] = lambda tokens: ""
     # the last token before the draft, prompt included, that is one of these; None without one
     last_of: Callable[[tuple[int, ...]], int | None] = lambda ids: None
 

@@ -52,8 +52,7 @@ class Places:
         """Whether prompt and output together open a thought, and whether they close it."""
         if self.think_ids:
             opening = self.think_ids[0]
-            last = next((t for t in reversed(tokens) if t in self.think_ids), None)
-            has_one, is_open = opening in tokens, last == opening
+            has_one, is_open = opening in tokens, self._last_of(tokens) == opening
         else:
             text = decode(tokens)
             has_one, is_open = self.think_tokens[0] in text, self._is_open(text)
@@ -63,19 +62,28 @@ class Places:
         """Whether the rule must decide as exact verification at this position of the draft."""
         if judged.start + position < self.first:
             return True
-        if self.relax_in != "everywhere":
-            before, wanted = judged.draft[:position], self.relax_in == "thinking"
-            tails = (before, *([*before, token] for token in judged.choices(position)))
-            if any(self._is_thinking(judged, tail) != wanted for tail in tails):
-                return True
+        if self.relax_in != "everywhere" and not self._stays_relaxed(judged, position):
+            return True
         return bool(self.patterns) and self._is_in_match(judged, position)
 
-    def _is_thinking(self, judged: JudgedDraft, tail: list[int]) -> bool:
-        """Whether a thought is open after these tokens of the draft."""
-        if not self.think_ids:
-            return self._is_open("".join(judged.texts(tail)))
-        last = next((t for t in reversed(tail) if t in self.think_ids), None)
-        return (judged.last_of(self.think_ids) if last is None else last) == self.think_ids[0]
+    def _stays_relaxed(self, judged: JudgedDraft, position: int) -> bool:
+        """Whether this place is where the rule may relax, and stays so whatever may be written
+        here: no think token that ends it, and none's first characters."""
+        before, is_thinking = judged.draft[:position], self.relax_in == "thinking"
+        tails = [before, *([*before, token] for token in judged.choices(position))]
+        if self.think_ids:
+            known = judged.last_of(self.think_ids)
+            found = (known if (last := self._last_of(tail)) is None else last for tail in tails)
+            return all((last == self.think_ids[0]) == is_thinking for last in found)
+        texts, ending = [judged.whole_text(tail) for tail in tails], self.think_tokens[is_thinking]
+        begins = tuple(ending[:count] for count in range(1, len(ending)))
+        return all(self._is_open(text) == is_thinking for text in texts) and not any(
+            text.endswith(begins) for text in texts[1:]
+        )
+
+    def _last_of(self, tokens: Sequence[int]) -> int | None:
+        """The last of them that is a think token."""
+        return next((token for token in reversed(tokens) if token in self.think_ids), None)
 
     def _is_open(self, text: str) -> bool:
         opening, closing = self.think_tokens
