@@ -52,6 +52,9 @@ def compare(
     from fly.runs import reader
 
     check_flags({"min_recovery": min_recovery, "confidence": confidence}, "fly.compare")
+    if pair_by not in ("prompt", "document"):
+        raise FlyError(f"fly.compare: pair_by={pair_by!r}: choose prompt or document")
+    metrics = [metrics] if isinstance(metrics, str) else metrics
     if len(runs) < 2:
         raise FlyError("fly.compare: give at least two runs")
     named = [reader.named(str(run)) for run in runs]
@@ -73,6 +76,8 @@ def report(*runs: str | Path, output: str | Path = "report.html", traces: int = 
     from fly.paths import expanded, write_output
     from fly.runs import reader
 
+    if not runs:
+        raise FlyError("fly.report: give at least one run")
     check_traces(traces)
     path = expanded(str(output))
     write_output(path, write.page(reader.load_all(runs), max_traces=traces), "output")

@@ -2,6 +2,7 @@
 
 import contextlib
 import glob
+import logging
 import os
 import shutil
 import socket
@@ -12,8 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+from filelock import FileLock, Timeout
 
 from fly.errors import FlyError
+
+logger = logging.getLogger(__name__)
 
 
 def data_dir(name: str) -> Path:
@@ -39,6 +43,21 @@ def fly_home() -> Path:
     if home := os.environ.get("FLY_HOME"):
         return expanded(home)
     return expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "fly"
+
+
+def hold(path: Path, wait: float = 0) -> FileLock | None:
+    """Lock this file until its release or the process's end; None, with a warning, where the file
+    system knows no locks. Raises filelock.Timeout if another process still has it after `wait`
+    seconds."""
+    lock = FileLock(path, timeout=wait)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise
+    except (NotImplementedError, OSError) as error:
+        logger.warning("%s cannot be locked (%s): let no second process work there", path, error)
+        return None
+    return lock
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

@@ -240,7 +240,7 @@ def _texts_of_unscored(baseline: Measured, others: Sequence[Measured]) -> Iterat
     for name in unscored:
         for other in others:
             equal = equal_texts(baseline.tasks[name], other.tasks[name])
-            words = "its texts are not known"
+            words = "the texts of both are not known"
             if equal:
                 words = f"{equal[0]:,} of {equal[1]:,} texts equal {baseline.name}'s"
             yield f"{other.name}: {name} has no score to compare: {words}"

@@ -236,6 +236,8 @@ def _execute(args: argparse.Namespace) -> None:
         scores.check_storable(baseline.mode, f"--save-baseline {args.save_baseline}")
     if others:
         result = compare.compare(baseline, others, demand, args.metric, measured_noise, limits)
+        if args.csv and not result.curve:
+            raise FlyError("--csv: it is of servers' runs, and none of these is one: leave it out")
         groups = categories.rows(baseline, others, demand, args.metric) if args.by else []
         _write(
             args,
@@ -349,7 +351,10 @@ def _load(args: argparse.Namespace, stored: Measured | None = None) -> list[tupl
 
 def _check_finished(args: argparse.Namespace, stored: Measured | None) -> None:
     """Refuse flags that say how runs are made: these are; and a run without another."""
-    makes = ("model_args", "modes", "mode", "rules", "drafters", "output_path", "log_samples")
+    makes = (
+        "model_args", "modes", "mode", "rules", "drafters", "concurrency", "parallel",
+        "output_path", "log_samples",
+    )  # fmt: skip
     given = [f"--{name}" for name in makes if getattr(args, name, None)]
     given += [word for word in _run_flags(args) if word.startswith("-") and word not in args.runs]
     if given:

@@ -82,6 +82,8 @@ def plan_runs(
     engine = registry.IN_PLACE_OF.get(model, model)
     if engine not in registry.ENGINES:
         raise FlyError(f"--model {model}: fly compare makes runs of hf, vllm and server")
+    if args.csv and engine != _SERVER:
+        raise FlyError("--csv: it is of servers' runs: leave it out")
     default: Sequence[str] = DEFAULT[:1] if args.rules else DEFAULT
     if engine == _SERVER:  # servers have no modes but their own
         default = ()

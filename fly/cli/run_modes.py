@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from filelock import Timeout
 
 from fly import reading, registry
 from fly.cli.compare_plan import Mode, PlannedRuns
@@ -17,33 +19,62 @@ from fly.cli.screen import Screen
 from fly.errors import FlyError
 from fly.execution.device import machine_facts
 from fly.models.fingerprint import hash_json
-from fly.paths import write_whole
+from fly.paths import hold, write_whole
 from fly.runs import manifest, reader
 from fly.runs.environment import versions
 
-_MARK = "fly_compare.json"  # what the last run that was begun in a mode's folder depends on
+# in a mode's folder: what the last run that was begun there depends on, and of the finished ones
+# before it (`earlier`) also their results
+_MARK = "fly_compare.json"
+_MOMENT = 5.0  # seconds
 
 
 def run_missing(planned: PlannedRuns, screen: Screen | None = None) -> dict[str, Path]:
-    """Run the modes that are not finished yet; returns the folder of each.
+    """Run the modes that are not finished yet; returns the folder or results file of each.
 
     A mode is finished if its folder holds the results of a run of this command, with the same
     input files, models and versions, on the same kind of machine. Whether the run has ended is told
     by what the run itself wrote, not by who saw it end. Raises FlyError if a run fails; the next
-    call continues there, in the middle of a run if its records allow it. screen: shows how far it
-    is, instead of the runs' own output.
+    call continues there, in the middle of a run if its records allow it; and if another process is
+    making one of them. screen: shows how far it is, instead of the runs' own output.
     """
-    folders = {name: planned.output / name for name in planned.modes}
-    left = []
+    found = {name: planned.output / name for name in planned.modes}
+    left = list[_Begun]()
     in_turn = sorted(planned.modes.values(), key=lambda mode: not _is_for_one_temperature(mode))
-    for number, mode in enumerate(in_turn, 1):
-        begun = _begin(planned, mode, folders[mode.name], (number, len(folders)), screen)
-        left += [begun] if begun else []
-        if not planned.at_once:
-            _run(left, screen)
-            left = []
-    _run(left, screen)
-    return folders
+    with ExitStack() as held:
+        for number, mode in enumerate(in_turn, 1):
+            held.enter_context(_alone_in(found[mode.name]))
+            begun = _begin(planned, mode, found[mode.name], (number, len(found)), screen)
+            if isinstance(begun, Path):
+                found[mode.name] = begun
+            else:
+                left.append(begun)
+            if not planned.at_once:
+                _run(left, screen)
+                left = []
+                held.close()
+        _run(left, screen)
+    return found
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """No other comparison makes a run in a mode's folder meanwhile. One that finds its run finished
+    is through in a moment. Raises FlyError if another is making one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = hold(folder / ".fly_compare.lock", _MOMENT)
+    except Timeout:
+        raise FlyError(
+            f"{folder}: another fly compare is making this run: wait for it, or give another "
+            "--output_path"
+        ) from None
+    try:
+        yield
+    finally:
+        if lock is not None:
+            Path(lock.lock_file).unlink(missing_ok=True)
+            lock.release()
 
 
 def _is_for_one_temperature(mode: Mode) -> bool:
@@ -70,8 +101,9 @@ def _begin(
     folder: Path,
     place: tuple[int, int],
     screen: Screen | None,
-) -> _Begun | None:
-    """Mark the mode's folder; None if its run is finished. place: of how many, for the screen."""
+) -> _Begun | Path:
+    """Mark the mode's folder; the results if its run is finished. place: of how many, for the
+    screen."""
     name = mode.name
     mark = {
         "command": hash_json([mode.model, mode.identity, [*planned.flags, *mode.flags]]),
@@ -81,16 +113,18 @@ def _begin(
         "machine": machine_facts(),
     }
     noted = _read_mark(folder)
-    difference = _difference(noted, mark)
-    finished = unfinished = None
-    if difference is None:
-        finished, unfinished = _find_begun(folder, noted["before"])
-    elif noted.get("command") == mark["command"]:
-        what, old, new = difference
-        print(f"{name}: made anew: {what} was {old}, is now {new}", flush=True)
-    elif noted:
-        others = f"flags or settings are not those of the run before in {folder}, which stays"
-        print(f"{name}: made anew: {others}", flush=True)
+    difference, earlier = _difference(noted, mark), noted["earlier"]
+    finished, unfinished = _find_begun(folder, noted) if "command" in noted else (None, None)
+    if difference is not None:
+        if finished is not None:
+            facts = {key: noted.get(key) for key in mark}
+            earlier = [*earlier, {**facts, "results": _relative(finished.path, folder)}]
+        finished, unfinished = _find_earlier(folder, earlier, mark), None
+        if finished is None and "command" in noted:
+            why = f"flags or settings are not those of the run before in {folder}, which stays"
+            if noted["command"] == mark["command"]:
+                why = "{} was {}, is now {}".format(*difference)
+            print(f"{name}: made anew: {why}", flush=True)
     if screen:
         screen.begin(*place, name)
     if finished is not None:
@@ -99,7 +133,7 @@ def _begin(
             screen.end(done)
         else:
             print(f"{name}: {done}", flush=True)
-        return None
+        return finished.path
     if not screen:
         how = ", going on" if unfinished else ""
         print(f"\n--- {name} ({place[0]} of {place[1]}){how} ---", flush=True)
@@ -110,10 +144,11 @@ def _begin(
         *("--output_path", str(folder), "--log_samples"),
     ]
     if unfinished:
-        mark["before"] = noted["before"]
+        mark |= {key: noted[key] for key in ("before", "earlier")}
         arguments += ["--resume", str(unfinished)]
         return _Begun(mode, folder, mark, arguments, f"; to start it anew, remove {folder}")
     mark["before"] = [_relative(path, folder) for path in folder.rglob("*.json")]
+    mark["earlier"] = earlier
     _write_mark(folder, mark)
     return _Begun(mode, folder, mark, arguments, "")
 
@@ -133,11 +168,21 @@ def _difference(noted: dict[str, Any], mark: dict[str, Any]) -> tuple[str, str, 
     return found and (found[0].removeprefix("."), *found[1:])
 
 
-def _find_begun(folder: Path, before: Sequence[str]) -> tuple[reader.Run | None, Path | None]:
-    """(the finished run, the manifest of the unfinished one) that the marked command began there.
+def _find_earlier(
+    folder: Path, earlier: Sequence[dict[str, Any]], mark: dict[str, Any]
+) -> reader.Run | None:
+    """The newest finished run that another command's has followed."""
+    for past in reversed(earlier):
+        if _difference(past, mark) is None:
+            with suppress(FlyError):
+                return reader.load(folder / past["results"])
+    return None
 
-    before: files that were in the folder when it began, which are another command's.
-    """
+
+def _find_begun(folder: Path, noted: dict[str, Any]) -> tuple[reader.Run | None, Path | None]:
+    """(the finished run, the manifest of the unfinished one) that the marked command began there.
+    Files that were in the folder before are another command's."""
+    before = noted["before"]
     with suppress(FlyError):
         run = reader.load(folder)
         if _relative(run.path, folder) not in before:
@@ -161,11 +206,11 @@ def _relative(path: Path, folder: Path) -> str:
 
 
 def _read_mark(folder: Path) -> dict[str, Any]:
-    """The mark of the last run that was begun in the folder; empty if there is none."""
+    """The mark of the last run that was begun in the folder; of none if there is none."""
     try:
-        return {"before": [], **reading.read_object(folder / _MARK)}
+        return {"before": [], "earlier": [], **reading.read_object(folder / _MARK)}
     except FlyError:
-        return {}
+        return {"before": [], "earlier": []}
 
 
 def _write_mark(folder: Path, mark: dict[str, Any]) -> None:
@@ -185,9 +230,11 @@ def _run(runs: Sequence[_Begun], screen: Screen | None) -> None:
             how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
             if screen:
                 screen.fail()
+            goes_on = f"the same command goes on with {begun.mode.name}{begun.hint}"
+            if status == 2:  # it was refused, and the same again would be
+                goes_on = "change what the line before this says"
             raise FlyError(
-                f"mode {begun.mode.name} failed ({how}); finished modes are kept: the same command "
-                f"goes on with {begun.mode.name}{begun.hint}"
+                f"mode {begun.mode.name} failed ({how}); finished modes are kept: {goes_on}"
             )
         models = begun.mode.models()
         if models != _read_mark(begun.folder).get("models"):  # it has fetched a hub's commit

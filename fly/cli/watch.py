@@ -52,5 +52,7 @@ def server(
 
     try:
         return http.server.HTTPServer((_HOST, port), Handler)
-    except OSError as error:
-        raise FlyError(f"--port {port}: cannot be used: {error.strerror}") from None
+    except (OSError, OverflowError) as error:
+        raise FlyError(
+            f"--port {port}: cannot be used: {getattr(error, 'strerror', error)}"
+        ) from None

@@ -263,8 +263,9 @@ _Loader.add_constructor("!function", lambda loader, node: loader.construct_scala
 
 def _read_yaml(path: Path, where: str, kind: str) -> dict[str, Any]:
     """A file of `kind: value` lines."""
+    text = reading.text_of(path, where)
     try:
-        values = yaml.load(reading.text_of(path, where), _Loader)
+        values = yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""

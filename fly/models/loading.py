@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from fly.errors import FlyError, reason_of, summarize_names
+from fly.paths import expanded
 
 
 @contextmanager
@@ -24,6 +26,8 @@ def naming_model(field: str, name: str) -> Iterator[None]:
             reason += ": it may be cut short: fetch it again"
         if "unexpected keyword argument" in reason:  # of from_pretrained
             reason += ": if model_args give it, `fly config schema` lists fly's keys"
+        if not expanded(name).exists():
+            reason += f" (a hub's model is meant, as {Path.cwd()} has no such folder)"
         raise FlyError(f"{field}={name}: cannot be loaded: {reason}") from error
 
 

@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 
 from fly import reading
 from fly.errors import FlyError
-from fly.paths import expanded, timestamp, write_whole
+from fly.paths import expanded, hold, timestamp, write_whole
 from fly.runs import shapes
 
 logger = logging.getLogger(__name__)
@@ -129,15 +129,10 @@ class Manifest:
 
         wait: seconds to wait for a process that is about to end.
         """
-        lock = FileLock(self.path.with_name(f".{self.path.stem}.lock"), timeout=wait)
         try:
-            lock.acquire()
+            self.lock = hold(self.path.with_name(f".{self.path.stem}.lock"), wait)
         except Timeout:
             return False
-        except (NotImplementedError, OSError) as error:
-            logger.warning("%s cannot be locked (%s): start no second --resume", self.path, error)
-            return True
-        self.lock = lock
         return True
 
     def release(self) -> None:

@@ -216,6 +216,10 @@ def find_results(path: str | Path) -> Path:
             + (" (or name an older run's results file)" if newest else "")
         )
     if newest is None:
+        if modes := sorted(path.parent.name for path in given.glob("*/fly_compare.json")):
+            raise FlyError(
+                f"{path}: is a comparison's folder: name that of a run in it: {', '.join(modes)}"
+            )
         raise FlyError(
             f"{path}: holds no results_*.json: the run has not ended, or had no --output_path"
         )

@@ -132,6 +132,49 @@ def test_a_rule_that_the_tasks_may_refuse_comes_first(tmp_path, monkeypatch):
         run_modes.run_missing(compare_plan.PlannedRuns(modes, tmp_path))
 
 
+def test_a_command_that_is_refused_forgets_no_finished_run(tmp_path, monkeypatch):
+    """One mistyped flag had hours decoded again."""
+    made = []
+
+    def ends(commands, *output):
+        if "--typo" in commands[0]:
+            return [2]
+        made.append(configured_runs.write_run(tmp_path / "hf/m", {"t": [1, 0]}, backend="hf"))
+        return [0]
+
+    def compare(flag):
+        mode = compare_plan.Mode("hf", "hf", {}, "")
+        planned = compare_plan.PlannedRuns({"hf": mode}, tmp_path, [flag, "1"])
+        return run_modes.run_missing(planned)["hf"]
+
+    monkeypatch.setattr(run_modes, "run_children", ends)
+    compare("--limit")
+    with pytest.raises(FlyError, match=r"finished modes are kept: change what the line before"):
+        compare("--typo")
+    assert compare("--limit") == made[0]
+    compare("--seed")
+    assert (compare("--limit"), compare("--seed")) == tuple(made)
+
+
+def test_two_comparisons_do_not_make_one_run(tmp_path, monkeypatch):
+    """Both decoded everything, and took each other's time."""
+    seen = []
+
+    def begin_another(commands, *output):
+        with pytest.raises(FlyError, match="another fly compare is making this run"):
+            run_modes.run_missing(planned)
+        seen.append((tmp_path / "fly" / ".fly_compare.lock").exists())
+        return [0]
+
+    monkeypatch.setattr(run_modes, "_MOMENT", 0)
+    monkeypatch.setattr(run_modes, "run_children", begin_another)
+    mode = compare_plan.Mode("fly", "fly", {}, "identity")
+    planned = compare_plan.PlannedRuns({"fly": mode}, tmp_path)
+    run_modes.run_missing(planned)
+    assert seen == [True]
+    assert not (tmp_path / "fly" / ".fly_compare.lock").exists()
+
+
 def test_a_mode_that_was_cut_short_goes_on(tmp_path, monkeypatch):
     """Killed in the middle of a mode, a comparison must neither decode again what is recorded nor
     go on with a run of another command."""
@@ -305,6 +348,7 @@ def test_a_mode_whose_end_nobody_saw_is_not_decoded_again(tmp_path, monkeypatch,
     monkeypatch.setattr(run_modes, "run_children", ends_unseen)
     assert [compare("1"), compare("1")] == ["decoded", "finished before"]
     assert [compare("2"), compare("2")] == ["decoded", "finished before"]
+    assert [compare("1"), compare("2")] == ["finished before"] * 2
     # half of the samples, as a kill in the middle of their writing leaves them
     results = json.loads(made[-1].read_text())
     samples = next(made[-1].parent.glob(f"samples_t_{made[-1].stem.split('_')[1]}*"))

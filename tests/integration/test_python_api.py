@@ -126,5 +126,9 @@ def test_bad_arguments_get_one_line(tmp_path):
         fly.compare(tmp_path)
     with pytest.raises(fly.FlyError, match="min_recovery=2"):
         fly.compare(tmp_path, tmp_path, min_recovery=2)
+    with pytest.raises(fly.FlyError, match="pair_by='doc': choose prompt or document"):
+        fly.compare(tmp_path, tmp_path, pair_by="doc")
+    with pytest.raises(fly.FlyError, match="at least one run"):
+        fly.report()
     with pytest.raises(fly.FlyError, match="--traces -1"):
         fly.report(tmp_path, traces=-1)

@@ -107,3 +107,5 @@ def test_bad_usage(tmp_path, capsys):
         taken.listen()
         assert run("report", "--watch", tmp_path, "--port", taken.getsockname()[1]) == 2
     assert "cannot be used" in capsys.readouterr().err
+    assert run("report", "--watch", tmp_path, "--port", "99999") == 2
+    assert "--port 99999: cannot be used: bind(): port must be" in capsys.readouterr().err

@@ -757,6 +757,12 @@ def test_bad_usage(folders, tmp_path, capsys):
     ]:  # fmt: skip
         assert fly("compare", *args) == 2
         assert message in capsys.readouterr().err.splitlines()[-1]
+    for mode in ("exact", "fly"):
+        (tmp_path / "out" / mode).mkdir(parents=True)
+        (tmp_path / "out" / mode / "fly_compare.json").touch()
+    assert fly("compare", base, tmp_path / "out") == 2
+    words = "out: is a comparison's folder: name that of a run in it: exact, fly"
+    assert words in capsys.readouterr().err
     assert fly("compare", base, same, "--nonsense") == 2
     shorter = write(tmp_path / "shorter", "fly", [1, 0])
     assert fly("compare", base, shorter, "--save-baseline", tmp_path / "b") == 2
