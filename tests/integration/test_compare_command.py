@@ -259,14 +259,14 @@ def test_a_failing_mode_ends_with_one_line_and_keeps_the_finished(
     start = run_modes.run_children
 
     def fails(commands, *output):
-        return [2] if str(out / "bad") in commands[0] else start(commands, *output)
+        return [1] if str(out / "bad") in commands[0] else start(commands, *output)
 
     monkeypatch.setattr(run_modes, "run_children", fails)
     for finished_before in (0, 1):
         assert run(*command) == 2
         captured = capfd.readouterr()
         assert captured.err.splitlines()[-1] == (
-            "fly: error: mode bad failed (exit status 2); finished modes are kept: "
+            "fly: error: mode bad failed (exit status 1); finished modes are kept: "
             "the same command goes on with bad"
         )
         assert captured.out.count("target-only: finished before") == finished_before
