@@ -73,7 +73,8 @@ def _alone_in(folder: Path) -> Iterator[None]:
         yield
     finally:
         if lock is not None:
-            Path(lock.lock_file).unlink(missing_ok=True)
+            with suppress(OSError):  # Windows removes no open file
+                Path(lock.lock_file).unlink()
             lock.release()
 
 
