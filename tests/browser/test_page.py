@@ -52,6 +52,19 @@ def test_headline_and_sections(open_report, pair):
     assert page.locator("figure svg[role=img]").count() >= 6
 
 
+def test_runs_without_scores_are_compared_by_speed_and_texts(open_report, tmp_path):
+    how = {"tasks": {"free": {"bypass": [None] * 3}}, "aggregated": {"bypass,none": 999}}
+    texts = {"target-only": ["one", "two", "three"], "fly": ["one", "2", "three"]}
+    folders = [
+        written_runs.write(tmp_path / mode, mode, seconds=seconds, responses=texts[mode], **how)
+        for mode, seconds in (("target-only", 2.0), ("fly", 1.0))
+    ]
+    cards = open_report(*folders).locator(".headline").inner_text()
+    assert "its tasks have no score to compare; 1 of 3 texts differ" in cards
+    assert "2.00\u00d7" in cards
+    assert "Not comparable" not in cards
+
+
 def test_drafters_by_rules_are_a_shaded_matrix(open_report, tmp_path):
     """The content security policy must let the cells have their shade."""
     scores = {"exact": [1.0] * 20, "fly": [0.0] + [1.0] * 19}
