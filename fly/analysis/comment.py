@@ -36,7 +36,8 @@ def markdown(
     by_name = {run.name: run for run in runs}
     parts = [MARK, *_headlines(result), *([f"[The report]({link})"] if link else [])]
     rows = [*_rows(result)]
-    parts += [Table("", _COLUMNS, rows).as_markdown()] * bool(rows)
+    if rows:
+        parts.append(Table("", _COLUMNS, rows).as_markdown())
     for other in result.others:
         parts += _changes(other, by_name[result.baseline], by_name[other.name], link)
     parts.append(_fold("All tables and notes", compare_table.markdown(result, groups)))
@@ -48,9 +49,8 @@ def _headlines(result: Result) -> Iterator[str]:
         sign = _SIGNS.get(other.verdict, "\u2754")
         said = "no scores"
         if (main := other.main) is not None:
-            texts = score_texts(main.scores)
-            said = f"recovery {texts.recovery}, {texts.changed} documents lost / won"
-            said = f"{_inline(main.label)}: {said}"
+            texts, label = score_texts(main.scores), _inline(main.label)
+            said = f"{label}: recovery {texts.recovery}, {texts.changed} documents lost / won"
         name = _inline(f"{other.name} against {result.baseline}")
         yield f"### {sign} {name}: {other.verdict}\n\n{said}"
         for gate in other.gates:

@@ -256,8 +256,8 @@ def _acceptance(run: Run) -> str:
 
 
 def _unfinished(run: Run) -> Iterator[str]:
-    """How many answers the budget ended, and how many ended within a thought, in words; nothing of
-    none. A rule that makes answers longer loses scores by that alone."""
+    """How many answers the budget ended, and how many ended within a thought, in words; no
+    line for a count of 0. A rule that makes answers longer loses scores by that alone."""
     cut = sum(record.get("finish_reason") == "length" for record in run.requests)
     unclosed = sum(record.get("unclosed_thinking", False) for record in run.requests)
     for count, said in (

@@ -220,6 +220,8 @@ def _execute(args: argparse.Namespace) -> None:
         for text in getattr(args, flag[2:].replace("-", "_")) or ()
     ]
     loaded = _load(args, stored)
+    if args.csv and not any(run.entry and run.entry.get("server") for run, _ in loaded):
+        raise FlyError("--csv: it is of servers' runs: leave it out")
     found = [measured for _, measured in loaded]
     runs = [stored, *found] if stored else found
     if args.pair_by == "document":
@@ -236,8 +238,6 @@ def _execute(args: argparse.Namespace) -> None:
         scores.check_storable(baseline.mode, f"--save-baseline {args.save_baseline}")
     if others:
         result = compare.compare(baseline, others, demand, args.metric, measured_noise, limits)
-        if args.csv and not result.curve:
-            raise FlyError("--csv: it is of servers' runs, and none of these is one: leave it out")
         groups = categories.rows(baseline, others, demand, args.metric) if args.by else []
         _write(
             args,

@@ -23,8 +23,8 @@ from fly.paths import hold, write_whole
 from fly.runs import manifest, reader
 from fly.runs.environment import versions
 
-# in a mode's folder: what the last run that was begun there depends on, and of the finished ones
-# before it (`earlier`) also their results
+# in a mode's folder: what the last run that was begun there depends on, and of those before it
+# (`earlier`) also the results or, of one that was cut short, the manifest (`run`)
 _MARK = "fly_compare.json"
 _MOMENT = 5.0  # seconds
 
@@ -35,16 +35,21 @@ def run_missing(planned: PlannedRuns, screen: Screen | None = None) -> dict[str,
     A mode is finished if its folder holds the results of a run of this command, with the same
     input files, models and versions, on the same kind of machine. Whether the run has ended is told
     by what the run itself wrote, not by who saw it end. Raises FlyError if a run fails; the next
-    call continues there, in the middle of a run if its records allow it; and if another process is
-    making one of them. screen: shows how far it is, instead of the runs' own output.
+    call continues there, in the middle of a run if its records allow it. Raises it, too, if another
+    comparison is making one of them. screen: shows how far it is, instead of the runs' own output.
     """
     found = {name: planned.output / name for name in planned.modes}
     left = list[_Begun]()
+    # what may be refused comes first: before hours of decoding, not after
     in_turn = sorted(planned.modes.values(), key=lambda mode: not _is_for_one_temperature(mode))
     with ExitStack() as held:
         for number, mode in enumerate(in_turn, 1):
-            held.enter_context(_alone_in(found[mode.name]))
-            begun = _begin(planned, mode, found[mode.name], (number, len(found)), screen)
+            folder = found[mode.name]
+            with ExitStack() as lock:
+                lock.enter_context(_alone_in(folder))
+                begun = _begin(planned, mode, folder, (number, len(found)), screen)
+                if isinstance(begun, _Begun):
+                    held.push(lock.pop_all())
             if isinstance(begun, Path):
                 found[mode.name] = begun
             else:
@@ -59,8 +64,8 @@ def run_missing(planned: PlannedRuns, screen: Screen | None = None) -> dict[str,
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """No other comparison makes a run in a mode's folder meanwhile. One that finds its run finished
-    is through in a moment. Raises FlyError if another is making one."""
+    """Holds a mode's folder for this process. Raises FlyError if another keeps it for longer than a
+    moment."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         lock = hold(folder / ".fly_compare.lock", _MOMENT)
@@ -79,8 +84,8 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def _is_for_one_temperature(mode: Mode) -> bool:
-    """Whether its rule is for greedy requests alone, or for samples alone. What tasks ask for is
-    known once a run has begun, so that these come first: refused before hours of decoding."""
+    """Whether its rule is for greedy requests alone, or for samples alone. Which of them the tasks
+    make is known once a run has begun."""
     rule = registry.RULES.get(mode.rule)
     return rule is not None and registry.load(rule.where).requests != "all"
 
@@ -117,11 +122,11 @@ def _begin(
     difference, earlier = _difference(noted, mark), noted["earlier"]
     finished, unfinished = _find_begun(folder, noted) if "command" in noted else (None, None)
     if difference is not None:
-        if finished is not None:
+        if path := finished.path if finished else unfinished:
             facts = {key: noted.get(key) for key in mark}
-            earlier = [*earlier, {**facts, "results": _relative(finished.path, folder)}]
-        finished, unfinished = _find_earlier(folder, earlier, mark), None
-        if finished is None and "command" in noted:
+            earlier = [*earlier, {**facts, "run": _relative(path, folder)}]
+        finished, unfinished = _find_earlier(folder, earlier, mark)
+        if not (finished or unfinished) and "command" in noted:
             why = f"flags or settings are not those of the run before in {folder}, which stays"
             if noted["command"] == mark["command"]:
                 why = "{} was {}, is now {}".format(*difference)
@@ -129,7 +134,8 @@ def _begin(
     if screen:
         screen.begin(*place, name)
     if finished is not None:
-        done = f"finished before, in {folder}{_lacking(mode, finished)}"
+        where = folder if difference is None else finished.path  # it is not the newest there
+        done = f"finished before, in {where}{_lacking(mode, finished)}"
         if screen:
             screen.end(done)
         else:
@@ -144,14 +150,14 @@ def _begin(
         *("--model", mode.model, "--model_args", json.dumps(mode.model_args)),
         *("--output_path", str(folder), "--log_samples"),
     ]
+    hint = ""
     if unfinished:
-        mark |= {key: noted[key] for key in ("before", "earlier")}
         arguments += ["--resume", str(unfinished)]
-        return _Begun(mode, folder, mark, arguments, f"; to start it anew, remove {folder}")
-    mark["before"] = [_relative(path, folder) for path in folder.rglob("*.json")]
-    mark["earlier"] = earlier
+        hint = f"; to start it anew, remove {unfinished}"
+    others = (path for path in folder.rglob("*.json") if path != unfinished)
+    mark |= {"before": [_relative(path, folder) for path in others], "earlier": earlier}
     _write_mark(folder, mark)
-    return _Begun(mode, folder, mark, arguments, "")
+    return _Begun(mode, folder, mark, arguments, hint)
 
 
 def _difference(noted: dict[str, Any], mark: dict[str, Any]) -> tuple[str, str, str] | None:
@@ -159,7 +165,7 @@ def _difference(noted: dict[str, Any], mark: dict[str, Any]) -> tuple[str, str, 
 
     A hub model's commit differs only where both marks know it: it may be known only after loading.
     """
-    old, new = {key: noted.get(key) for key in mark}, manifest.plain(mark)
+    old, new = manifest.plain({key: noted.get(key) for key in mark}), manifest.plain(mark)
     if isinstance(old["models"], dict):
         for role, model in old["models"].items():
             other = new["models"].get(role, {})
@@ -171,13 +177,19 @@ def _difference(noted: dict[str, Any], mark: dict[str, Any]) -> tuple[str, str, 
 
 def _find_earlier(
     folder: Path, earlier: Sequence[dict[str, Any]], mark: dict[str, Any]
-) -> reader.Run | None:
-    """The newest finished run that another command's has followed."""
+) -> tuple[reader.Run | None, Path | None]:
+    """As `_find_begun`, of this command's newest run among the earlier ones."""
     for past in reversed(earlier):
         if _difference(past, mark) is None:
+            path = folder / past["run"]
             with suppress(FlyError):
-                return reader.load(folder / past["results"])
-    return None
+                if path.name.startswith("fly_run_"):
+                    own = manifest.Manifest.read(path)
+                    if not own.finished:
+                        return None, path
+                    path = path.with_name(own.data["results"])
+                return reader.load(path), None
+    return None, None
 
 
 def _find_begun(folder: Path, noted: dict[str, Any]) -> tuple[reader.Run | None, Path | None]:
@@ -186,7 +198,8 @@ def _find_begun(folder: Path, noted: dict[str, Any]) -> tuple[reader.Run | None,
     before = noted["before"]
     with suppress(FlyError):
         run = reader.load(folder)
-        if _relative(run.path, folder) not in before:
+        started = run.entry and run.path.with_name(f"fly_run_{run.entry.get('started')}.json")
+        if not any(_relative(path, folder) in before for path in (run.path, started) if path):
             return run, None
     own = [run for run in manifest.all_in(folder) if _relative(run.path, folder) not in before]
     return None, own[-1].path if own and not own[-1].finished else None
@@ -199,7 +212,8 @@ def _lacking(mode: Mode, run: reader.Run) -> str:
         "records of its requests": not mode.records.get("enable_statistics") or run.requests,
     }
     missing = [what for what, there in has.items() if not there]
-    return f" (without {' and '.join(missing)}: to have them, remove it)" if missing else ""
+    where = f": to have this, remove {run.path}"
+    return f" (without {' and '.join(missing)}{where})" if missing else ""
 
 
 def _relative(path: Path, folder: Path) -> str:
@@ -232,8 +246,8 @@ def _run(runs: Sequence[_Begun], screen: Screen | None) -> None:
             if screen:
                 screen.fail()
             goes_on = f"the same command goes on with {begun.mode.name}{begun.hint}"
-            if status == 2:  # it was refused, and the same again would be
-                goes_on = "change what the line before this says"
+            if status == 2:  # it may have been refused, as the same again would be
+                goes_on = f"once what the run says is mended, {goes_on}"
             raise FlyError(
                 f"mode {begun.mode.name} failed ({how}); finished modes are kept: {goes_on}"
             )

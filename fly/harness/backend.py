@@ -63,8 +63,6 @@ class Backend(TemplateLM):
     engine_name = "fly"
     processes = Ranks()
     _same_target: bool | None = None  # whether the earlier runs are of this target; None: not known
-    # the system messages of the chats that lm-eval has made prompts of, by the prompt's hash
-    _system_of: dict[str, list[dict[str, str]]] | None = None
 
     def use_config(self, config: FlyConfig) -> None:
         """Start with this configuration. Raises FlyError if a trace has no folder, and for earlier
@@ -193,10 +191,15 @@ class Backend(TemplateLM):
         generate = partial(self._generate, disable_tqdm=disable_tqdm)
         return turns.answer_all(requests, generate, self._render, most)
 
+    @cached_property
+    def _system_of(self) -> dict[str, list[dict[str, str]]]:
+        """The system messages of the chats that lm-eval made prompts of, by the prompt's hash."""
+        return {}
+
     def _render(self, first: str, messages: list[dict[str, str]]) -> str | None:
         """The prompt of a chat behind the system message of its first prompt; None if lm-eval
         applied no chat template to that."""
-        system = (self._system_of or {}).get(hash_string(first))
+        system = self._system_of.get(hash_string(first))
         return None if system is None else self.apply_chat_template([*system, *messages])
 
     def _generate(self, requests: list[Instance], disable_tqdm: bool) -> list[str]:
@@ -271,12 +274,10 @@ class Backend(TemplateLM):
             return None
         return sum(self.processes.exchange(len(wanted)))
 
-    def note_system(self, history: list[dict[str, str]], prompt: str) -> str:
-        """Further turns of this prompt, which is given back, stand behind its system message."""
+    def note_system(self, history: list[dict[str, str]], prompt: str) -> None:
+        """Further turns of this prompt stand behind the system message of its chat."""
         system = [message for message in history if message["role"] == "system"]
-        self._system_of = self._system_of or {}
         self._system_of[hash_string(prompt)] = system
-        return prompt
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -284,7 +285,8 @@ class Backend(TemplateLM):
         """Raises FlyError if there is none."""
         try:
             prompt = super().apply_chat_template(chat_history, add_generation_prompt)
-            return self.note_system(chat_history, prompt)
+            self.note_system(chat_history, prompt)
+            return prompt
         except ValueError as error:
             if getattr(self.tokenizer, "chat_template", None) is not None:
                 raise

@@ -176,7 +176,9 @@ class ServerLM(Backend):
     ) -> str:
         """The prompt's text; for api=chat the messages as JSON, whose template is the server's."""
         if self.api == "chat":
-            return self.note_system(chat_history, json.dumps(chat_history, ensure_ascii=False))
+            prompt = json.dumps(chat_history, ensure_ascii=False)
+            self.note_system(chat_history, prompt)
+            return prompt
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise FlyError(
                 "--apply_chat_template: the tokenizer has no chat template: use api=chat"
@@ -187,7 +189,8 @@ class ServerLM(Backend):
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )
-        return self.note_system(chat_history, prompt)
+        self.note_system(chat_history, prompt)
+        return prompt
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         return "" if self.api == "chat" else super().chat_template(chat_template)

@@ -23,7 +23,7 @@ def further(instance: Instance) -> list[str]:
     turn."""
     doc = instance.doc if isinstance(instance.doc, dict) else {}
     found = list(doc.get(FIELD) or ())
-    if found and not doc.get("turns"):
+    if found and not (isinstance(doc.get("turns"), list) and doc["turns"]):
         raise FlyError(
             f"{instance.task_name}, document {instance.doc_id}: its field {FIELD} needs a field "
             "turns, the list of all turns with the first"

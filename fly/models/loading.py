@@ -10,7 +10,6 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from fly.errors import FlyError, reason_of, summarize_names
-from fly.paths import expanded
 
 
 @contextmanager
@@ -26,7 +25,7 @@ def naming_model(field: str, name: str) -> Iterator[None]:
             reason += ": it may be cut short: fetch it again"
         if "unexpected keyword argument" in reason:  # of from_pretrained
             reason += ": if model_args give it, `fly config schema` lists fly's keys"
-        if not expanded(name).exists():
+        if isinstance(error, OSError) and not Path(name).exists():
             reason += f" (a hub's model is meant, as {Path.cwd()} has no such folder)"
         raise FlyError(f"{field}={name}: cannot be loaded: {reason}") from error
 

@@ -149,11 +149,79 @@ def test_a_command_that_is_refused_forgets_no_finished_run(tmp_path, monkeypatch
 
     monkeypatch.setattr(run_modes, "run_children", ends)
     compare("--limit")
-    with pytest.raises(FlyError, match=r"finished modes are kept: change what the line before"):
+    with pytest.raises(FlyError, match=r"kept: once what the run says is mended, the same command"):
         compare("--typo")
     assert compare("--limit") == made[0]
     compare("--seed")
     assert (compare("--limit"), compare("--seed")) == tuple(made)
+
+
+def test_a_run_is_its_own_command_s_whoever_ends_it(tmp_path, monkeypatch, capsys):
+    """A is cut short, B begins in its folder, and then A is resumed by hand: it was taken for B."""
+
+    def begins(commands, *output):
+        manifests.append(Manifest.create(tmp_path / "fly/m", {"output_path": "fly"}))
+        manifests[-1].release()
+        return [-9]
+
+    def call(limit):
+        planned = compare_plan.PlannedRuns({"fly": mode}, tmp_path, ["--limit", limit])
+        return run_modes.run_missing(planned)["fly"]
+
+    manifests = []
+    monkeypatch.setattr(run_modes, "run_children", begins)
+    monkeypatch.setattr("fly.runs.manifest.timestamp", lambda: f"2025-01-0{len(manifests) + 1}")
+    mode = compare_plan.Mode("fly", "fly", {}, "identity")
+    for limit in ("1", "2"):
+        with pytest.raises(FlyError, match="killed"):
+            call(limit)
+    results = configured_runs.write_run(tmp_path / "fly/m", {"t": [1, 0]}, with_records=False)
+    values = json.loads(results.read_text())
+    values["config"]["fly"]["started"] = manifests[0].data["started"]
+    results.write_text(json.dumps(values))
+    manifests[0].finish(results)
+    with pytest.raises(FlyError, match="killed"):
+        call("2")
+    assert call("1") == results
+
+
+def test_a_commit_that_was_not_known_is_not_forgotten(tmp_path, monkeypatch):
+    """Comparing marks blanked it in the one that was kept: later any commit matched."""
+    commit, made = ["abc"], []
+
+    def ends(commands, *output):
+        made.append(configured_runs.write_run(tmp_path / "fly/m", {"t": [1, 0]}, backend="hf"))
+        return [0]
+
+    def call(path, *flags):
+        look = lambda: {"target": {"path": path, "commit": commit[0]}}  # noqa: E731
+        mode = compare_plan.Mode("fly", "hf", {}, "identity", look)
+        run_modes.run_missing(compare_plan.PlannedRuns({"fly": mode}, tmp_path, flags))
+        return len(made)
+
+    monkeypatch.setattr(run_modes, "run_children", ends)
+    assert call("org/model") == 1
+    commit[0] = None
+    assert call("org/model", "--limit", "1") == 2
+    commit[0] = "def"
+    assert call("org/model") == 3
+
+
+def test_a_finished_mode_is_not_held_while_servers_are_asked(tmp_path, monkeypatch):
+    made = []
+
+    def ends(commands, *output):
+        if made:  # b is asked, and a is finished
+            assert run_modes.run_missing(compare_plan.PlannedRuns({"a": modes["a"]}, tmp_path))
+        made.append(configured_runs.write_run(tmp_path / "a/m", {"t": [1, 0]}, backend="hf"))
+        return [0 for _ in commands]
+
+    monkeypatch.setattr(run_modes, "_MOMENT", 0)
+    monkeypatch.setattr(run_modes, "run_children", ends)
+    modes = {name: compare_plan.Mode(name, "hf", {}, name) for name in "ab"}
+    run_modes.run_missing(compare_plan.PlannedRuns({"a": modes["a"]}, tmp_path))
+    run_modes.run_missing(compare_plan.PlannedRuns(modes, tmp_path, at_once=True))
+    assert len(made) == 2
 
 
 def test_two_comparisons_do_not_make_one_run(tmp_path, monkeypatch):
@@ -178,11 +246,11 @@ def test_two_comparisons_do_not_make_one_run(tmp_path, monkeypatch):
 def test_a_mode_that_was_cut_short_goes_on(tmp_path, monkeypatch):
     """Killed in the middle of a mode, a comparison must neither decode again what is recorded nor
     go on with a run of another command."""
-    calls = []
+    calls, status = [], -9
 
     def cut_short(commands, *output):
         calls.extend(command[4:] for command in commands)
-        return [-9 for _ in commands]
+        return [status for _ in commands]
 
     monkeypatch.setattr(run_modes, "run_children", cut_short)
     mode = compare_plan.Mode("fly", "fly", {}, "identity")
@@ -197,6 +265,10 @@ def test_a_mode_that_was_cut_short_goes_on(tmp_path, monkeypatch):
         run_modes.run_missing(compare_plan.PlannedRuns({"fly": mode}, tmp_path, ["--limit", "2"]))
     with pytest.raises(FlyError, match=r"goes on with fly$"):  # the first command's run is there
         run_modes.run_missing(compare_plan.PlannedRuns({"fly": mode}, tmp_path, ["--limit", "2"]))
+    status = 2  # as where memory runs out; with the first command's run again
+    with pytest.raises(FlyError, match=r"goes on with fly; to start it anew, remove .*fly_run_"):
+        run_modes.run_missing(compare_plan.PlannedRuns({"fly": mode}, tmp_path, ["--limit", "1"]))
+    status = -9
     changed = compare_plan.Mode("fly", "fly", {}, "identity", lambda: {"target": {"path": "new"}})
     with pytest.raises(FlyError, match=r"goes on with fly$"):
         run_modes.run_missing(
@@ -205,11 +277,10 @@ def test_a_mode_that_was_cut_short_goes_on(tmp_path, monkeypatch):
     assert calls[0][:2] == ["--limit", "1"]
     # the whole command again, as secrets are not in the manifest
     assert calls[1] == [*calls[0], "--resume", str(begun.path)]
-    assert [call[:2] for call in calls[2:]] == [
-        ["--limit", "2"],
-        ["--limit", "2"],
-        ["--limit", "1"],
-    ]
+    assert calls[4] == calls[1]
+    others = [call[:2] for call in (*calls[2:4], calls[5])]
+    assert others == [["--limit", "2"], ["--limit", "2"], ["--limit", "1"]]
+    assert "--resume" not in calls[2] + calls[3] + calls[5]
 
 
 def test_a_hub_models_commit_becomes_known_while_it_runs(tmp_path, monkeypatch, capsys):
@@ -233,7 +304,9 @@ def test_a_hub_models_commit_becomes_known_while_it_runs(tmp_path, monkeypatch, 
     status = 0
     run_modes.run_missing(compare_plan.PlannedRuns({"fly": mode}, tmp_path, []))
     assert calls[1][-2:] == ["--resume", str(begun.path)]
-    run = SimpleNamespace(rounds=[], requests=[1], path=tmp_path / "fly" / "results.json")
+    run = SimpleNamespace(
+        rounds=[], requests=[1], entry=None, path=tmp_path / "fly" / "results.json"
+    )
     monkeypatch.setattr(run_modes.reader, "load", lambda folder: run)
     run_modes.run_missing(compare_plan.PlannedRuns({"fly": mode}, tmp_path, []))
     assert len(calls) == 2
@@ -369,7 +442,9 @@ def test_a_run_of_another_configuration_is_not_taken_for_finished(
     """Another K, another limit, a killed run: each must run again."""
     calls = []
     monkeypatch.setattr(run_modes, "_run", lambda begun, *_: calls.extend(begun))
-    run = SimpleNamespace(rounds=[], requests=[1], path=tmp_path / "out/fly/results.json")
+    run = SimpleNamespace(
+        rounds=[], requests=[1], entry=None, path=tmp_path / "out/fly/results.json"
+    )
     monkeypatch.setattr(run_modes.reader, "load", lambda folder: run)
     values = {"pretrained": str(saved_pair / "draft"), "config_path": str(config_file)}
     out = tmp_path / "out"
@@ -393,7 +468,9 @@ def test_what_has_changed_under_the_same_command_runs_again(
     served as this command's; what only switches records on was run again."""
     calls = []
     monkeypatch.setattr(run_modes, "_run", lambda begun, *_: calls.extend(begun))
-    run = SimpleNamespace(rounds=[], requests=[1], path=tmp_path / "out/fly/results.json")
+    run = SimpleNamespace(
+        rounds=[], requests=[1], entry=None, path=tmp_path / "out/fly/results.json"
+    )
     monkeypatch.setattr(run_modes.reader, "load", lambda folder: run)
     values = {"pretrained": str(saved_pair / "draft"), "config_path": str(config_file)}
     facts = {"name": "a CPU"}
@@ -411,7 +488,7 @@ def test_what_has_changed_under_the_same_command_runs_again(
     assert made()[0] == 1
     count, printed = made(trace=True, verbose=True)
     assert count == 1
-    assert "(without a trace: to have them, remove it)" in printed
+    assert f"(without a trace: to have this, remove {run.path})" in printed
     files["--config"]["a.yaml"] = "2"
     count, printed = made()
     assert count == 2

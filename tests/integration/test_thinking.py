@@ -134,7 +134,8 @@ def allows(places, text, drafted, own):
         Request((1,), 500), frozenset(), StopMatcher((), texts.decode), texts.decode_lines
     )
     sequence.tokens += tokenizer.encode(text, add_special_tokens=False)
-    draft, target = (tokenizer.encode(each, add_special_tokens=False) for each in (drafted, own))
+    draft = tokenizer.encode(drafted, add_special_tokens=False)
+    target = tokenizer.encode(own, add_special_tokens=False) if isinstance(own, str) else own
     matches = [False] + [True] * (len(draft) - 1)
     judged = JudgedDraft(draft, matches, [not m for m in matches], [*target[:1], *draft[1:], 1])
     return bool(sequence.judge(rule, judged).resolution.accepted)
@@ -152,6 +153,14 @@ def test_texts_where_the_tokenizer_has_no_such_tokens():
     assert TEXTS.thought_in([1], lambda ids: "[T] on and on") == "open"
     assert TEXTS.thought_in([1], lambda ids: "[T] on [/T] 7") == "closed"
     assert TEXTS.thought_in([1], lambda ids: "on [/T] 7") == "none"
+
+
+def test_a_part_of_a_character_may_be_of_a_text_that_closes():
+    odd = Places(relax_in="thinking", think_tokens=("[T]", "\u25c1T"))
+    of_three = tiny.byte_tokenizer().encode("\u25c1", add_special_tokens=False)
+    assert len(of_three) == 3
+    assert allows(odd, "[T] y", "a", "b")
+    assert not allows(odd, "[T] y", "a", of_three[:1])
 
 
 @pytest.mark.parametrize(

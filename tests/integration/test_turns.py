@@ -184,9 +184,10 @@ def test_samples_of_one_document_are_told_apart_in_all_turns(saved_pair, monkeyp
     ]
 
 
-def test_a_document_needs_its_first_turn(saved_pair):
+@pytest.mark.parametrize("given", [None, "say a ", []], ids=str)
+def test_a_document_needs_its_first_turn(saved_pair, given):
     (request,) = in_turns("say a ")
-    del request.doc["turns"]
+    request.doc["turns"] = given
     with pytest.raises(FlyError, match="t, document 0: its field further_turns needs a field turn"):
         fly_lm(saved_pair).generate_until([request])
 

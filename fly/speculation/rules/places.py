@@ -76,7 +76,7 @@ class Places:
             found = (known if (last := self._last_of(tail)) is None else last for tail in tails)
             return all((last == self.think_ids[0]) == is_thinking for last in found)
         texts, ending = [judged.whole_text(tail) for tail in tails], self.think_tokens[is_thinking]
-        begins = tuple(ending[:count] for count in range(1, len(ending)))
+        begins = (*(ending[:count] for count in range(1, len(ending))), BROKEN)
         return all(self._is_open(text) == is_thinking for text in texts) and not any(
             text.endswith(begins) for text in texts[1:]
         )
