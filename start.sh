@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 export FLY_SCREEN=1 FLY_STEPS_BEFORE=2
-out="results/start${LIMIT:+-$LIMIT}" # a folder for each LIMIT: reports show the newest run of one
+out="results/start${LIMIT:+-$LIMIT}" # one for each LIMIT: a report shows a folder's newest run
 pair=fly_config/qwen2.5-coder-guarded.json
 task="--tasks humaneval_instruct --batch_size 1 --apply_chat_template --confirm_run_unsafe_code"
 

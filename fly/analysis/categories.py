@@ -40,15 +40,16 @@ def rows(
         for value in sorted({*groups.values()}, key=_by_size):
             own = {i: i for i, group in groups.items() if group == value}
             base, *rest = (_part(run, name, own, first) for run in (baseline, *others))
-            scored = [metric for metric in base.tasks[name].metrics if metric.scores]
             result = compare(base, rest, demand)
             start = {"task": name, "category": value, "documents": len(own)}
             start["metric"] = first.label if first else None
             for run, against in [(base, None), *zip(rest, result.others)]:
                 speed = find_speed(against.speeds if against else result.baseline_speeds, name)
-                row = _row(against, speed, equal_texts(base.tasks[name], run.tasks[name]))
+                equal = equal_texts(base.tasks[name], run.tasks[name]) if against else None
+                row = _row(against, speed, equal)
                 if not against:
-                    row["score"] = next((fmean(m.scores.values()) for m in scored), None)
+                    scores = [metric.scores.values() for metric in base.tasks[name].metrics]
+                    row["score"] = next(map(fmean, filter(None, scores)), None)
                 model = {"model": run.target["name"], "k": run.spd_k}
                 found.append({**start, "run": run.name, **row, **model})
     return found
@@ -79,7 +80,7 @@ def _row(
     return {
         "score": scores.get("other"),
         **{key: scores.get(key) for key in ("recovery", "interval", "lost", "won", "p")},
-        "equal_texts": equal[0] if equal and against else None,
+        "equal_texts": equal[0] if equal else None,
         "tau": pace.tau if pace else None,
         "al": pace.al if pace else None,
         "decode_x": speed.decode.value if speed and speed.decode else None,

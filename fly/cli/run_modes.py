@@ -198,8 +198,10 @@ def _find_begun(folder: Path, noted: dict[str, Any]) -> tuple[reader.Run | None,
     before = noted["before"]
     with suppress(FlyError):
         run = reader.load(folder)
-        started = run.entry and run.path.with_name(f"fly_run_{run.entry.get('started')}.json")
-        if not any(_relative(path, folder) in before for path in (run.path, started) if path):
+        own_files = [run.path]
+        if run.entry and (started := run.entry.get("started")):
+            own_files.append(manifest.path_in(run.path.parent, started))
+        if not any(_relative(path, folder) in before for path in own_files):
             return run, None
     own = [run for run in manifest.all_in(folder) if _relative(run.path, folder) not in before]
     return None, own[-1].path if own and not own[-1].finished else None

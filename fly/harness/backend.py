@@ -35,7 +35,7 @@ from fly.harness.requests import (
     seed_after,
 )
 from fly.models.tokenizers import Texts
-from fly.runs import context, earlier_outputs, output_ids, resume
+from fly.runs import context, earlier_outputs, manifest, output_ids, resume
 from fly.runs.earlier_outputs import MATCHES, EarlierOutputs, Matcher
 from fly.runs.environment import models_of, versions
 from fly.runs.jsonl import JsonLines
@@ -113,7 +113,7 @@ class Backend(TemplateLM):
         of_run = (run.started, run.is_resumable, run.finished_requests)
         run.join_first(*self.processes.broadcast(of_run))
         folder = run.output_dir
-        if run.is_resumable and folder and not (folder / f"fly_run_{run.started}.json").is_file():
+        if run.is_resumable and folder and not manifest.path_in(folder, run.started).is_file():
             raise FlyError(
                 f"output_path={folder}: what the first process wrote there is not seen by rank "
                 f"{self.processes.rank}: give a folder that all machines share"

@@ -177,18 +177,17 @@ class ServerLM(Backend):
         """The prompt's text; for api=chat the messages as JSON, whose template is the server's."""
         if self.api == "chat":
             prompt = json.dumps(chat_history, ensure_ascii=False)
-            self.note_system(chat_history, prompt)
-            return prompt
-        if getattr(self.tokenizer, "chat_template", None) is None:
+        elif getattr(self.tokenizer, "chat_template", None) is None:
             raise FlyError(
                 "--apply_chat_template: the tokenizer has no chat template: use api=chat"
             )
-        prompt = self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
+        else:
+            prompt = self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
         self.note_system(chat_history, prompt)
         return prompt
 

@@ -21,8 +21,7 @@ from fly import reading
 from fly.errors import FlyError
 from fly.models.fingerprint import as_one, hash_json
 from fly.paths import expanded
-from fly.runs import output_ids, reader, shapes
-from fly.runs.manifest import Manifest
+from fly.runs import manifest, output_ids, reader, shapes
 
 _PROMPT_DIGITS = 16  # of lm-eval's hashes of prompts; baseline files hold no more
 _RECORDS = "fly_requests_"
@@ -230,8 +229,8 @@ def _newest(folder: Path, own: Own | None) -> _Found | None:
 
 
 def _of_records(found: _Found, files: Sequence[Path]) -> EarlierRun:
-    manifest = found.folder / f"fly_run_{found.started}.json"
-    models = Manifest.read(manifest).data.get("models") if manifest.is_file() else None
+    path = manifest.path_in(found.folder, found.started)
+    models = manifest.Manifest.read(path).data.get("models") if path.is_file() else None
     run = EarlierRun(found.results or found.folder, target_of(models or {}))
     for file in files:
         for line in reader.read_lines(file, shapes.OutputLine):

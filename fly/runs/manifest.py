@@ -57,7 +57,7 @@ class Manifest:
                 "below": Path(arguments["output_path"]) != folder,
                 "arguments": plain(arguments),
             }
-            manifest = cls(folder / f"fly_run_{started}.json", data)
+            manifest = cls(path_in(folder, started), data)
             if not manifest.path.exists() and manifest.hold():
                 manifest.save()
                 return manifest
@@ -148,6 +148,11 @@ class Manifest:
     def finish(self, results: Path) -> None:
         self.data.update(finished=True, results=results.name)
         self.save()
+
+
+def path_in(folder: Path, started: str) -> Path:
+    """Of the run in this folder that started then."""
+    return folder / f"fly_run_{started}.json"
 
 
 def all_in(folder: Path) -> list[Manifest]:
